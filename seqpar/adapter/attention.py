@@ -17,12 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.adapter import masks, ops
-from seqpar.adapter.cuts import Joint
+from seqpar.adapter.cuts import JOINED, Joint
 from seqpar.adapter.forward import Forward, Ranks
+from seqpar.attention._streams import given
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 
 IDENTITY = Prepare()
+ADDS = (
+    "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
+    "block; pass a mask of bool to leave padding out"
+)
 
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
@@ -66,7 +71,7 @@ class SplitAttention:
         streams, tokens = joined
         bias = self._bias(forward, mask, streams, tokens, q)
         q, k, v = fitting(q, k, v, scale)
-        return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
+        return self._attended(forward, tokens, (Given(q, k, v, IDENTITY),), bias, q)[0]
 
     def of_streams(
         self,
@@ -89,7 +94,28 @@ class SplitAttention:
             raise self._unknown(forward)
         q_BlHD = like.new_empty(batch, 0, heads, dim)
         bias = self._bias(forward, mask, names, tokens, q_BlHD)
-        return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
+        return self._attended(forward, tokens, streams, bias, q_BlHD, beside)
+
+    def _attended(
+        self,
+        forward: Forward,
+        tokens: JointShard,
+        streams: Sequence[Stream],
+        bias: Tensor | None,
+        like: Tensor,
+        beside: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return attention over all ranks; where a mask adds numbers, queries whose number is 0 attend without it."""
+        attend = self.ranks.attend(tokens, like, bias is not None)
+        if bias is None or not forward.adds:
+            return attend(streams, bias, beside=beside)
+        self.ranks.say(ADDS)
+        projected = [given(stream) for stream in streams]
+        plain = [out.clone() for out in self.ranks.attend(tokens, like, False)(projected)]
+        outs = attend(projected, bias, beside=beside)
+        has_one = masks.of_rank(forward.masks[JOINED], tokens, self.ranks.axis.rank)
+        each = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
+        return tuple(torch.where(*parts) for parts in zip(each, outs, plain, strict=True))
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
         shards = tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams)
@@ -168,7 +194,9 @@ class SplitAttention:
         if self.joint.masked:
             key = tuple(streams), dtype
             if key not in forward.converted:
-                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype)
+                forward.converted[key] = None, masks.from_streams(
+                    forward.masks, streams, tokens, dtype, forward.adds
+                )
             return forward.converted[key][1]
         if mask is None:
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter.changes import Changes
-from seqpar.adapter.cuts import Boundary, Cuts
+from seqpar.adapter.cuts import JOINED, Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
@@ -67,6 +67,7 @@ class Body:
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None and name not in full:
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
+                    now.adds = stream == JOINED and mask.is_floating_point()
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
                 if name in given:

@@ -17,6 +17,10 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import nn
 
 
+JOINED = ""
+"""In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
+
+
 @dataclass(frozen=True)
 class CutTokens:
     """Keep this rank's tokens of a tensor.
@@ -51,12 +55,14 @@ class Boundary:
     """What is cut and gathered at one submodule.
 
     inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
-    tensor that is no tuple has index 0.
+    tensor that is no tuple has index 0. numbers: inputs that the transformer makes on the host, of one number; they are
+    made on the device, because no CUDA graph could copy them there.
     """
 
     inputs: Mapping[str, Cutting] = field(default_factory=dict)
     outputs: Mapping[int, Cutting] = field(default_factory=dict)
     gathers: Mapping[int, GatherTokens] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,10 @@ class Cuts:
     path, "*" stands for every member of a list of modules, and -1 for its last one.
     attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
     of parts that run whole) stays as it is and exchanges nothing.
-    masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
-    zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
+    masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
+    one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
+    `kept`. A mask of `JOINED` tokens of floating numbers, 0 and 1, masks nothing: as torch does, attention adds the
+    product of query's and key's number to their score.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -152,7 +160,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     """Raise ValueError if cuts name submodules or parameters that a module does not have."""
     for path in cuts.attention:
         submodules(module, path)
-    named = [(path, name) for path, place in cuts.places.items() for name in place.inputs]
+    named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
     for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):

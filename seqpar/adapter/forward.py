@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
-    converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
+    adds: whether the mask of `JOINED` tokens adds numbers to scores. converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
     next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
     `hand_over` of `seqpar.types.fused.BlockCall`), each with the object that it was made of. What was handed over also
     names the block that left it.
@@ -40,6 +40,7 @@ class Forward:
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
+    adds: bool = False
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ forward, so that compiled blocks see them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Cutter:
         self._gathers = tuple(place.gathers.values())
         self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
         self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
+        self.numbers, self.takes = place.numbers, bool(place.inputs or place.numbers)
         self.outputs = tuple((index, self._which(how)) for index, how in place.outputs.items())
         self.number = ops.NUMBERS.add(self)
 
@@ -57,6 +59,14 @@ class Cutter:
         if isinstance(value, dict):
             return {key: self.value(x, which) for key, x in value.items()}
         return value
+
+    def on_device(self, value: Any) -> Any:
+        """Return a tensor of one number on the host as one on the mesh's device, without a copy; others unchanged."""
+        device = self.ranks.mesh.device
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or device.type == "cpu" or not value.numel():
+            return value
+        first = value.flatten()[0]
+        return torch.full_like(value, first.item(), device=device) if bool((value == first).all()) else value
 
     def gather(self, x: Tensor, which: int) -> Tensor:
         """Return a tensor with the tokens of all ranks."""
@@ -90,16 +100,18 @@ class BoundaryHook(ModelHook):
     def __init__(self, cutter: Cutter, names: Sequence[str]) -> None:
         super().__init__()
         self._cutter = cutter
-        self._inputs = tuple((name, names.index(name), which) for name, which in cutter.inputs)
+        changes = [(name, partial(cutter.value, which=which)) for name, which in cutter.inputs]
+        changes += [(name, cutter.on_device) for name in cutter.numbers]
+        self._inputs = tuple((name, names.index(name), change) for name, change in changes)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut the inputs."""
+        """Cut the inputs, and make those that are numbers of the host on the device."""
         changed = list(args)
-        for name, index, which in self._inputs:
+        for name, index, change in self._inputs:
             if name in kwargs:
-                kwargs[name] = self._cutter.value(kwargs[name], which)
+                kwargs[name] = change(kwargs[name])
             elif index < len(changed):
-                changed[index] = self._cutter.value(changed[index], which)
+                changed[index] = change(changed[index])
         return tuple(changed), kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:

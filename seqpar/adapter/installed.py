@@ -152,7 +152,7 @@ class Installed:
             return
         _unhook(self._hooked)
         cutters = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
-        hooks = [BoundaryHook(cutters[path], parameters(one) if cutters[path].inputs else []) for one, path in places]
+        hooks = [BoundaryHook(cutters[path], parameters(one) if cutters[path].takes else []) for one, path in places]
         more = [ReadsHook(seat.attention, parameters(seat.module)) for seat in readers]
         for (module, name), hook in zip(outer, (*hooks, *more), strict=True):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.adapter.cuts import Cuts
+from seqpar.adapter.cuts import JOINED, Cuts
 from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
@@ -105,9 +105,20 @@ def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) 
 
 
 def from_streams(
-    masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
+    masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype, adds: bool = False
 ) -> Tensor | None:
-    """Return the key bias in the order of the keys, of a bool mask for each stream with padding, or None."""
+    """Return the key bias in the order of the keys, of a bool mask for each stream with padding or for all, or None.
+
+    adds: whether the mask for all is added to the scores, as ones and zeros.
+    """
+    if (joined := masks.get(JOINED)) is not None:
+        return from_whole(joined.to(dtype) if adds else joined, len(joined), tokens, dtype)
     every = [masks.get(name) for name in streams]
     like = next((mask for mask in every if mask is not None), None)
     return None if like is None else key_bias(joined_mask(every, tokens, like), dtype)
+
+
+def of_rank(mask_BL: Tensor, tokens: JointShard, rank: int) -> Tensor:
+    """Return the part (B, l) of a mask for all tokens, stream after stream, that belongs to the tokens of a rank."""
+    parts = mask_BL.split([shard.total for shard in tokens.streams], dim=1)
+    return torch.cat([part[:, shard.slice(rank)] for part, shard in zip(parts, tokens.streams, strict=True)], dim=1)

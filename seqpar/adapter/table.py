@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
+from seqpar.adapter.cuts import HELP, JOINED, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
 from seqpar.adapter.processors import MochiProcessor
 
 IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
@@ -53,6 +53,14 @@ def _flux() -> Cuts:
     )
     both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
     return Cuts({"": root, "proj_out": OUT}, both)
+
+
+def _chroma() -> Cuts:
+    """Return FLUX's cuts; its blocks make a mask for queries and keys of one for all tokens, which attention takes."""
+    flux = _flux()
+    zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
+    joint = {path: replace(joint, masked=True) for path, joint in flux.attention.items()}
+    return Cuts({**flux.places, **zeros}, joint, masks={"attention_mask": JOINED})
 
 
 def _flux2() -> Cuts:
@@ -206,6 +214,7 @@ def _mochi() -> Cuts:
 
 CUTS = {
     "FluxTransformer2DModel": _flux(),
+    "ChromaTransformer2DModel": _chroma(),
     "Flux2Transformer2DModel": _flux2(),
     "QwenImageTransformer2DModel": _qwen_image(),
     "WanTransformer3DModel": _wan(),

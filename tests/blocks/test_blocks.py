@@ -35,6 +35,7 @@ TOLERANCE = 1e-12
 ROUNDED = 1e-6
 VISIBLE = 1e-3
 KINDS = {
+    "ChromaTransformer2DModel",
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
     "QwenImageTransformer2DModel",

@@ -105,6 +105,8 @@ def few(arguments: Inputs, tokens: int = 2) -> Inputs:
         if (mask := arguments.get(name)) is not None:
             rows = torch.arange(len(mask), device=mask.device)
             short[name] = torch.arange(tokens, device=mask.device) < tokens - rows[:, None] % 2
+    if (mask := arguments.get("attention_mask")) is not None:  # of text and image
+        short["attention_mask"] = mask[:, arguments["encoder_hidden_states"].shape[1] - tokens :]
     return {**arguments, **short}
 
 
@@ -126,6 +128,20 @@ def flux(batch: int) -> Inputs:
 def flux_with_controlnet(batch: int) -> Inputs:
     residuals = [random((batch, 15, HEADS * 16), 10 + i) for i in range(2)]
     return {**flux(batch), "controlnet_block_samples": residuals, "controlnet_single_block_samples": residuals}
+
+
+def chroma(batch: int) -> Inputs:
+    """Return a call of Chroma, whose mask is for text and image."""
+    left_out, image = {"pooled_projections", "guidance"}, torch.ones(batch, 15, dtype=torch.bool)
+    given = {name: value for name, value in flux(batch).items() if name not in left_out}
+    return {**given, "attention_mask": torch.cat([padded(batch, 7), image], dim=1)}
+
+
+def chroma_numbers(batch: int) -> Inputs:
+    """Return a call as Chroma's pipeline makes it: the mask has floating numbers, which torch adds to the scores."""
+    given = chroma(batch)
+    given["attention_mask"][-1, -4] = False  # a token of the image, too
+    return {**given, "attention_mask": given["attention_mask"].double()}
 
 
 def flux2(batch: int) -> Inputs:
@@ -330,6 +346,12 @@ FLUX = {
     "guidance_embeds": True,
     "axes_dims_rope": (4, 6, 6),
 }
+CHROMA = {
+    **{name: value for name, value in FLUX.items() if name not in ("pooled_projection_dim", "guidance_embeds")},
+    "approximator_num_channels": 16,
+    "approximator_hidden_dim": 24,
+    "approximator_layers": 2,
+}
 FLUX2 = {
     "in_channels": 8,
     "num_layers": 2,
@@ -477,6 +499,8 @@ MOCHI = {
 MODELS = {
     "flux": Tiny("FluxTransformer2DModel", FLUX, flux),
     "flux_controlnet": Tiny("FluxTransformer2DModel", FLUX, flux_with_controlnet),
+    "chroma": Tiny("ChromaTransformer2DModel", CHROMA, chroma),
+    "chroma_numbers": Tiny("ChromaTransformer2DModel", CHROMA, chroma_numbers, batch=3),
     "flux2": Tiny("Flux2Transformer2DModel", FLUX2, flux2),
     "qwen": Tiny("QwenImageTransformer2DModel", QWEN, qwen, batch=1),
     "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, qwen_masked),

@@ -38,7 +38,8 @@ class Released:
     theirs: the name of its class in diffusers. config: the arguments of that class. size: the tokens of the state as
     (frames,) rows and columns. text: the number of text tokens. inputs: makes the arguments of a call of diffusers'
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
-    otherwise text is cross-attended.
+    otherwise text is cross-attended. cheap: what makes the config that of a model with few weights and the same
+    buffers, but of another width; if it is not given, one block of each kind.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Released:
     inputs: Inputs
     narrow: Mapping[str, Any]
     joined: bool = True
+    cheap: Mapping[str, Any] | None = None
 
     @property
     def tokens(self) -> int:
@@ -79,11 +81,12 @@ class Released:
         theirs = getattr(diffusers, self.theirs)
         with torch.device("meta"):
             model = theirs(**self.config)
-        with torch.device(device):  # tables of positions are no parameters: they are taken from a model with few blocks
-            small = theirs(**{name: 1 if name in LAYERS else value for name, value in self.config.items()})
+        cheap = {name: 1 for name in LAYERS if name in self.config} if self.cheap is None else self.cheap
+        with torch.device(device):  # tables of positions are no parameters: they are taken from a model of few weights
+            small = theirs(**{**self.config, **cheap})
         model = nn.Module.to(model, dtype).to_empty(device=device)
         for name, module in list(small.named_children()):
-            if not list(module.parameters()):
+            if not list(module.parameters()) and (self.cheap is None or list(module.buffers())):
                 model.set_submodule(name, module)
         for name, buffer in small.named_buffers():
             model.get_buffer(name).copy_(buffer)
@@ -129,6 +132,14 @@ def flux_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     }
     guidance = {"guidance": torch.full((1,), 3.5, device=image.device)} if model.config["guidance_embeds"] else {}
     return made | guidance
+
+
+def chroma_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents, text without padding, timestep and ids as `ChromaPipeline` passes them."""
+    made = flux_inputs(
+        replace(model, config={**model.config, "guidance_embeds": False, "pooled_projection_dim": 0}), random
+    )
+    return {name: value for name, value in made.items() if name != "pooled_projections"}
 
 
 def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
@@ -209,6 +220,12 @@ FLUX: Mapping[str, Any] = {
     "pooled_projection_dim": 768,
     "guidance_embeds": True,
 }
+CHROMA: Mapping[str, Any] = {
+    **{name: value for name, value in FLUX.items() if name not in ("pooled_projection_dim", "guidance_embeds")},
+    "approximator_num_channels": 64,
+    "approximator_hidden_dim": 5120,
+    "approximator_layers": 5,
+}
 FLUX2: Mapping[str, Any] = {
     "patch_size": 1,
     "in_channels": 128,
@@ -271,6 +288,16 @@ RELEASED: Mapping[str, Released] = {
             512,
             flux_inputs,
             {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8},
+        ),
+        Released(
+            "chroma1-hd",
+            "ChromaTransformer2DModel",
+            CHROMA,
+            squarest(4096),
+            512,
+            chroma_inputs,
+            {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16},
+            cheap={"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1},
         ),
         Released(
             "flux.2-dev",

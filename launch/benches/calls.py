@@ -27,6 +27,7 @@ from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
+from seqpar.adapter.cuts import JOINED
 from seqpar.adapter.table import CUTS
 from seqpar.planner.plan import choose_local
 from seqpar.ranks import exact
@@ -43,8 +44,8 @@ class Calls(Flags):
     """Time calls of a released transformer with random weights on the running processes."""
 
     model: str = "flux.1-dev"
-    """flux.1-dev, flux.2-dev, qwen-image, qwen-image-edit, sd3.5-large, wan2.1-14b, wan2.2-14b or wan2.2-ti2v-5b; on a
-    machine without GPUs it has few blocks and heads."""
+    """chroma1-hd, flux.1-dev, flux.2-dev, qwen-image, qwen-image-edit, sd3.5-large, wan2.1-14b, wan2.2-14b or
+    wan2.2-ti2v-5b; on a machine without GPUs it has few blocks and heads."""
     tokens: tuple[int, ...] = ()
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""
     text: int | None = None
@@ -86,8 +87,12 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a call, the same on every rank."""
         arguments, text = self.model.arguments(self.dtype, self.mesh.device), self.model.text
-        padding = torch.arange(text, device=self.mesh.device)[None] < text - text // 4
-        return arguments | {name: padding for name in CUTS[self.model.theirs].masks if self.args.masked}
+        masks = CUTS[self.model.theirs].masks.items() if self.args.masked else ()
+        for name, stream in masks:
+            length = text + self.model.tokens * (stream == JOINED)
+            index = torch.arange(length, device=self.mesh.device)[None]
+            arguments[name] = (index < text - text // 4) | (index >= text)
+        return arguments
 
     @cached_property
     def truth(self) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.baselines.released import Released
-from seqpar.blocks import flux
+from seqpar.blocks import chroma, flux
 from seqpar.types.facts import Blocks, Cross, Work
 
 
@@ -21,6 +21,8 @@ def work_of_call(model: Released) -> Work:
         return flux2_work(model.config)
     if model.theirs == "SD3Transformer2DModel":
         return sd3_work(model.config)
+    if model.theirs == "ChromaTransformer2DModel":
+        return chroma.work(model.config)
     return flux.work(model.config)
 
 

@@ -194,9 +194,7 @@ class SplitAttention:
         if self.joint.masked:
             key = tuple(streams), dtype
             if key not in forward.converted:
-                forward.converted[key] = None, masks.from_streams(
-                    forward.masks, streams, tokens, dtype, forward.adds
-                )
+                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype, forward.adds)
             return forward.converted[key][1]
         if mask is None:
             return None

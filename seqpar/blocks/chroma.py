@@ -89,7 +89,7 @@ def work(config: Mapping[str, Any]) -> Work:
     layers = ((hidden, hidden),) * (2 * config["approximator_layers"])
     return replace(
         alike,
-        blocks=tuple(replace(kind, passes=(*kind.passes, 2 * width), modulation=()) for kind in alike.blocks),
+        blocks=tuple(replace(kind, modulation=()) for kind in alike.blocks),
         conditioning=((config["approximator_num_channels"], hidden), *layers, (hidden, width)),
         guided=True,
     )

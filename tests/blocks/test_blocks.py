@@ -174,13 +174,14 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize("name", ["chroma", "flux", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
     for file in (adaln, prepare):
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
     few = {
+        "chroma": {"num_layers": 1, "num_single_layers": 1},
         "flux": {"num_single_layers": 1},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},

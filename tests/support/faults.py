@@ -80,6 +80,14 @@ FAULTS = (
         "a row for each picture is what every other family has",
     ),
     Fault(
+        "queries of padding have the others' numbers added to their scores",
+        "seqpar/adapter/attention.py",
+        "torch.where(*parts) for parts",
+        "parts[1] for parts",
+        "tests/blocks/test_blocks.py::test_fused_blocks_equal_diffusers_own[4-kv_gather-peer-1]",
+        "Chroma's pipeline masks by floating numbers, which torch adds only where query and key have a 1",
+    ),
+    Fault(
         "a fused block takes what was left for another tensor",
         "seqpar/adapter/fused.py",
         "left = self._now.handed.pop(id(x_BlE), None)",

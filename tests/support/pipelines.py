@@ -105,6 +105,24 @@ def flux(guidance_embeds: bool = True, kind: str = "FluxPipeline") -> Any:
     )
 
 
+def chroma() -> Any:
+    """Return a Chroma pipeline, which passes a mask of floating numbers for text and image."""
+    transformer = THEIRS.ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(2, 2, 4),
+        approximator_num_channels=16,
+        approximator_hidden_dim=8,
+        approximator_layers=1,
+    )
+    parts = {"vae": decoder(1), "text_encoder": t5(3), "tokenizer": tokenizer(16), "scheduler": flow()}
+    return quiet(THEIRS.ChromaPipeline(**parts, transformer=random_weights(transformer, 4)))
+
+
 def sd3() -> Any:
     """Return a Stable Diffusion 3 pipeline with its three text encoders and dual attention."""
     transformer = THEIRS.SD3Transformer2DModel(

@@ -16,7 +16,6 @@ from typing import Any
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
-
 JOINED = ""
 """In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
 
@@ -39,6 +38,17 @@ class CutTokens:
 
 
 @dataclass(frozen=True)
+class CutJoined:
+    """Keep this rank's tokens of an input of the transformer that has a row for each token of several streams.
+
+    streams: in the order of the rows, stream after stream; each is cut before. dim: the dim of the tokens.
+    """
+
+    streams: tuple[str, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True)
 class GatherTokens:
     """Bring the tokens of all ranks together again, along `dim`."""
 
@@ -46,7 +56,7 @@ class GatherTokens:
     dim: int = 1
 
 
-Cutting = CutTokens | tuple[CutTokens | None, ...]
+Cutting = CutTokens | CutJoined | tuple[CutTokens | None, ...]
 """One cut for all tensors of a value, or one for each element of a tuple or list (None: it stays whole)."""
 
 
@@ -188,7 +198,8 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
 
 def _cuts(place: Boundary) -> list[CutTokens]:
     every = [*place.inputs.values(), *place.outputs.values()]
-    return [cut for one in every for cut in (one if isinstance(one, tuple) else (one,)) if cut is not None]
+    each = (cut for one in every for cut in (one if isinstance(one, tuple) else (one,)))
+    return [cut for cut in each if isinstance(cut, CutTokens)]
 
 
 def _joins(name: str, module: nn.Module, text: bool) -> bool:

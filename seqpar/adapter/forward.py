@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import seqpar.local
-from seqpar.adapter.cuts import CutTokens, GatherTokens
+from seqpar.adapter.cuts import CutJoined, CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
 from seqpar.planner.plan import Plan, choose_local, load_local
 from seqpar.ranks.mesh import Axis, Mesh
@@ -32,10 +32,10 @@ T = TypeVar("T")
 class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
-    adds: whether the mask of `JOINED` tokens adds numbers to scores. converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
-    next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
-    `hand_over` of `seqpar.types.fused.BlockCall`), each with the object that it was made of. What was handed over also
-    names the block that left it.
+    adds: whether the mask of `JOINED` tokens adds numbers to scores. converted: masks that attention was given, with
+    their converted form; they are kept here, so that a mask that the next block passes again is found by its address.
+    kept, handed: what blocks keep for the next ones (`once` and `hand_over` of `seqpar.types.fused.BlockCall`), each
+    with the object that it was made of. What was handed over also names the block that left it.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -94,6 +94,19 @@ class Ranks:
             )
         mine = Shard(total, parts).slice(self.axis.rank)
         return x.narrow(cut.dim, mine.start, mine.stop - mine.start)
+
+    def cut_joined(self, x: Tensor, cut: CutJoined) -> Tensor:
+        """Return this rank's tokens of each stream, one after the other, of a tensor with those of all ranks."""
+        lengths = {} if self.now is None else self.now.lengths
+        totals = [lengths.get(stream, 0) for stream in cut.streams]
+        if sum(totals) != x.shape[cut.dim] or 0 in totals:
+            raise ValueError(
+                f"got a tensor of shape {tuple(x.shape)} for all tokens of {' and '.join(cut.streams)}, of which "
+                f"{', '.join(map(str, totals))} were cut before it, expected as many; two or more of each are needed"
+            )
+        shares = [Shard(total, self.axis.size).slice(self.axis.rank) for total in totals]
+        parts = zip(x.split(totals, dim=cut.dim), shares, strict=True)
+        return torch.cat([part.narrow(cut.dim, mine.start, mine.stop - mine.start) for part, mine in parts], cut.dim)
 
     def total(self, stream: str, use: str) -> int:
         """Return the number of tokens of a stream on all ranks; ValueError if none of it was cut yet."""

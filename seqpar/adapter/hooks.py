@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from seqpar.adapter import ops
 from seqpar.adapter.attention import SplitAttention
-from seqpar.adapter.cuts import Boundary, Cutting, CutTokens
+from seqpar.adapter.cuts import Boundary, CutJoined, Cutting, CutTokens
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.seats import Seat, missed
 
@@ -33,7 +33,7 @@ class Cutter:
 
     def __init__(self, ranks: Ranks, place: Boundary, use: str) -> None:
         self.ranks, self._use = ranks, use
-        self._cuts: list[CutTokens] = []
+        self._cuts: list[CutTokens | CutJoined] = []
         self._gathers = tuple(place.gathers.values())
         self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
         self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
@@ -42,7 +42,7 @@ class Cutter:
         self.number = ops.NUMBERS.add(self)
 
     def _which(self, how: Cutting | None) -> Any:
-        if not isinstance(how, CutTokens):
+        if not isinstance(how, (CutTokens, CutJoined)):
             return None if how is None else tuple(self._which(one) for one in how)
         self._cuts.append(how)
         return len(self._cuts) - 1
@@ -51,7 +51,7 @@ class Cutter:
         """Return a tensor, or a tuple, list or dict of tensors, with this rank's tokens; other values unchanged."""
         if isinstance(value, Tensor) and isinstance(which, int):
             compiling = torch.compiler.is_compiling()
-            return ops.cut(value, self.number, which) if compiling else self.ranks.cut(value, self._cuts[which])
+            return ops.cut(value, self.number, which) if compiling else self.cut_by_number(value, which)
         if isinstance(value, (list, tuple)):
             each = which if isinstance(which, tuple) else (which,) * len(value)
             parts = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
@@ -83,11 +83,13 @@ class Cutter:
 
     def cut_by_number(self, x: Tensor, which: int) -> Tensor:
         """Return this rank's tokens; see `seqpar.adapter.ops`."""
-        return self.ranks.cut(x, self._cuts[which])
+        cut = self._cuts[which]
+        return self.ranks.cut_joined(x, cut) if isinstance(cut, CutJoined) else self.ranks.cut(x, cut)
 
     def size_by_number(self, x: Tensor, which: int) -> list[int]:
         """Return the shape of this rank's tokens; see `seqpar.adapter.ops`."""
         cut, shape, parts = self._cuts[which], list(x.shape), self.ranks.axis.size
+        assert isinstance(cut, CutTokens)  # a joined one is of an input of the transformer, which is not compiled
         if (cut.dims is None or len(shape) == cut.dims) and not shape[cut.dim] == 1 < parts:
             # the size of `Shard`, without a comparison: a compiler that keeps sizes open would have to decide it
             shape[cut.dim] = (shape[cut.dim] + parts - 1 - self.ranks.axis.rank) // parts

@@ -13,7 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.adapter.cuts import HELP, JOINED, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
+from seqpar.adapter.cuts import (
+    HELP,
+    JOINED,
+    Boundary,
+    CutJoined,
+    Cuts,
+    CutTokens,
+    GatherTokens,
+    Joint,
+    check,
+    from_diffusers,
+)
 from seqpar.adapter.processors import MochiProcessor
 
 IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
@@ -200,6 +211,19 @@ def _z_image() -> Cuts:
     return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
 
 
+def _krea2() -> Cuts:
+    inputs = {
+        "hidden_states": IMAGE,
+        "encoder_hidden_states": CutTokens("text"),  # the text's own blocks attend to it alone
+        "position_ids": CutJoined(("text", "image")),
+    }
+    joint = {
+        "text_fusion.refiner_blocks.*.attn": Joint(("text",), masked=True),
+        "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
+    }
+    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={"encoder_attention_mask": "text"})
+
+
 def _mochi() -> Cuts:
     places = {
         "time_embed": Boundary(outputs={1: TEXT}),
@@ -230,4 +254,5 @@ CUTS = {
     "Lumina2Transformer2DModel": _lumina2(),
     "ZImageTransformer2DModel": _z_image(),
     "MochiTransformer3DModel": _mochi(),
+    "Krea2Transformer2DModel": _krea2(),
 }

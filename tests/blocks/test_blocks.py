@@ -38,6 +38,7 @@ KINDS = {
     "ChromaTransformer2DModel",
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
+    "Krea2Transformer2DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
     "WanTransformer3DModel",
@@ -53,7 +54,7 @@ CASES = [
 ]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
 # whose blocks join a text of any length
-TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith(("Wan", "ZImage"))]
+TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith(("Krea2", "Wan", "ZImage"))]
 Outputs = tuple[Tensor, ...]
 
 
@@ -151,6 +152,7 @@ def rms(got: Outputs, wanted: Outputs) -> float:
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # Krea 2's norms round to fp32
 @pytest.mark.parametrize("name", FUSED)
 def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> None:
     """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
@@ -174,7 +176,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["chroma", "flux", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize("name", ["chroma", "flux", "krea2", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -183,6 +185,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     few = {
         "chroma": {"num_layers": 1, "num_single_layers": 1},
         "flux": {"num_single_layers": 1},
+        "krea2": {},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
@@ -392,7 +395,11 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan") else "joint_attention_kwargs"
+    tiny, told, options = (
+        MODELS[name],
+        [],
+        "attention_kwargs" if name in ("krea2", "qwen", "wan") else "joint_attention_kwargs",
+    )
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -413,7 +420,7 @@ def act(module: Any, action: str) -> None:
     """Do what a user does between two pictures."""
     if action == "load":
         for seed, (name, targets) in enumerate(
-            {"a": ["to_k", "to_out.0", "net.0.proj", "w3", "proj_out"], "b": ["to_k", "to_q"]}.items()
+            {"a": ["to_k", "to_out.0", "net.0.proj", "w3", "to_gate", "proj_out"], "b": ["to_k", "to_q"]}.items()
         ):
             module.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=targets), name)
             for index, (key, weight) in enumerate(module.named_parameters()):
@@ -432,7 +439,9 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")]
+)
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels import gelu, swiglu
+from seqpar.kernels import gelu, sigmoid_gate, swiglu
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 
@@ -32,7 +32,7 @@ def sizes(cases: tuple[Case, ...]) -> list[object]:
 def data(case: Case, dtype: torch.dtype, halves: int = 1) -> Tensor:
     """Return rows of a wider projection, with some large values."""
     batch, tokens, width = case.values()
-    return 3 * random((batch, tokens, halves * width + 8), 0, DEVICE, dtype)[..., : halves * width]
+    return (3 * random((batch, tokens, halves * width + 8), 0, DEVICE, dtype))[..., : halves * width]
 
 
 def bias(case: Case, dtype: torch.dtype) -> Tensor:
@@ -59,6 +59,18 @@ def test_swiglu_is_as_close_to_fp64_as_plain_torch(case: Case, dtype: torch.dtyp
     packed = data(case, dtype, 2)
     gate, up = packed.chunk(2, dim=-1)
     check(swiglu.launch(packed), swiglu.reference(packed.double()), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("case", sizes(sigmoid_gate.CASES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sigmoid_gate_is_as_close_to_fp64_as_plain_torch(case: Case, dtype: torch.dtype) -> None:
+    """x is a part of wider rows; the result takes the place of the gate, which must be a contiguous one."""
+    x, gate = data(case, dtype), data(case, dtype, 2)[..., case["width"] :].contiguous()
+    want, plain = sigmoid_gate.reference(x.double(), gate.double()), x * gate.sigmoid()
+    assert sigmoid_gate.launch(x, gate) is gate
+    check(gate, want, plain)
+    with pytest.raises(ValueError, match=r"expected a contiguous one"):
+        sigmoid_gate.launch(x, data(case, dtype))
 
 
 @pytest.mark.parametrize("case", sizes(gelu.CASES))

@@ -324,6 +324,19 @@ def z_image(batch: int) -> Inputs:
     }
 
 
+def krea2(batch: int) -> Inputs:
+    """Return a call of Krea 2; padding lies before the last token of a text, as its template has it."""
+    mask = padded(batch, 7)
+    mask[:, -1] = True
+    return {
+        "hidden_states": random((batch, 15, 8), 1),
+        "encoder_hidden_states": random((batch, 7, 3, 24), 2),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "position_ids": torch.cat([torch.zeros(7, 3).double(), grid(3, 5)]),
+        "encoder_attention_mask": mask,
+    }
+
+
 def mochi(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 4, 3, 6, 10), 1),
@@ -485,6 +498,23 @@ Z_IMAGE = {
     "axes_dims": [4, 4, 4],
     "axes_lens": [128, 32, 32],
 }
+KREA2 = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "attention_head_dim": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 40,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 24,
+    "num_text_layers": 3,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 1,
+    "text_intermediate_size": 20,
+    "num_layerwise_text_blocks": 1,
+    "num_refiner_text_blocks": 2,
+    "axes_dims_rope": (4, 4, 4),
+}
 MOCHI = {
     "num_attention_heads": HEADS,
     "attention_head_dim": 8,
@@ -533,5 +563,6 @@ MODELS = {
     "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, lumina2),
     "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "mochi": Tiny("MochiTransformer3DModel", MOCHI, mochi),
+    "krea2": Tiny("Krea2Transformer2DModel", KREA2, krea2, batch=3),
 }
 SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

@@ -36,6 +36,7 @@ from seqpar.kernels import (
     prepare,
     push,
     residual,
+    sigmoid_gate,
     softmax_weights,
     swiglu,
     upsample,
@@ -142,6 +143,7 @@ def launches() -> dict[str, Callable[[], object]]:
         made[f"unaligned, {width}"] = unaligned(width)
         made[f"indexed, {width}"] = indexed(width)
     made["branch norm, 3840"] = normed_branch(3840)
+    made["sigmoid gate, 6144"] = lambda: sigmoid_gate.launch(rows(2, 8, 6144), rows(2, 8, 6144))
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
@@ -279,7 +281,7 @@ def attention(tokens: Tokens) -> Attend:
 
 def as_on_gpus(launch: Callable[[], None]) -> None:
     """Run a model on CPU tensors with the choices that it makes on a Hopper GPU."""
-    kernels: Any = (adaln, gelu, post_norm, prepare, swiglu)
+    kernels: Any = (adaln, gelu, post_norm, prepare, sigmoid_gate, swiglu)
     kept, capability = [kernel.fused for kernel in kernels], torch.cuda.get_device_capability
     try:
         torch.cuda.get_device_capability = lambda device: (9, 0)

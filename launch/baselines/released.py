@@ -159,6 +159,22 @@ def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     }
 
 
+def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents, layers of a text without padding, timestep and ids as `Krea2Pipeline` passes them."""
+    rows, columns = model.size
+    image = random(1, rows * columns, model.config["in_channels"])
+    ids = torch.zeros(rows, columns, 3)
+    ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
+    return {
+        "hidden_states": image,
+        "encoder_hidden_states": random(
+            1, model.text, model.config["num_text_layers"], model.config["text_hidden_dim"]
+        ),
+        "timestep": torch.full((1,), 0.5).to(image),
+        "position_ids": torch.cat([torch.zeros(model.text, 3), ids.flatten(0, 1)]).to(image.device),
+    }
+
+
 def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return packed latents, text without padding, timestep and shapes as Qwen-Image's pipelines pass them.
 
@@ -237,6 +253,24 @@ FLUX2: Mapping[str, Any] = {
     "mlp_ratio": 3.0,
     "axes_dims_rope": (32, 32, 32, 32),
 }
+KREA2: Mapping[str, Any] = {
+    "in_channels": 64,
+    "num_layers": 28,
+    "attention_head_dim": 128,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 12,
+    "intermediate_size": 16384,
+    "timestep_embed_dim": 256,
+    "text_hidden_dim": 2560,
+    "num_text_layers": 12,
+    "text_num_attention_heads": 20,
+    "text_num_key_value_heads": 20,
+    "text_intermediate_size": 6912,
+    "num_layerwise_text_blocks": 2,
+    "num_refiner_text_blocks": 2,
+    "axes_dims_rope": (32, 48, 48),
+    "rope_theta": 1000.0,
+}
 QWEN: Mapping[str, Any] = {
     **JOINT,
     "patch_size": 2,
@@ -275,6 +309,18 @@ WAN: Mapping[str, Any] = {
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
+NARROW_KREA2: Mapping[str, Any] = {
+    **FEW,
+    "num_key_value_heads": 2,
+    "axes_dims_rope": (4, 6, 6),
+    "in_channels": 16,
+    "intermediate_size": 48,
+    "text_hidden_dim": 24,
+    "num_text_layers": 3,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 20,
+}
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
 
 RELEASED: Mapping[str, Released] = {
@@ -308,6 +354,7 @@ RELEASED: Mapping[str, Released] = {
             flux2_inputs,
             {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
         ),
+        Released("krea-2", "Krea2Transformer2DModel", KREA2, squarest(4096), 512, krea2_inputs, NARROW_KREA2),
         Released(
             "qwen-image",
             "QwenImageTransformer2DModel",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.baselines.released import Released
-from seqpar.blocks import chroma, flux
+from seqpar.blocks import chroma, flux, krea2
 from seqpar.types.facts import Blocks, Cross, Work
 
 
@@ -23,6 +23,8 @@ def work_of_call(model: Released) -> Work:
         return sd3_work(model.config)
     if model.theirs == "ChromaTransformer2DModel":
         return chroma.work(model.config)
+    if model.theirs == "Krea2Transformer2DModel":
+        return krea2.work(model.config)
     return flux.work(model.config)
 
 

@@ -35,8 +35,8 @@ def work_of(module: nn.Module) -> Work:
     """
     blocks = _blocks(module)
     attention = next(_attention(blocks[0]))
-    width, inner = attention.to_q.in_features, attention.to_q.out_features
-    head_dim = inner // attention.heads
+    width, inner, heads = attention.to_q.in_features, attention.to_q.out_features, _heads(attention) or 1
+    head_dim = inner // heads
     kv_heads = attention.to_k.out_features // head_dim
     mine = list(_products(blocks[0]))
     every = sum(a * b for block in blocks for a, b in _products(block))
@@ -46,7 +46,7 @@ def work_of(module: nn.Module) -> Work:
     gemms = ((width, inner + 2 * kv_heads * head_dim), *mine)
     return Work(
         width=width,
-        heads=attention.heads,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width), given=True),),
@@ -114,12 +114,14 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _attention(block: nn.Module) -> Iterator[Any]:
     for each in block.modules():
         module: Any = each
-        if (
-            isinstance(getattr(module, "heads", None), int)
-            and _is_linear(module, "to_q")
-            and _is_linear(module, "to_k")
-        ):
+        if _heads(module) is not None and _is_linear(module, "to_q") and _is_linear(module, "to_k"):
             yield module
+
+
+def _heads(attention: Any) -> int | None:
+    """Return the number of query heads of an attention module, by either of the names that diffusers uses."""
+    counts = (getattr(attention, name, None) for name in ("heads", "num_heads"))
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

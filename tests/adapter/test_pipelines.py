@@ -103,6 +103,12 @@ EMBEDDED = {
     "negative_prompt_embeds": random((1, 5, pipelines.WIDTH), 2),
     "negative_prompt_embeds_mask": torch.ones(1, 5, dtype=torch.int64),
 }
+LAYERS = {
+    "prompt_embeds": random((1, 7, 3, pipelines.WIDTH), 1),
+    "prompt_embeds_mask": torch.tensor([[True, True, True, False, False, True, True]]),
+    "negative_prompt_embeds": random((1, 7, 3, pipelines.WIDTH), 2),
+    "negative_prompt_embeds_mask": torch.tensor([[True, False, False, False, False, True, True]]),
+}
 FLUX_EMBEDDED = {
     "prompt_embeds": random((2, 9, pipelines.WIDTH), 3),
     "pooled_prompt_embeds": random((2, pipelines.WIDTH), 4),
@@ -142,6 +148,7 @@ OTHERS = {
     "chroma": Case(pipelines.chroma, {**SHORT, "negative_prompt": "blurry", "guidance_scale": 3.0}),
     "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
+    "krea 2": Case(pipelines.krea2, {**LAYERS, "guidance_scale": 3.0}, prompt=None),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
     ),

@@ -205,6 +205,12 @@ def qwen_image() -> Any:
         joint_attention_dim=WIDTH,
         axes_dims_rope=(2, 2, 4),
     )
+    parts = {"vae": qwen_image_vae(), "text_encoder": None, "tokenizer": None}
+    return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
+
+
+def qwen_image_vae() -> Any:
+    """Return the autoencoder of Qwen-Image and Krea 2, with 16 latent channels, 2 x 2 pixels each."""
     vae = THEIRS.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=16,
@@ -214,8 +220,30 @@ def qwen_image() -> Any:
         latents_mean=[0.0] * 16,
         latents_std=[1.0] * 16,
     )
-    parts = {"vae": random_weights(vae, 1), "text_encoder": None, "tokenizer": None}
-    return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
+    return random_weights(vae, 1)
+
+
+def krea2() -> Any:
+    """Return a Krea 2 pipeline without a text encoder, for prompts that are given as layers of embeddings."""
+    transformer = THEIRS.Krea2Transformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=24,
+        timestep_embed_dim=16,
+        text_hidden_dim=WIDTH,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=20,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(2, 2, 4),
+    )
+    parts = {"vae": qwen_image_vae(), "text_encoder": None, "tokenizer": None}
+    return quiet(THEIRS.Krea2Pipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
 
 
 def unidiffuser(version_1: bool = True, original: bool = False) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 
 Inputs = Callable[..., dict[str, Any]]
@@ -142,6 +143,19 @@ def chroma_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, A
     return {name: value for name, value in made.items() if name != "pooled_projections"}
 
 
+def cogvideox_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a video, text, timestep and rotary rows as `CogVideoXPipeline` passes them."""
+    (frames, rows, columns), side, dim = model.size, model.config["patch_size"], model.config["attention_head_dim"]
+    latents = random(1, frames, model.config["in_channels"], side * rows, side * columns)
+    whole = ((0, 0), (rows, columns))
+    return {
+        "hidden_states": latents,
+        "encoder_hidden_states": random(1, model.text, model.config["text_embed_dim"]),
+        "timestep": torch.full((1,), 500.0, device=latents.device),
+        "image_rotary_emb": get_3d_rotary_pos_embed(dim, whole, (rows, columns), frames, device=latents.device),
+    }
+
+
 def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return packed latents, text, timestep, guidance and ids of four axes as `Flux2Pipeline` passes them."""
     rows, columns = model.size
@@ -241,6 +255,17 @@ CHROMA: Mapping[str, Any] = {
     "approximator_num_channels": 64,
     "approximator_hidden_dim": 5120,
     "approximator_layers": 5,
+}
+COGVIDEOX: Mapping[str, Any] = {
+    "num_attention_heads": 48,
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "out_channels": 16,
+    "time_embed_dim": 512,
+    "text_embed_dim": 4096,
+    "num_layers": 42,
+    "patch_size": 2,
+    "use_rotary_positional_embeddings": True,
 }
 FLUX2: Mapping[str, Any] = {
     "patch_size": 1,
@@ -344,6 +369,15 @@ RELEASED: Mapping[str, Released] = {
             chroma_inputs,
             {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16},
             cheap={"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1},
+        ),
+        Released(
+            "cogvideox-5b",
+            "CogVideoXTransformer3DModel",
+            COGVIDEOX,
+            (13, 30, 45),
+            226,
+            cogvideox_inputs,
+            {**FEW, "text_embed_dim": 12, "time_embed_dim": 8},
         ),
         Released(
             "flux.2-dev",

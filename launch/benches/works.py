@@ -23,6 +23,8 @@ def work_of_call(model: Released) -> Work:
         return sd3_work(model.config)
     if model.theirs == "ChromaTransformer2DModel":
         return chroma.work(model.config)
+    if model.theirs == "CogVideoXTransformer3DModel":
+        return cogvideox_work(model.config)
     if model.theirs == "Krea2Transformer2DModel":
         return krea2.work(model.config)
     return flux.work(model.config)
@@ -74,6 +76,27 @@ def sd3_work(config: Mapping[str, Any]) -> Work:
         live=11 * width,
         text=((config["joint_attention_dim"], width),),
         conditioning=((256, width), (config["pooled_projection_dim"], width), *((width, n * width) for n in (1, 1, 2))),
+    )
+
+
+def cogvideox_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of CogVideoX: blocks whose layers text and video share, with modulation of each."""
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area, inner = heads * dim, config["patch_size"] ** 2, config["time_embed_dim"]
+    gemms = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    passes = (4 * width, 4 * width, 8 * width)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(Blocks(layers, gemms, passes, modulation=((inner, 6 * width),) * 2),),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=12 * layers * width,
+        live=11 * width,
+        text=((config["text_embed_dim"], width),),
+        conditioning=((width, inner), (inner, inner), (inner, 2 * width)),
     )
 
 

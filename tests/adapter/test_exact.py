@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks 
 
 FUSED = (
     "Chroma",
+    "CogVideoX",
     "Flux",
     "Krea2",
     "QwenImage",

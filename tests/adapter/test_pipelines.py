@@ -145,6 +145,7 @@ WAN = {
     "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
 }
 OTHERS = {
+    "cogvideox": Case(pipelines.cogvideox, {**SHORT, "height": 16, "width": 24, "num_frames": 9}),
     "chroma": Case(pipelines.chroma, {**SHORT, "negative_prompt": "blurry", "guidance_scale": 3.0}),
     "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),

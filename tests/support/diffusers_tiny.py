@@ -236,13 +236,18 @@ def sd3_with_controlnet(batch: int) -> Inputs:
 
 
 def cogvideox(batch: int) -> Inputs:
-    cos, sin = (random((45, 16), seed) for seed in (8, 9))
+    cos, sin = (random((45, 8), seed).repeat_interleave(2, dim=1) for seed in (8, 9))
     return {
         "hidden_states": random((batch, 3, 4, 6, 10), 1),
         "encoder_hidden_states": random((batch, 7, 24), 2),
         "timestep": torch.linspace(300, 700, batch).double(),
         "image_rotary_emb": (cos, sin),
     }
+
+
+def cogvideox_2b(batch: int) -> Inputs:
+    """Return a video without rotary rows: its positions are added to the tokens."""
+    return {name: value for name, value in cogvideox(batch).items() if name != "image_rotary_emb"}
 
 
 def hunyuan(batch: int) -> Inputs:
@@ -425,6 +430,7 @@ COGVIDEOX = {
     "max_text_seq_length": 7,
     "use_rotary_positional_embeddings": True,
 }
+COGVIDEOX_2B = {**COGVIDEOX, "use_rotary_positional_embeddings": False}
 HUNYUAN = {
     "in_channels": 4,
     "out_channels": 4,
@@ -551,6 +557,7 @@ MODELS = {
     "sd3_dual": Tiny("SD3Transformer2DModel", SD3, sd3),
     "sd3_controlnet": Tiny("SD3Transformer2DModel", SD3, sd3_with_controlnet),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
+    "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX_2B, cogvideox_2b, batch=1),
     "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
     "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),

@@ -123,6 +123,30 @@ def chroma() -> Any:
     return quiet(THEIRS.ChromaPipeline(**parts, transformer=random_weights(transformer, 4)))
 
 
+def cogvideox() -> Any:
+    """Return a CogVideoX pipeline with rotary positions."""
+    transformer = THEIRS.CogVideoXTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=WIDTH,
+        num_layers=2,
+        sample_width=12,
+        sample_height=8,
+        sample_frames=9,
+        max_text_seq_length=16,
+        use_rotary_positional_embeddings=True,
+    )
+    stages = {"down_block_types": ("CogVideoXDownBlock3D",) * 2, "up_block_types": ("CogVideoXUpBlock3D",) * 2}
+    sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    vae = THEIRS.AutoencoderKLCogVideoX(**stages, **sizes, temporal_compression_ratio=4)
+    parts = {"vae": random_weights(vae, 1), "text_encoder": t5(3), "tokenizer": tokenizer(16)}
+    scheduler = THEIRS.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+    return quiet(THEIRS.CogVideoXPipeline(**parts, transformer=random_weights(transformer, 4), scheduler=scheduler))
+
+
 def sd3() -> Any:
     """Return a Stable Diffusion 3 pipeline with its three text encoders and dual attention."""
     transformer = THEIRS.SD3Transformer2DModel(

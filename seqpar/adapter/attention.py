@@ -71,7 +71,10 @@ class SplitAttention:
         streams, tokens = joined
         bias = self._bias(forward, mask, streams, tokens, q)
         q, k, v = fitting(q, k, v, scale)
-        return self._attended(forward, tokens, (Given(q, k, v, IDENTITY),), bias, q)[0]
+        stream = Given(q, k, v, IDENTITY)
+        if forward.adds and bias is not None:
+            return self._by_query(forward, tokens, (stream,), bias, q)[0]
+        return self.ranks.attend(tokens, q, bias is not None)((stream,), bias)[0]
 
     def of_streams(
         self,
@@ -94,26 +97,25 @@ class SplitAttention:
             raise self._unknown(forward)
         q_BlHD = like.new_empty(batch, 0, heads, dim)
         bias = self._bias(forward, mask, names, tokens, q_BlHD)
-        return self._attended(forward, tokens, streams, bias, q_BlHD, beside)
+        if forward.adds and bias is not None:
+            return self._by_query(forward, tokens, streams, bias, q_BlHD, beside)
+        return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
-    def _attended(
+    def _by_query(
         self,
         forward: Forward,
         tokens: JointShard,
         streams: Sequence[Stream],
-        bias: Tensor | None,
+        bias: Tensor,
         like: Tensor,
         beside: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return attention over all ranks; where a mask adds numbers, queries whose number is 0 attend without it."""
-        attend = self.ranks.attend(tokens, like, bias is not None)
-        if bias is None or not forward.adds:
-            return attend(streams, bias, beside=beside)
+        """Return attention over all ranks with a mask of numbers: queries whose own number is 0 attend without it."""
         self.ranks.say(ADDS)
         projected = [given(stream) for stream in streams]
         plain = [out.clone() for out in self.ranks.attend(tokens, like, False)(projected)]
-        outs = attend(projected, bias, beside=beside)
-        has_one = masks.of_rank(forward.masks[JOINED], tokens, self.ranks.axis.rank)
+        outs = self.ranks.attend(tokens, like, True)(projected, bias, beside=beside)
+        has_one = masks.of_rank(forward.masks[JOINED] != 0, tokens, self.ranks.axis.rank)
         each = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
         return tuple(torch.where(*parts) for parts in zip(each, outs, plain, strict=True))
 
@@ -194,7 +196,7 @@ class SplitAttention:
         if self.joint.masked:
             key = tuple(streams), dtype
             if key not in forward.converted:
-                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype, forward.adds)
+                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype)
             return forward.converted[key][1]
         if mask is None:
             return None

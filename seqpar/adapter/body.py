@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter.changes import Changes
-from seqpar.adapter.cuts import JOINED, Boundary, Cuts
+from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
-from seqpar.adapter.masks import FULL, key_rows
+from seqpar.adapter.masks import FULL, keys_of
 from seqpar.adapter.rows import as_dtype
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -66,8 +66,7 @@ class Body:
             full = given.pop(FULL, ())
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None and name not in full:
-                    now.masks[stream] = key_rows(mask, len(mask)) != 0
-                    now.adds = stream == JOINED and mask.is_floating_point()
+                    now.masks[stream] = keys_of(mask, stream)
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
                 if name in given:

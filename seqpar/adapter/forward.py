@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import seqpar.local
-from seqpar.adapter.cuts import CutJoined, CutTokens, GatherTokens
+from seqpar.adapter.cuts import JOINED, CutJoined, CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
 from seqpar.planner.plan import Plan, choose_local, load_local
 from seqpar.ranks.mesh import Axis, Mesh
@@ -32,18 +32,22 @@ T = TypeVar("T")
 class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
-    adds: whether the mask of `JOINED` tokens adds numbers to scores. converted: masks that attention was given, with
-    their converted form; they are kept here, so that a mask that the next block passes again is found by its address.
-    kept, handed: what blocks keep for the next ones (`once` and `hand_over` of `seqpar.types.fused.BlockCall`), each
-    with the object that it was made of. What was handed over also names the block that left it.
+    converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
+    next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
+    `hand_over` of `seqpar.types.fused.BlockCall`), each with the object that it was made of. What was handed over also
+    names the block that left it.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
-    adds: bool = False
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)
+
+    @property
+    def adds(self) -> bool:
+        """Return whether the mask of `JOINED` tokens adds numbers to scores, rather than to leave keys out."""
+        return JOINED in self.masks and self.masks[JOINED].is_floating_point()
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.types.fused.BlockCall`."""

@@ -104,15 +104,21 @@ def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) 
     return aligned_bias(joined.to(dtype).clamp(min=torch.finfo(dtype).min / 2))  # as large as a key that is masked
 
 
-def from_streams(
-    masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype, adds: bool = False
-) -> Tensor | None:
-    """Return the key bias in the order of the keys, of a bool mask for each stream with padding or for all, or None.
+def keys_of(mask: Tensor, stream: str) -> Tensor:
+    """Return which keys of a stream are to be attended to, (B, L) bool, by an argument of the transformer.
 
-    adds: whether the mask for all is added to the scores, as ones and zeros.
+    Of `JOINED` tokens floating numbers stay such, ones and zeros: they are added to scores.
     """
+    kept = key_rows(mask, len(mask)) != 0
+    return kept.to(mask.dtype) if stream == JOINED and mask.is_floating_point() else kept
+
+
+def from_streams(
+    masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the key bias in the order of the keys, of what `keys_of` returned for streams with padding, or None."""
     if (joined := masks.get(JOINED)) is not None:
-        return from_whole(joined.to(dtype) if adds else joined, len(joined), tokens, dtype)
+        return from_whole(joined, len(joined), tokens, dtype)
     every = [masks.get(name) for name in streams]
     like = next((mask for mask in every if mask is not None), None)
     return None if like is None else key_bias(joined_mask(every, tokens, like), dtype)

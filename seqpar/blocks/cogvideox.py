@@ -43,7 +43,7 @@ def why_not(block: Any) -> str | None:
     return "their norms have no weights" if block.norm1.norm.weight is None else None
 
 
-class Vectors(NamedTuple):
+class NormRows(NamedTuple):
     """A norm and what follows it: shift, scale and gate, (2 B, E) each, of the video and then of the text."""
 
     norm: Norm
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
 
     x: Tensor
     h: Tensor
-    index: Tensor
+    of_token: Tensor
 
 
 def block(
@@ -75,25 +75,30 @@ def block(
     """
     checked(attention_kwargs)
     every = call.once("modulation", temb, lambda: _modulations(call, temb))
-    mine, mlp = every[call.index]
-    x, h, index = _joined(call, encoder_hidden_states, hidden_states, mine)
-    of, attn, count = call.matrices, block.attn1, encoder_hidden_states.shape[1]
-    how = _prepare(call, attn, image_rotary_emb, count, x)
-    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
-    branch = of["out"](out.flatten(2))
-    x, h = gate_norm_modulate(x, mine.gate, branch, mlp.shift, mlp.scale, mlp.norm, index_Bl=index)
-    branch = of["down"](linear_gelu(h, *of["up"]))
-    if call.index + 1 == len(every):
-        x = added(x, mlp.gate, branch, index_Bl=index)
-        return x[:, count:], x[:, :count]
-    after, _ = every[call.index + 1]
-    x, h = gate_norm_modulate(x, mlp.gate, branch, after.shift, after.scale, after.norm, index_Bl=index)
-    text, video = x[:, :count], x[:, count:]
-    call.hand_over(video, (text, Tokens(x, h, index)))
+    tokens = _joined(call, encoder_hidden_states, hidden_states, every[call.index][0])
+    attn, of, count = block.attn1, call.matrices, encoder_hidden_states.shape[1]
+    how = _prepare(call, attn, image_rotary_emb, count, tokens.x)
+    (out,) = call.attend([Projected(tokens.h, *of["qkv"], attn.heads, attn.heads, how)])
+    tokens = _finished(call, tokens, of["out"](out.flatten(2)), every)
+    text, video = tokens.x[:, :count], tokens.x[:, count:]
+    if call.index + 1 < len(every):
+        call.hand_over(video, (text, tokens))
     return video, text
 
 
-def _joined(call: BlockCall, text: Tensor, video: Tensor, vectors: Vectors) -> Tokens:
+def _finished(call: BlockCall, tokens: Tokens, branch_BlE: Tensor, every: list[tuple[NormRows, NormRows]]) -> Tokens:
+    """Return the tokens after attention, the branch, and after the MLP, with the next block's input."""
+    (mine, mlp), of, index = every[call.index], call.matrices, tokens.of_token
+    x, h = gate_norm_modulate(tokens.x, mine.gate, branch_BlE, mlp.shift, mlp.scale, mlp.norm, index_Bl=index)
+    branch = of["down"](linear_gelu(h, *of["up"]))
+    if call.index + 1 == len(every):
+        return tokens._replace(x=added(x, mlp.gate, branch, index_Bl=index))
+    after, _ = every[call.index + 1]
+    x, h = gate_norm_modulate(x, mlp.gate, branch, after.shift, after.scale, after.norm, index_Bl=index)
+    return Tokens(x, h, index)
+
+
+def _joined(call: BlockCall, text: Tensor, video: Tensor, rows: NormRows) -> Tokens:
     """Return the tokens as the last block has left them for these very tensors, or made of them."""
     left, tokens = call.handed(video) or (None, None)
     if tokens is not None and left is text:
@@ -102,7 +107,7 @@ def _joined(call: BlockCall, text: Tensor, video: Tensor, vectors: Vectors) -> T
     of_video = torch.arange(batch, dtype=torch.int32, device=video.device)[:, None]
     index = torch.cat([(of_video + batch).expand(-1, counts[0]), of_video.expand(-1, counts[1])], dim=1)
     x = torch.cat([text, video], dim=1)
-    h = norm_modulate(x, vectors.shift, vectors.scale, vectors.norm, index_Bl=index)
+    h = norm_modulate(x, rows.shift, rows.scale, rows.norm, index_Bl=index)
     return Tokens(x, h, index)
 
 
@@ -122,7 +127,7 @@ def _behind_text(count: int, cos_lD2: Tensor, sin_lD2: Tensor) -> tuple[Tensor, 
     return cos, sin
 
 
-def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[Vectors, Vectors]]:
+def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[NormRows, NormRows]]:
     """Return what belongs to the two norms of every block, in fp32 (or fp64); all blocks take a few passes together.
 
     The norm's bias b before the modulation, (n w + b) (1 + scale) + shift, is a part of the shift after it.
@@ -134,7 +139,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[Vectors, Vectors]]
     biases_NE = torch.stack([norm.bias for norm in norms]).to(shift.dtype)
     shift = torch.addcmul(shift + biases_NE[:, None], scale, biases_NE[:, None])
     every = [
-        Vectors(Norm("layer", norm.eps, norm.weight), *three)
+        NormRows(Norm("layer", norm.eps, norm.weight), *three)
         for norm, *three in zip(norms, shift, scale, gate, strict=True)
     ]
     return list(zip(every[0::2], every[1::2], strict=True))

@@ -42,7 +42,7 @@ def why_not(block: Any) -> str | None:
     return None
 
 
-class Vectors(NamedTuple):
+class BlockRows(NamedTuple):
     """What the norms of one block need: scale, shift and gate of attention, then of SwiGLU, (B, E), and weights."""
 
     rows: Sequence[Tensor]
@@ -65,7 +65,7 @@ def block(
     temb: (B, 1, 6 E), of all blocks. image_rotary_emb: cosines and sines (l' + l, D), each number twice.
     attention_mask: the cuts name the transformer's own, which counts.
     """
-    every = call.once("vectors", temb, lambda: _vectors(call.blocks, temb))
+    every = call.once("rows", temb, lambda: _rows(call.blocks, temb))
     x, mine, of, attn = hidden_states, every[call.index], call.matrices, block.attn
     (scale, shift, *_), handed = mine.rows, call.handed(x)
     h = norm_modulate(x, shift, scale, mine.norm) if handed is None else handed
@@ -78,7 +78,7 @@ def block(
     return _finished(call, x, branch, every)
 
 
-def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequence[Vectors]) -> Tensor:
+def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequence[BlockRows]) -> Tensor:
     """Return the tokens after attention, the branch, and after SwiGLU; the next block's input is left for it."""
     mine, of = every[call.index], call.matrices
     _, _, gate, scale_mlp, shift_mlp, gate_mlp = mine.rows
@@ -93,7 +93,7 @@ def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequenc
     return x
 
 
-def _vectors(blocks: Sequence[Any], temb: Tensor) -> list[Vectors]:
+def _rows(blocks: Sequence[Any], temb: Tensor) -> list[BlockRows]:
     """Return the modulation of all blocks, whose tables are added to temb, and weights of norms, which are 1 + theirs.
 
     They are in fp32 (or fp64); each kind takes one addition for all blocks.
@@ -106,7 +106,7 @@ def _vectors(blocks: Sequence[Any], temb: Tensor) -> list[Vectors]:
         for parts in ([(x.norm1, x.norm2) for x in blocks], [(x.attn.norm_q, x.attn.norm_k) for x in blocks])
     )
     return [
-        Vectors(rows.unbind(1), Norm("rms", one.norm1.eps, first), Norm("rms", one.norm2.eps, second), *of_heads)
+        BlockRows(rows.unbind(1), Norm("rms", one.norm1.eps, first), Norm("rms", one.norm2.eps, second), *of_heads)
         for one, rows, (first, second), of_heads in zip(blocks, rows_NB6E, norms_N2E, of_heads_N2D, strict=True)
     ]
 

@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -17,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from seqpar.adapter.cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import CUTS, cuts_of
 from tests.adapter.test_body import TOLERANCE, Outputs, body_of, called, error
@@ -168,6 +170,24 @@ def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> No
         for message in (hunyuan, plan):
             assert "got 2 tokens of text for 3 ranks" in message
         assert backend.startswith("got attention backend")
+
+
+def test_rows_of_several_streams_must_be_those_of_all_their_tokens() -> None:
+    tiny = MODELS["krea2"]
+    body, given = body_of(tiny.build(), 1, torch.device("cpu"), "ulysses"), tiny.arguments()
+    message = raised(lambda: body({**given, "position_ids": given["position_ids"][1:]}))
+    assert "got a tensor of shape (21, 3) for all tokens of text and image, of which 7, 15 were cut" in message
+
+
+def test_a_number_of_the_host_is_made_on_the_device() -> None:
+    """A CUDA graph could not copy it there; different numbers are left as they are."""
+    ranks: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("meta")))
+    cutter = Cutter(ranks, Boundary(numbers=("timesteps",)), "")
+    zeros, several = torch.tensor([0, 0]), torch.tensor([0, 1])
+    made = cutter.on_device(zeros)
+    assert (made.device.type, made.shape, made.dtype) == ("meta", zeros.shape, zeros.dtype)
+    assert cutter.on_device(several) is several
+    assert cuts_of(MODELS["chroma"].build()).places["time_text_embed.guidance_proj"].numbers == ("timesteps",)
 
 
 def test_masks_that_cannot_be_split_are_refused() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 Inputs = Callable[..., dict[str, Any]]
 INIT_STD = 0.02
-LAYERS = ("num_layers", "num_single_layers")
+LAYERS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 SMALL_SIZE = (2, 4, 4)
 
 
@@ -38,7 +38,7 @@ class Released:
     theirs: the name of its class in diffusers. config: the arguments of that class. size: the tokens of the state as
     (frames,) rows and columns. text: the number of text tokens. inputs: makes the arguments of a call of diffusers'
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
-    otherwise text is cross-attended.
+    otherwise text is cross-attended. state: the argument that is the state.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Released:
     inputs: Inputs
     narrow: Mapping[str, Any]
     joined: bool = True
+    state: str = "hidden_states"
 
     @property
     def tokens(self) -> int:
@@ -196,6 +197,16 @@ def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     return made | {"timestep": timestep_BL}
 
 
+def z_image_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a picture, text and time as `ZImagePipeline` passes them, in lists of one for each picture."""
+    latents = random(model.config["in_channels"], 1, *(2 * side for side in model.size))
+    return {
+        "x": [latents],
+        "t": torch.full((1,), 0.5, device=latents.device),
+        "cap_feats": [random(model.text, model.config["cap_feat_dim"])],
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -254,6 +265,18 @@ WAN: Mapping[str, Any] = {
     "num_layers": 40,
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
+}
+
+Z_IMAGE: Mapping[str, Any] = {
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "cap_feat_dim": 2560,
+    "axes_dims": (32, 48, 48),
+    "axes_lens": (1024, 512, 512),
 }
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
@@ -326,6 +349,16 @@ RELEASED: Mapping[str, Released] = {
             wan_by_token,
             NARROW_WAN,
             joined=False,
+        ),
+        Released(
+            "z-image",
+            "ZImageTransformer2DModel",
+            Z_IMAGE,
+            squarest(4096),
+            128,
+            z_image_inputs,
+            {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "axes_dims": (4, 6, 6)},
+            state="x",
         ),
     )
 }

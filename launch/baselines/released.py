@@ -149,6 +149,13 @@ def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     }
 
 
+def flux3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents, text, timestep and ids of four axes as diffusers' blocks of FLUX.3 pass them."""
+    made = flux2_inputs(model, random)
+    ids = {name: made[name][0] for name in ("img_ids", "txt_ids")}  # without batch rows
+    return {name: x for name, x in made.items() if name != "guidance"} | ids
+
+
 def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return packed latents, text without padding, timestep and shapes as Qwen-Image's pipelines pass them.
 
@@ -231,6 +238,17 @@ FLUX2: Mapping[str, Any] = {
     "mlp_ratio": 3.0,
     "axes_dims_rope": (32, 32, 32, 32),
 }
+FLUX3: Mapping[str, Any] = {  # the class's own: none was published beside it
+    "in_channels": 128,
+    "cond_in_channels": 128,
+    "num_layers": 5,
+    "num_single_layers": 28,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 20480,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (32, 32, 32, 32),
+}
 QWEN: Mapping[str, Any] = {
     **JOINT,
     "patch_size": 2,
@@ -303,6 +321,15 @@ RELEASED: Mapping[str, Released] = {
             512,
             flux2_inputs,
             {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
+        ),
+        Released(
+            "flux.3",
+            "Flux3Transformer2DModel",
+            FLUX3,
+            squarest(4096),
+            512,
+            flux3_inputs,
+            {**NARROW, "num_single_layers": 2, "cond_in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
         ),
         Released(
             "qwen-image",

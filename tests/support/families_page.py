@@ -31,6 +31,7 @@ FAMILIES = (
         "reference images with a key cache (refused)",
     ),
     ("flux", "FLUX.1: 4096 + 512", "flux.1-dev", "IP-adapters"),
+    ("flux3", "FLUX.3: 4096 + 512", "flux.3", "none"),
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )

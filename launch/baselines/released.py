@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Inputs = Callable[..., dict[str, Any]]
 INIT_STD = 0.02
-LAYERS = ("num_layers", "num_single_layers")
+LAYERS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 SMALL_SIZE = (2, 4, 4)
 
 
@@ -40,7 +40,7 @@ class Released:
     (frames,) rows and columns. text: the number of text tokens. inputs: makes the arguments of a call of diffusers'
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
     otherwise text is cross-attended. cheap: what makes the config that of a model with few weights and the same
-    buffers, but of another width; if it is not given, one block of each kind.
+    buffers, but of another width; if it is not given, one block of each kind. state: the argument that is the state.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Released:
     narrow: Mapping[str, Any]
     joined: bool = True
     cheap: Mapping[str, Any] | None = None
+    state: str = "hidden_states"
 
     @property
     def tokens(self) -> int:
@@ -173,6 +174,13 @@ def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     }
 
 
+def flux3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents, text, timestep and ids of four axes as diffusers' blocks of FLUX.3 pass them."""
+    made = flux2_inputs(model, random)
+    ids = {name: made[name][0] for name in ("img_ids", "txt_ids")}  # without batch rows
+    return {name: x for name, x in made.items() if name != "guidance"} | ids
+
+
 def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return packed latents, layers of a text without padding, timestep and ids as `Krea2Pipeline` passes them."""
     rows, columns = model.size
@@ -237,6 +245,16 @@ def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     return made | {"timestep": timestep_BL}
 
 
+def z_image_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a picture, text and time as `ZImagePipeline` passes them, in lists of one for each picture."""
+    latents = random(model.config["in_channels"], 1, *(2 * side for side in model.size))
+    return {
+        "x": [latents],
+        "t": torch.full((1,), 0.5, device=latents.device),
+        "cap_feats": [random(model.text, model.config["cap_feat_dim"])],
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -296,6 +314,17 @@ KREA2: Mapping[str, Any] = {
     "axes_dims_rope": (32, 48, 48),
     "rope_theta": 1000.0,
 }
+FLUX3: Mapping[str, Any] = {  # the class's own: none was published beside it
+    "in_channels": 128,
+    "cond_in_channels": 128,
+    "num_layers": 5,
+    "num_single_layers": 28,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 20480,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (32, 32, 32, 32),
+}
 QWEN: Mapping[str, Any] = {
     **JOINT,
     "patch_size": 2,
@@ -330,6 +359,18 @@ WAN: Mapping[str, Any] = {
     "num_layers": 40,
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
+}
+
+Z_IMAGE: Mapping[str, Any] = {
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "cap_feat_dim": 2560,
+    "axes_dims": (32, 48, 48),
+    "axes_lens": (1024, 512, 512),
 }
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
@@ -390,6 +431,15 @@ RELEASED: Mapping[str, Released] = {
         ),
         Released("krea-2", "Krea2Transformer2DModel", KREA2, squarest(4096), 512, krea2_inputs, NARROW_KREA2),
         Released(
+            "flux.3",
+            "Flux3Transformer2DModel",
+            FLUX3,
+            squarest(4096),
+            512,
+            flux3_inputs,
+            {**NARROW, "num_single_layers": 2, "cond_in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
+        ),
+        Released(
             "qwen-image",
             "QwenImageTransformer2DModel",
             QWEN,
@@ -434,6 +484,16 @@ RELEASED: Mapping[str, Released] = {
             wan_by_token,
             NARROW_WAN,
             joined=False,
+        ),
+        Released(
+            "z-image",
+            "ZImageTransformer2DModel",
+            Z_IMAGE,
+            squarest(4096),
+            128,
+            z_image_inputs,
+            {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "axes_dims": (4, 6, 6)},
+            state="x",
         ),
     )
 }

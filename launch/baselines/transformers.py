@@ -120,8 +120,15 @@ def cached(module: nn.Module, world: int) -> Any:
 
 
 def compile_blocks(module: Any) -> None:
-    """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs."""
-    module.compile_repeated_blocks(dynamic=False, options={"triton.cudagraphs": False})
+    """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs.
+
+    They are those that diffusers names, or else, as for SD3, all modules in the transformer's own lists of modules.
+    """
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+    names = set(module._repeated_blocks or {type(block).__name__ for blocks in lists for block in blocks})
+    for one in module.modules():
+        if type(one).__name__ in names:
+            one.compile(dynamic=False, options={"triton.cudagraphs": False})
 
 
 class Graphed:

@@ -11,7 +11,7 @@ make the modulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import seqpar
 from launch.baselines.graphs import graphed
@@ -44,8 +45,8 @@ class Calls(Flags):
     """Time calls of a released transformer with random weights on the running processes."""
 
     model: str = "flux.1-dev"
-    """chroma1-hd, cogvideox-5b, flux.1-dev, flux.2-dev, krea-2, qwen-image, qwen-image-edit, sd3.5-large, wan2.1-14b,
-    wan2.2-14b or wan2.2-ti2v-5b; on a machine without GPUs it has few blocks and heads."""
+    """chroma1-hd, cogvideox-5b, flux.1-dev, flux.2-dev, flux.3, krea-2, qwen-image, qwen-image-edit, sd3.5-large,
+    z-image, wan2.1-14b, wan2.2-14b or wan2.2-ti2v-5b; on a machine without GPUs it has few blocks and heads."""
     tokens: tuple[int, ...] = ()
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""
     text: int | None = None
@@ -98,7 +99,7 @@ class Case:
     def truth(self) -> Tensor:
         """Return the result of diffusers' model on one rank, as it comes."""
         with torch.no_grad():
-            return self.theirs(**self.arguments, return_dict=False)[0]
+            return first(self.theirs(**self.arguments, return_dict=False)[0])
 
     def ceiling(self, strategy: str) -> Reference:
         """Return the ceiling of a strategy, for one branch on all ranks."""
@@ -160,7 +161,7 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
     try:
         keeps = Keeps(case)
-        step = keeps(partial(_branches, module, case.arguments, BRANCHES[:cfg]))
+        step = keeps(partial(_branches, module, case, BRANCHES[:cfg]))
         for _ in range(CALLS):
             step()
         yield Timed.of(step, mesh.device, keeps.facts)
@@ -168,13 +169,19 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
         seqpar.release(module)
 
 
-def _branches(module: Any, arguments: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
+def _branches(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
     """Return the last result of a step: a call for each branch of guidance, on latents that are new in each step."""
-    latents, out = arguments["hidden_states"].clone(), []
+    state, out = case.model.state, []
+    fresh = {**case.arguments, state: tree_map(torch.clone, case.arguments[state])}
     for name in names:
         with module.cache_context(name) if hasattr(module, "cache_context") else nullcontext():  # SD3 has no such names
-            out.append(module(**{**arguments, "hidden_states": latents}, return_dict=False)[0])
+            out.append(first(module(**fresh, return_dict=False)[0]))
     return out[-1]
+
+
+def first(result: Any) -> Tensor:
+    """Return a transformer's result, or that of its first picture, if it returns a list of pictures."""
+    return result[0] if isinstance(result, list) else result
 
 
 class Keeps:

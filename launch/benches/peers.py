@@ -18,7 +18,7 @@ from launch.baselines.transformers import (
     engine,
     engine_name,
 )
-from launch.benches.calls import Case, Keeps
+from launch.benches.calls import Case, Keeps, first
 from launch.benches.rows import Row, Timed
 
 LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
@@ -76,7 +76,7 @@ def with_cache_dit(case: Case, launch: str) -> Iterator[Timed]:
 def _peer(case: Case, twins: Callable[[bool], Any], launch: str, branches: int = 1) -> Iterator[Timed]:
     """Call another engine's module; branches: how often in a step."""
     module, keeps = twins("compiled" in launch), Keeps(case)
-    step = keeps(lambda: module(**case.arguments, return_dict=False)[0])
+    step = keeps(lambda: first(module(**case.arguments, return_dict=False)[0]))
     step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
     call = graphed(step) if "graph" in launch else step
 

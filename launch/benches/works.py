@@ -19,6 +19,8 @@ def work_of_call(model: Released) -> Work:
         return qwen_work(model.config)
     if model.theirs == "Flux2Transformer2DModel":
         return flux2_work(model.config)
+    if model.theirs == "Flux3Transformer2DModel":
+        return flux3_work(model.config)
     if model.theirs == "SD3Transformer2DModel":
         return sd3_work(model.config)
     if model.theirs == "ChromaTransformer2DModel":
@@ -27,6 +29,8 @@ def work_of_call(model: Released) -> Work:
         return cogvideox_work(model.config)
     if model.theirs == "Krea2Transformer2DModel":
         return krea2.work(model.config)
+    if model.theirs == "ZImageTransformer2DModel":
+        return z_image_work(model.config)
     return flux.work(model.config)
 
 
@@ -126,6 +130,60 @@ def flux2_work(config: Mapping[str, Any]) -> Work:
         text=((config["joint_attention_dim"], width),),
         conditioning=(*sines, *((width, n * width) for n in (6, 6, 3, 2))),
         guided=False,
+    )
+
+
+def flux3_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of FLUX.3: parallel blocks with SwiGLU of text and image apart, then of both.
+
+    The former attend to one stream each and are counted as if they attended to both, which adds half a percent at 4096
+    and 512 tokens.
+    """
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    gemms = ((width, 3 * width), (width, 2 * hidden), (hidden, width), (width, width))
+    beside, passes = ((width, 2 * hidden), (hidden, width)), (7 * width, 3 * hidden)
+    apart = Blocks(config["num_layers"], gemms, passes, (gemms,), beside=beside)
+    joint = Blocks(config["num_single_layers"], gemms, passes, beside=beside)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(apart, joint),
+        prepares=True,
+        once=((config["in_channels"], width), (width, config["in_channels"])),
+        table=(4 * 3 + 2) * width,
+        live=12 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=((256, width), (width, width), *((width, n * width) for n in (3, 3, 3, 3, 2))),
+        guided=False,
+    )
+
+
+def z_image_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of Z-Image: blocks of one stream with SwiGLU.
+
+    Those that refine the image alone are counted as if they had the text with them, and those that refine the text are
+    not counted: of 4096 and 128 tokens, either is a fifth of a percent.
+    """
+    heads, width = config["n_heads"], config["dim"]
+    hidden, layers = int(width / 3 * 8), config["n_layers"] + config["n_refiner_layers"]
+    gemms = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
+    area, condition = 4 * config["in_channels"], min(width, 256)
+    blocks = Blocks(layers, gemms, (4 * width, 4 * width, 3 * hidden), modulation=((condition, 4 * width),))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=config["n_kv_heads"],
+        head_dim=width // heads,
+        blocks=(blocks,),
+        prepares=True,
+        once=((area, width), (width, area)),
+        table=4 * width * layers + width,
+        live=4 * width + 3 * hidden,
+        text=((config["cap_feat_dim"], width),),
+        conditioning=((256, 1024), (1024, condition), (condition, width)),
     )
 
 

@@ -88,8 +88,9 @@ class SplitAttention:
         mask: for all keys; where the plan names masks, those count. only: the name of the one stream that is passed and
         attends to itself. The next call may overwrite the results.
         """
-        forward, names = self.ranks.now, self.joint.streams if only is None else (only,)
+        forward = self.ranks.now
         assert forward is not None
+        names = self._streams(forward) if only is None else (only,)
         if not forward.lengths.keys() >= set(names):
             raise self._unknown(forward)
         tokens, (heads, dim), batch, like = self._split(forward, names), *_sizes(streams[0])
@@ -119,6 +120,10 @@ class SplitAttention:
         each = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
         return tuple(torch.where(*parts) for parts in zip(each, outs, plain, strict=True))
 
+    def _streams(self, forward: Forward) -> tuple[str, ...]:
+        """Return the plan's streams, without those that this call lacks and may lack."""
+        return tuple(name for name in self.joint.streams if name in forward.lengths or name not in self.joint.absent)
+
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
         shards = tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams)
         return JointShard(shards, self.ranks.plan.exact)
@@ -130,7 +135,7 @@ class SplitAttention:
         picture) has the queries of one stream, and other numbers of keys. Where a rank has as many keys as another has
         queries, the one could not tell it from a wrong plan, so that both raise the same error.
         """
-        rank, streams = self.ranks.axis.rank, self.joint.streams
+        rank, streams = self.ranks.axis.rank, self._streams(forward)
         if forward.lengths.keys() >= set(streams):
             tokens = self._split(forward, streams)
             if tokens.sizes[rank] == queries:

@@ -82,12 +82,13 @@ class Joint:
     streams: the streams whose tokens it joins, in the order in which the module concatenates them (a mask for all keys
     has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
     by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
-    place of the module's own, if that cannot be split.
+    place of the module's own, if that cannot be split. absent: those of the streams that a call may lack.
     """
 
     streams: tuple[str, ...] = ()
     masked: bool = False
     processor: Callable[[], Any] | None = None
+    absent: tuple[str, ...] = ()
 
 
 def _no_reason(module: nn.Module) -> None:

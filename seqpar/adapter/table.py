@@ -82,6 +82,27 @@ def _flux2() -> Cuts:
     return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
 
 
+def _flux3() -> Cuts:
+    text, reference = CutTokens("text"), CutTokens("reference")  # each attends to itself alone in the first blocks
+    root = Boundary(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": text,
+            "image_cond_hidden_states": reference,
+            "img_ids": CutTokens("image", dim=-2),
+            "txt_ids": replace(text, dim=-2),
+            "image_cond_ids": replace(reference, dim=-2),
+        }
+    )
+    attention = {
+        "txt_mode_blocks.*.attn": Joint(("text",)),
+        "mode_blocks.image.*.attn": ALONE,
+        "mode_blocks.image_cond.*.attn": Joint(("reference",)),
+        "single_transformer_blocks.*.attn": Joint(("text", "image", "reference"), absent=("reference",)),
+    }
+    return Cuts({"": root, "proj_out": OUT}, attention)
+
+
 def _qwen_image() -> Cuts:
     places = {
         "": Boundary(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
@@ -92,6 +113,10 @@ def _qwen_image() -> Cuts:
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
     return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"}, why_eager=_indexes_images)
+
+
+def _attends_in_order(module: Any) -> str:
+    return "its text attends to earlier tokens alone and its images to those before them, which no strategy splits"
 
 
 def _indexes_images(module: Any) -> str | None:
@@ -240,7 +265,9 @@ CUTS = {
     "FluxTransformer2DModel": _flux(),
     "ChromaTransformer2DModel": _chroma(),
     "Flux2Transformer2DModel": _flux2(),
+    "Flux3Transformer2DModel": _flux3(),
     "QwenImageTransformer2DModel": _qwen_image(),
+    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=_reads_lengths),
     "WanTransformer3DModel": _wan(),
     "WanVACETransformer3DModel": _wan_vace(),
     "ChronoEditTransformer3DModel": _wan(),

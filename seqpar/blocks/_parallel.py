@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.blocks._double import Rows, bounded
@@ -20,31 +19,41 @@ def branch(
     heads: int,
     qkv: Matrix,
     activated: Callable[[Tensor], Tensor],
-    out: Matrix,
+    outs: tuple[Matrix, Matrix],
 ) -> Tensor:
-    """Return the branch (B, l, E). activated: the MLP's hidden layer. out: the columns of attention, then of the MLP.
+    """Return the branch (B, l, E). activated: the MLP's hidden layer. outs: of attention, without a bias, and the MLP.
 
     The MLP does not read attention's output, so it runs while keys and values travel. Its product and that of
     attention's output add up in one buffer, so the two inputs are never concatenated.
     """
-    width = len(out.weight)
+    of_attention, of_mlp = outs
     q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
-    inner = q.shape[2] * q.shape[3]
-    of_attention, of_mlp = out.weight[:, :inner], out.weight[:, inner:]
     made: list[Tensor] = []
-    (attended,) = call.attend(
-        [Given(q, k, v, how)], beside=lambda: made.append(F.linear(activated(h_BlE), of_mlp, out.bias))
-    )
+    (attended,) = call.attend([Given(q, k, v, how)], beside=lambda: made.append(of_mlp(activated(h_BlE))))
     (branch_BlE,) = made
-    branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.t())
+    width, inner = of_attention.weight.shape
+    branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.weight.t())
     return branch_BlE
 
 
+def outs(out: Matrix, inner: int) -> tuple[Matrix, Matrix]:
+    """Return the columns of attention's output of a matrix, `inner` of them, and those of the MLP's hidden layer."""
+    return Matrix(out.weight[:, :inner], None), Matrix(out.weight[:, inner:], out.bias)
+
+
 def following(
-    x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor, after: Sequence[Rows], norm: Norm
+    x_BlE: Tensor,
+    gate_BE: Tensor,
+    branch_BlE: Tensor,
+    after: Sequence[Rows],
+    norm: Norm,
+    index_Bl: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return x + gate * branch, and the next block's input that is made of it. after: the rows of the next blocks."""
+    """Return x + gate * branch, and the next block's input that is made of it. after: the rows of the next blocks.
+
+    index: int32, which row each token has; None: that of its batch row.
+    """
     if not after:
-        return bounded(added(x_BlE, gate_BE, branch_BlE)), None
-    x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, after[0][0], after[0][1], norm)
+        return bounded(added(x_BlE, gate_BE, branch_BlE, index_Bl=index_Bl)), None
+    x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, after[0][0], after[0][1], norm, index_Bl=index_Bl)
     return bounded(x), h

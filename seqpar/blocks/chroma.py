@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.blocks import flux
 from seqpar.blocks._double import NAMES, by_head, checked, of_both, pairs, two_streams
-from seqpar.blocks._parallel import branch, following
+from seqpar.blocks._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
@@ -74,7 +74,8 @@ def single(
     (shift, scale, gate), norm, of = temb.unbind(1), Norm("layer", block.norm.norm.eps), call.matrices
     h = norm_modulate(hidden_states, shift, scale, norm)
     how = by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, h))
-    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    both = outs(of["out"], block.attn.inner_dim)
+    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
     x, _ = following(hidden_states, gate, of_block, (), norm)
     return x
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.blocks._parallel import branch, following
+from seqpar.blocks._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Blocks, Work
@@ -96,7 +96,8 @@ def single(
         x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         h = norm_modulate(x, shift, scale, norm)
     of, how = call.matrices, by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, x))
-    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    both = outs(of["out"], block.attn.inner_dim)
+    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
     x, h = following(x, gate, of_block, every[call.index + 1 :], norm)
     text, image = x[:, : encoder_hidden_states.shape[1]], x[:, encoder_hidden_states.shape[1] :]
     if h is not None:

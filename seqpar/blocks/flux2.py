@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.blocks._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
-from seqpar.blocks._parallel import branch, following
+from seqpar.blocks._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.swiglu import swiglu
 from seqpar.types.fused import BlockCall, DeclinedError, Fused, Matrix
@@ -87,7 +87,8 @@ def single(
     h = norm_modulate(hidden_states, rows[0], rows[1], norm) if handed is None else handed
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, h))
     qkv, up = _parts(call.matrices["in"], 3 * attn.inner_dim)
-    of_block = branch(call, h, how, attn.heads, qkv, lambda x: _activated(up, x), call.matrices["out"])
+    both = outs(call.matrices["out"], attn.inner_dim)
+    of_block = branch(call, h, how, attn.heads, qkv, lambda x: _activated(up, x), both)
     after = [rows] * (len(call.every) - call.index - 1)
     x, h = following(hidden_states, rows[2], of_block, after, norm)
     if h is not None:

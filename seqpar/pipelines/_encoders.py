@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from seqpar.adapter.subjects import transformers_of
+from seqpar.pipelines._encoder_files import read_encoder
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder, failing
 from seqpar.ranks.inputs import agree
@@ -66,8 +67,7 @@ def _of_rank_0(
     def load() -> dict[str, tuple[torch.dtype, list[str]]]:
         with naming(what):
             for name, kind in kinds.items():
-                device = {"": mesh.device}  # tensor by tensor, so that the host never holds an encoder
-                encoders[name] = kind.from_pretrained(folder / name, dtype=dtype, device_map=device)
+                encoders[name] = read_encoder(kind, folder / name, dtype, mesh.device)
         return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
 
     likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])

@@ -26,7 +26,7 @@ from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_body import body_of, error
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, few, flat, moved, random, truth
+from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
@@ -39,6 +39,7 @@ KINDS = {
     "CogVideoXTransformer3DModel",
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
+    "Flux3Transformer2DModel",
     "Krea2Transformer2DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
@@ -54,9 +55,12 @@ CASES = [
     for turn, world in enumerate((2, (4, 3, 1)[index % 3]))
 ]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
-# whose blocks join a text of any length (the positions of CogVideoX 2B are for one length)
+# whose blocks join a text of any length: that of FLUX.3 and Krea 2 attends to itself, too, and CogVideoX 2B has the
+# positions of one length
 TEXTS = [
-    name for name in FUSED if not (name == "cogvideox_2b" or MODELS[name].kind.startswith(("Krea2", "Wan", "ZImage")))
+    name
+    for name in FUSED
+    if not (name == "cogvideox_2b" or MODELS[name].kind.startswith(("Krea2", "Wan", "ZImage", "Flux3")))
 ]
 Outputs = tuple[Tensor, ...]
 
@@ -113,13 +117,14 @@ def test_ranks_without_tokens_of_the_text_are_right(
     for results in ranks.run(world, with_few, strategy, transport, first):
         for name, (wrong, calls) in results.items():
             assert wrong < TOLERANCE, name
-            assert calls == 2 * blocks_of(MODELS[name].build()), name
+            assert calls == 2 * blocks_of(MODELS[name]), name
 
 
-def blocks_of(module: Any) -> list[str]:
-    """Return the classes of all blocks that a function computes."""
-    named = ((type(one).__name__, one) for one in module.modules() if type(one).__name__ in families())
-    return [kind for kind, one in named if families()[kind].why_not(one) is None]
+def blocks_of(tiny: Tiny) -> list[str]:
+    """Return the classes of all blocks that a function computes in a call."""
+    unused = tiny.unused or "none"
+    named = [(type(one).__name__, one) for path, one in tiny.build().named_modules() if not path.startswith(unused)]
+    return [kind for kind, one in named if kind in families() and families()[kind].why_not(one) is None]
 
 
 @pytest.mark.parametrize(("world", "strategy", "transport", "first"), CASES)
@@ -127,11 +132,11 @@ def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str
     for results in ranks.run(world, fused, strategy, transport, first):
         for name, (outputs, calls) in results.items():
             assert error(outputs, truth(name, ranks.device)) < TOLERANCE, name
-            assert sorted(calls) == sorted(2 * blocks_of(MODELS[name].build())), name
+            assert sorted(calls) == sorted(2 * blocks_of(MODELS[name])), name
 
 
 def test_every_family_is_tested() -> None:
-    assert {kind for name in FUSED for kind in blocks_of(MODELS[name].build())} == set(families())
+    assert {kind for name in FUSED for kind in blocks_of(MODELS[name])} == set(families())
 
 
 def cast(value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
@@ -155,7 +160,7 @@ def rms(got: Outputs, wanted: Outputs) -> float:
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # Krea 2's norms round to fp32
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.3 and Krea 2 round to fp32
 @pytest.mark.parametrize("name", FUSED)
 def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> None:
     """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
@@ -200,7 +205,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     given = tiny.arguments(device) | scales
     got = one_rank(tiny.build().float().to(device), cast(given, torch.float64, torch.float32), True)
     assert rms(got, tiny.whole(None, given, device)) < VISIBLE
-    assert len(launched) > 3 * len(blocks_of(tiny.build()))
+    assert len(launched) > 3 * len(blocks_of(tiny))
 
 
 def test_one_timestep_for_all_pictures_counts_for_each(ranks: Pool) -> None:
@@ -447,7 +452,7 @@ def act(module: Any, action: str) -> None:
     ("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")]
 )
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
-    count = len(blocks_of(MODELS[name].build()))
+    count = len(blocks_of(MODELS[name]))
     for told in ranks.run(world, story, name):
         for action, wrong, calls, computation in told:
             assert wrong < TOLERANCE, action

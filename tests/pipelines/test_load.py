@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import seqpar
+from seqpar.pipelines import _encoder_files
 from seqpar.pipelines._encoders import load_encoders
 from seqpar.pipelines._load import checked
 from seqpar.pipelines._parts import Empty, load_pipeline
@@ -303,3 +304,54 @@ def test_an_output_of_an_unknown_class_or_field_is_refused() -> None:
     for name, field in (("Popen", "args"), ("BaseModelOutput", "args")):
         with pytest.raises(LostRankError, match=f"got an output {name} of rank 0"):
             restored(Result(output=name, fields={field: Result()}), known, iter(()))
+
+
+def made_encoder(kind: str, dtype: torch.dtype) -> Any:
+    """Return a tiny encoder of transformers with random weights."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 14}
+    torch.manual_seed(3)
+    if kind == "T5EncoderModel":  # its embedding has two names, and in fp16 a product stays in fp32
+        t5 = ENCODERS.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=14)
+        return ENCODERS.T5EncoderModel(t5).to(dtype)
+    if kind == "LlamaForCausalLM":
+        model = ENCODERS.LlamaForCausalLM(ENCODERS.LlamaConfig(intermediate_size=16, **sizes)).to(dtype)
+        model.generation_config.max_new_tokens = 7
+        return model
+    if kind == "Qwen2_5_VLForConditionalGeneration":  # its files name weights in another way than its modules
+        rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+        text = {**sizes, "intermediate_size": 16, "num_key_value_heads": 1, "rope_scaling": rope}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+        return ENCODERS.Qwen2_5_VLForConditionalGeneration(
+            ENCODERS.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        ).to(dtype)
+    return pipelines.clip(2, True).to(dtype)
+
+
+@pytest.mark.parametrize("shards", ["1KB", "1GB"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("T5EncoderModel", torch.float16),
+        ("LlamaForCausalLM", torch.bfloat16),
+        ("Qwen2_5_VLForConditionalGeneration", torch.bfloat16),
+        ("CLIPTextModelWithProjection", torch.float32),
+    ],
+)
+def test_encoders_are_those_that_transformers_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, shards: str
+) -> None:
+    made_encoder(kind, dtype).save_pretrained(tmp_path, max_shard_size=shards)
+    theirs = getattr(ENCODERS, kind).from_pretrained(tmp_path, dtype=dtype)
+    pools = list[Any]()
+    own = _encoder_files.Pool
+    monkeypatch.setattr(_encoder_files, "Pool", lambda *args: pools.append(args) or own(*args))
+    ours = _encoder_files.read_encoder(type(theirs), tmp_path, dtype, torch.device("cpu"))
+    assert len(pools) == 1
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert ours.state_dict()[name].dtype == tensor.dtype
+        assert torch.equal(ours.state_dict()[name], tensor)
+    assert len({x.data_ptr() for x in ours.parameters()}) == len({x.data_ptr() for x in theirs.parameters()})
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert (ours.name_or_path, ours.dtype, ours.training) == (theirs.name_or_path, theirs.dtype, theirs.training)
+    assert not theirs.can_generate() or ours.generation_config == theirs.generation_config

@@ -26,7 +26,7 @@ Inputs = dict[str, Any]
 class Tiny:
     """A transformer class of diffusers, the config of a tiny one, and arguments for a call of it.
 
-    splits: whether its tokens can be split.
+    splits: whether its tokens can be split. unused: how the paths of blocks begin that these arguments do not reach.
     """
 
     kind: str
@@ -34,6 +34,7 @@ class Tiny:
     inputs: Callable[[int], Inputs]
     batch: int = 2
     splits: bool = True
+    unused: str | None = None
 
     def build(self, seed: int = 0) -> Any:
         """Return the transformer in fp64, with the same random weights on every rank, norm weights included."""
@@ -157,6 +158,26 @@ def flux2(batch: int) -> Inputs:
     }
 
 
+def flux3(batch: int) -> Inputs:
+    images, texts = torch.zeros(15, 4), torch.zeros(7, 4)
+    images[:, 1], images[:, 2], texts[:, 3] = torch.arange(15) // 5, torch.arange(15) % 5, torch.arange(7)
+    return {
+        "hidden_states": random((batch, 15, 8), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "img_ids": images,
+        "txt_ids": texts,
+    }
+
+
+def flux3_with_reference(batch: int) -> Inputs:
+    """Return inputs with a reference image, of a model that is told the time of its next step."""
+    ids = torch.zeros(6, 4)
+    ids[:, 0], ids[:, 1], ids[:, 2] = 1, torch.arange(6) // 3, torch.arange(6) % 3
+    reference = {"image_cond_hidden_states": random((batch, 6, 8), 3), "image_cond_ids": ids}
+    return {**flux3(batch), **reference, "target_timestep": torch.linspace(0.2, 0.6, batch).double()}
+
+
 def qwen(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 15, 16), 1),
@@ -186,6 +207,20 @@ def qwen_layered(batch: int) -> Inputs:
         "hidden_states": random((batch, 45, 16), 1),
         "img_shapes": [[(1, 3, 5)] * 3] * batch,
         "additional_t_cond": torch.tensor([0, 1, 1][:batch]),
+    }
+
+
+def qwen21(batch: int) -> Inputs:
+    """Return inputs whose last four slots stand for the picture, each for four tokens."""
+    slots = torch.zeros(batch, 11, dtype=torch.bool)
+    slots[:, 7:] = True
+    return {
+        "hidden_states": random((batch, 16, 8), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "img_shapes": [[(1, 4, 4)]] * batch,
+        "img_mask": slots,
+        "encoder_hidden_states_mask": padded(batch, 7),
     }
 
 
@@ -380,6 +415,17 @@ FLUX2 = {
     "timestep_guidance_channels": 16,
     "axes_dims_rope": (4, 4, 4, 4),
 }
+FLUX3 = {
+    "in_channels": 8,
+    "cond_in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": HEADS,
+    "joint_attention_dim": 24,
+    "timestep_channels": 16,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
 QWEN = {
     "in_channels": 16,
     "out_channels": 4,
@@ -387,6 +433,15 @@ QWEN = {
     "attention_head_dim": 16,
     "num_attention_heads": HEADS,
     "joint_attention_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+}
+QWEN21 = {
+    "in_channels": 8,
+    "out_channels": 8,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": HEADS,
+    "context_in_dim": 24,
     "axes_dims_rope": (4, 6, 6),
 }
 WAN = {
@@ -538,6 +593,8 @@ MODELS = {
     "chroma": Tiny("ChromaTransformer2DModel", CHROMA, chroma),
     "chroma_numbers": Tiny("ChromaTransformer2DModel", CHROMA, chroma_numbers, batch=3),
     "flux2": Tiny("Flux2Transformer2DModel", FLUX2, flux2),
+    "flux3": Tiny("Flux3Transformer2DModel", FLUX3, flux3, unused="mode_blocks.image_cond"),
+    "flux3_reference": Tiny("Flux3Transformer2DModel", {**FLUX3, "flow_map": True}, flux3_with_reference, batch=3),
     "qwen": Tiny("QwenImageTransformer2DModel", QWEN, qwen, batch=1),
     "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, qwen_masked),
     "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, qwen_edit),
@@ -547,6 +604,7 @@ MODELS = {
         qwen_layered,
         batch=3,
     ),
+    "qwen21": Tiny("QwenImage21Transformer2DModel", QWEN21, qwen21, splits=False),
     "wan": Tiny("WanTransformer3DModel", WAN, wan),
     "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
     "wan_i2v": Tiny("WanTransformer3DModel", WAN_I2V, wan_with_picture),

@@ -34,6 +34,7 @@ FAMILIES = (
     ("chroma", "Chroma1-HD: 4096 + 512", "chroma1-hd", "IP-adapters"),
     ("cogvideox", "CogVideoX-5B: 17,550 + 226; 2B and 1.5 have its blocks", "cogvideox-5b", EDIT),
     ("krea2", "Krea 2: 4096 + 512", "krea-2", "those that fuse the layers of the text"),
+    ("flux3", "FLUX.3: 4096 + 512", "flux.3", "none"),
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )

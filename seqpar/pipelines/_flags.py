@@ -68,7 +68,7 @@ def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds:
         elif value is not None:
             arguments[argument] = value
     if order.images:
-        arguments["image"] = images_for(order, name)
+        arguments["image"] = images_for(order, name, parameters)
     if order.fps is not None and RATE in parameters:
         arguments[RATE] = order.fps
     if "true_cfg_scale" in parameters:

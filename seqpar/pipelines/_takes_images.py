@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import diffusers
+from PIL import Image
 
 from seqpar.pipelines._family import Order
 from seqpar.pipelines._images import Picture
@@ -21,8 +22,7 @@ NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 SEVERAL = ("Flux2", "QwenImageEditPlus", "QwenImage21", "ZImageOmni", "GlmImage")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
-ONE_RESULT = "QwenImageEditPlus"  # takes one prompt a call
-FOR_EACH = "QwenImageEditPipeline"  # shows its text encoder a picture with each prompt, from a list of as many
+ONE_RESULT = "QwenImageEdit"  # how the names of those begin that take one prompt a call
 OTHERS = {
     "mask_image": "a mask, which no flag names",
     "control_image": "a picture that controls another, which no flag names",
@@ -52,11 +52,15 @@ def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
     return sister
 
 
-def images_for(order: Order, name: str) -> Any:
-    """Return the pictures of an order as the pipeline of this name takes them: one, or a list."""
+def images_for(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
+    """Return the pictures of an order as the pipeline of this name takes them: one, or a list.
+
+    parameters: those of its call. A picture that is drawn anew has the size of the result, if that is named, as
+    pipelines make it; one of them (Z-Image) does not.
+    """
     images = [picture.image for picture in order.images]
-    if name == FOR_EACH:
-        return images * len(order.pictures)
+    if order.size is not None and "strength" in parameters:
+        images = [image.resize(order.size[::-1], Image.Resampling.LANCZOS) for image in images]
     return images if name.startswith(SEVERAL) else images[0]
 
 

@@ -259,7 +259,10 @@ def _planned(
     transformer = built(model_of(parts.index), parts.config, str(order.model))
     named = parameters.get("guidance_scale")
     scale = named.default if order.guidance is None and named is not None else order.guidance
-    scale = float(scale) if isinstance(scale, (int, float)) else 1.0
+    distilled = str(parts.index["_class_name"]).startswith("Flux2Klein") and bool(parts.index.get("is_distilled"))
+    if distilled:
+        order.refuse("expected none: this model is distilled, and makes one branch", guidance=order.guidance)
+    scale = float(scale) if isinstance(scale, (int, float)) and not distilled else 1.0
     if "true_cfg_scale" in parameters:
         embeds = bool(parts.config.get("guidance_embeds"))
         guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
@@ -269,9 +272,11 @@ def _planned(
     if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
         grid.check(order.size)
     guided = guidance[0].on and "pag_scale" not in parameters  # whose processors read the rows of all branches
-    run = planned(transformer, grid, order, guided)
-    joined = order.images and "strength" not in parameters  # whose tokens stand beside those of the result
-    return guidance, replace(run, exact=False) if joined else run
+    if not order.images or "strength" in parameters:
+        return guidance, planned(transformer, grid, order, guided)
+    # a picture's tokens stand beside those of the result, which may take its size
+    run = planned(transformer, None if grid is None else replace(grid, trained=None), order, guided)
+    return guidance, replace(run, exact=False)
 
 
 def _check_schedule(order: Order, kind: Any, parts: Parts, run: Planned) -> None:

@@ -39,7 +39,7 @@ from seqpar.weights.presets import PRESETS, Preset
 ANY = "adapted"  # the family of all pipelines that have no file of their own
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"
 NO_VIDEOS = "expected none: this model makes no videos"
-NO_IMAGES = "expected none: this model makes pictures of nothing but what is named"
+NO_IMAGES = "expected none: this model takes no picture"
 NO_LORA = "expected none: it is for folders of diffusers pipelines that make pictures of texts (--prompt)"
 
 

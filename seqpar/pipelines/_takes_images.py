@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import diffusers
 from PIL import Image
 
 from seqpar.pipelines._family import Order
@@ -46,8 +45,9 @@ def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
         return kind
     sister = kind if "image" in parameters else _sister(kind, index)
     if sister is None:
-        expected = f"expected none: {kind.__name__} takes no picture; name a model that edits, or makes videos of, one"
-        order.refuse(expected, image=order.images)
+        got = f"got --image {' '.join(map(str, order.images))} with --model {order.model}"
+        expected = f"expected none: {kind.__name__} takes no picture"
+        raise ValueError(f"{got}, {expected}; name a model that edits pictures, or makes videos of them")
     _check_count(order, sister.__name__)
     return sister
 
@@ -60,7 +60,8 @@ def images_for(order: Order, name: str, parameters: Mapping[str, inspect.Paramet
     """
     images = [picture.image for picture in order.images]
     if order.size is not None and "strength" in parameters:
-        images = [image.resize(order.size[::-1], Image.Resampling.LANCZOS) for image in images]
+        height, width = order.size
+        images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
     return images if name.startswith(SEVERAL) else images[0]
 
 
@@ -85,17 +86,15 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
     """Return the class of diffusers that begins with a picture, and has the parts of one that does not; or None."""
-    from diffusers.pipelines import auto_pipeline
+    from diffusers.pipelines import auto_pipeline as theirs
 
+    videos: Any = theirs.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING
     if kind.__name__ == "WanPipeline":  # of whose models only the one with a timestep a token (TI2V) takes a picture
-        return getattr(diffusers, "WanImageToVideoPipeline") if index.get("expand_timesteps") else None  # noqa: B009
-    of_texts = (auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, auto_pipeline.AUTO_TEXT2VIDEO_PIPELINES_MAPPING)
-    of_images = (auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, auto_pipeline.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING)
-    for texts, images in zip(of_texts, of_images, strict=True):
-        family = next((name for name, known in texts.items() if known is kind), None)
-        if family in images:
-            return images[family]
-    return None
+        return videos["wan-i2v"] if index.get("expand_timesteps") else None
+    pictures: Any = theirs.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
+    pairs = ((theirs.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, pictures), (theirs.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, videos))
+    sisters = (images.get(name) for texts, images in pairs for name, known in texts.items() if known is kind)
+    return next(filter(None, sisters), None)
 
 
 def _check_count(order: Order, name: str) -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Order
+from seqpar.pipelines._flags import FPS, arguments_of, frame_rate
 from seqpar.pipelines._images import Picture
 from seqpar.pipelines._takes_images import shown_image, taking_images
 from tests.cli.test_prompts import SAME, pixels, shown
@@ -26,7 +27,7 @@ from tests.support.pool import Pool
 
 THEIRS: Any = diffusers  # pyright does not see what it imports lazily
 HEIGHT, WIDTH = 64, 80
-BLURRED = 0.02  # of 1; the mean error of blocks that a codec makes of noise
+BLURRED = 0.03  # of 1; the mean error of blocks that a codec makes of noise
 
 
 def picture(shift: int = 0) -> Image.Image:
@@ -61,12 +62,13 @@ def test_a_model_of_texts_draws_the_picture_of_rank_0_anew(
 ) -> None:
     folder, size = folders("flux"), {"height": 24, "width": 32}
     flags: dict[str, Any] = {"size": "24x32", "steps": 4, "strength": 0.6, "guidance": 3.5, "mesh": "ulysses=2"}
-    args = ordered(folder, tmp_path, **flags, out=tmp_path / "x.png")
+    args = ordered(folder, tmp_path, **flags, verify=True, out=tmp_path / "x.png")
     (out, bars), silent = ranks.run(2, of_rank_0, args)
+    assert "verify    every step holds\n" in out
     assert "3 steps of FlowMatchEulerDiscreteScheduler in FluxImg2ImgPipeline" in out
     assert f"image     {args.image[0]}, 64x80 pixels, stretched to 24x32; --size names another size\n" in out
     assert all(bar in bars for bar in ("encoding: 100%", "prompt/s]", "picture/s]", "3/3", "decoding: 100%"))
-    assert bars.count("encoding: 100%") >= 2
+    assert bars.index("prompt/s]") < bars.index("picture/s]") < bars.index("denoising: ") < bars.index("decoding: ")
     assert silent == ("", "")
     same = {"image": picture(), "num_inference_steps": 4, "guidance_scale": 3.5, **size}
     for strength, differs in ((0.6, False), (0.9, True)):  # the second is a negative control
@@ -161,6 +163,13 @@ def test_a_picture_too_few_or_too_many_is_refused(name: str, changes: dict[str, 
     with pytest.raises(ValueError, match=r"^got") as error:
         taking_images(order(**changes), getattr(THEIRS, name), {})
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "own", "tells"), [("LTXPipeline", 25, True), ("WanPipeline", FPS, False)])
+def test_a_model_is_told_the_frames_a_second_where_it_asks(name: str, own: int, tells: bool) -> None:
+    call = inspect.signature(getattr(THEIRS, name).__call__).parameters
+    assert (frame_rate(order(), call), frame_rate(order(fps=30), call)) == (own, 30)
+    assert arguments_of(order(fps=30), name, call, False).get("frame_rate") == (30 if tells else None)
 
 
 @pytest.mark.parametrize(

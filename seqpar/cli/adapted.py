@@ -6,13 +6,11 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
-from diffusers.utils.export_utils import export_to_video
 
 from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
@@ -24,7 +22,8 @@ from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
 from seqpar.pipelines._encoders import at_first_call, forget_encoders
-from seqpar.pipelines._pictures import save, written
+from seqpar.pipelines._pictures import save
+from seqpar.pipelines._videos import save_video
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -35,7 +34,6 @@ VAE: dict[str, Wished] = {
     "pictures": False,
     "tiled": "tiled",
 }  # --vae for `parallelize`
-FPS = 16  # frames a second of a video if the user names none
 
 
 def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
@@ -47,8 +45,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     if args.verify:
         from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
 
-        arguments = {name: value for name, value in job.called(ranks.device).items() if name != "output_type"}
-        arguments["num_inference_steps"] = min(EVALUATIONS, job.steps)
+        arguments = job.few(EVALUATIONS, ranks.device)
         verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.order.seed))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
@@ -61,7 +58,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     if ranks.is_main:
         shown = _parameters(args, pipe, job, plan) | {"pixels": bits, "ms_per_step": per_step}
         for path, one in zip(paths, made, strict=True):
-            _write(one, path, args.fps or FPS, shown)
+            (save_video(one, path, job.fps, shown) if job.video else save(one, path, shown))
         what, speed = _what(job), measured(per_step, loaded, time.perf_counter() - started)
         print(f"{listed(paths)}: {job.load.images} {what}, {speed}, pixels {bits}", flush=True)
 
@@ -96,6 +93,7 @@ def _loaded(job: Adapted, ranks: Mesh) -> Any:
 
 def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
     """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
+    encoding = Bar(len(job.order.images), "picture", ranks, "encoding")
     decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
 
     def decode(count: int) -> None:
@@ -104,8 +102,12 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
             progress.close()
         decoding.add(count)
 
-    with Progress(job.steps, ranks) as progress, decoding:
-        made = job.make(pipe, progress, ranks, decode)
+    def step(index: int) -> None:
+        encoding.close()
+        progress(index)
+
+    with encoding, Progress(job.steps, ranks) as progress, decoding:
+        made = job.make(pipe, step, ranks, decode, encoding.add)
         return made, progress.finish() if job.counts_steps else None
 
 
@@ -140,17 +142,10 @@ def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, An
     """Return what a picture's metadata holds, without measurements."""
     names = {"strategy": plan.strategy.name, "local": plan.local.name, "transport": plan.transport.name}
     own = {"scheduler": type(pipe.scheduler).__name__, "vae": args.vae, "prompts": job.prompts}
+    own |= {"images": [picture.facts for picture in job.order.images]} if job.order.images else {}
+    own |= {"fps": job.fps} if job.video else {}
     call: Any = next(iter(transformers_of(pipe).values())).forward
     return chosen(args, job, call.mesh, {**names, **own})
-
-
-def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:
-    """Write a picture with its parameters, or a video by diffusers' exporter, whole or not at all."""
-    if path.suffix == ".png":
-        save(one, path, parameters)
-        return
-    with written(path) as temporary:
-        export_to_video(list(one), str(temporary), fps=fps)
 
 
 @contextmanager

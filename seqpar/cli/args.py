@@ -32,6 +32,11 @@ class Options:
     builtin-text."""
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
+    image: tuple[str, ...] = ()
+    """Pictures to begin with (PNG, JPEG, WebP), for models that edit them or make videos of them; some take several. A
+    model that makes pictures of texts draws them anew, as far as --strength says."""
+    strength: float | None = None
+    """How far a picture is drawn anew, from 0 to 1; the steps before are left out. By default the pipeline's own."""
     repeat: int = 1
     """Number of pictures of each class or prompt."""
     steps: int = 25
@@ -57,7 +62,7 @@ class Options:
     frames: int | None = None
     """Number of frames, for models that make videos."""
     fps: int | None = None
-    """Frames a second of a video; 16 by default."""
+    """Frames a second of a video; the pipeline's own by default, or 16."""
     size: str | None = None
     """Size in pixels, as 256 or 256x384 (height x width); the size that the model was trained for by default."""
     mesh: str = "auto"

@@ -16,6 +16,7 @@ import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Job, Order, family_of, planned
+from seqpar.pipelines._images import Picture, pictures_of_rank_0, read
 from seqpar.pipelines._lora import parse as parse_lora
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
@@ -35,6 +36,7 @@ RANGES = {  # of flags that are numbers; most stand for an amount of work or mem
     "seed": (0, 2**63 - 1),
 }
 MOST_PICTURES = 65_536  # in one run; the next --seed makes others
+LEAST_STRENGTH = 0.001  # which makes a step of any number of them
 MOST_SIDE = 131_072  # pixels of a --size
 MOST_PLANNED = (512, 1024)  # GPUs of one plan, and of all plans of a command: time grows with the square of a number
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,13 +49,14 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     left) if the files of the run do not fit on rank 0's disk.
     """
     mesh.together(lambda: check_flags(args))
+    pictures = pictures_of_rank_0(args.image, mesh)
     path = None
     if mesh.world.size > 1:
         path, why = _resolved(args.model) if mesh.is_main else (None, None)
         why = mesh.share(why, str | None)
         if why is not None:
             raise ValueError(why)
-    job = mesh.together(lambda: check(args, mesh, path))
+    job = mesh.together(lambda: check(args, mesh, path, pictures))
     if args.dry_run is None:
         check_room(outputs(args, job)[-1], _disk_bytes(args, job), mesh)
     return job
@@ -81,14 +84,14 @@ def check_flags(args: Args) -> None:
     tuple(map(parse_lora, args.lora))
 
 
-def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
+def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job | Adapted:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights.
 
-    path: what the model's name stands for, if that is known.
+    path: what the model's name stands for, if that is known. pictures: those of `--image`; None reads them here.
     """
     check_flags(args)
     family, model = family_of(args.model if path is None else str(path), args.heads)
-    order = order_of(args, mesh)
+    order = order_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
     if family is not None:
         job: Job | Adapted = family.check(order, model)
     elif args.dry_run is None or not isinstance(model, Blueprint):
@@ -127,12 +130,12 @@ def _disk_bytes(args: Args, job: Job | Adapted) -> int:
     return bytes_of(job.load.images, (1, 1) if job.video else size, sheet=False)
 
 
-def order_of(args: Args, mesh: Mesh) -> Order:
-    """The pictures that the flags ask for; `ValueError` for a --size that is none."""
+def order_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Order:
+    """The pictures that the flags ask for; `ValueError` for a --size that is none. pictures: those of `--image`."""
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("respacing", "scheduler", "seed", "frames", "fps", "heads")
+    more = ("respacing", "scheduler", "seed", "frames", "fps", "heads", "strength")
     return Order(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
@@ -140,6 +143,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
         negative=args.negative_prompt,
         size=parse_size(args.size),
         loras=tuple(map(parse_lora, args.lora)),
+        images=tuple(pictures),
     )
 
 
@@ -170,6 +174,8 @@ def _check_ranges(args: Args) -> None:
     for name, (least, most) in RANGES.items():
         if (value := getattr(args, name)) is not None:
             check_whole(f"--{name}", value, least, most)
+    if args.strength is not None and not LEAST_STRENGTH <= args.strength <= 1:
+        raise ValueError(f"got --strength {args.strength}, expected {LEAST_STRENGTH} to 1")
     named = max(len(args.classes), len(args.prompt), 1)
     if args.repeat * named > MOST_PICTURES:
         raise ValueError(

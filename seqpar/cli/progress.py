@@ -45,7 +45,7 @@ class Progress(Bar):
     """A bar of steps that polls CUDA events during the run and waits for them only at the end."""
 
     def __init__(self, steps: int, mesh: Mesh) -> None:
-        super().__init__(steps, "step", mesh)
+        super().__init__(steps, "step", mesh, "denoising")
         self._cuda = mesh.device.type == "cuda"
         self._times: list[float] = []
         self._events: list[torch.cuda.Event] = []

@@ -20,6 +20,7 @@ from PIL import Image
 
 import seqpar.pipelines
 from seqpar.pipelines._files import Files
+from seqpar.pipelines._images import Picture
 from seqpar.pipelines._lora import Lora
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import make, work_of
@@ -38,6 +39,7 @@ from seqpar.weights.presets import PRESETS, Preset
 ANY = "adapted"  # the family of all pipelines that have no file of their own
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"
 NO_VIDEOS = "expected none: this model makes no videos"
+NO_IMAGES = "expected none: this model takes no picture"
 NO_LORA = "expected none: it is for folders of diffusers pipelines that make pictures of texts (--prompt)"
 
 
@@ -47,8 +49,8 @@ class Order:
 
     size: (height, width) in pixels. repeat: pictures of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of
-    classifier-free guidance beside the embedded one. loras: files that change the transformer, with their scales. The
-    other fields are the flags of the same names.
+    classifier-free guidance beside the embedded one. loras: files that change the transformer, with their scales.
+    images: the pictures that it begins with. The other fields are the flags of the same names.
     """
 
     model: str
@@ -70,6 +72,8 @@ class Order:
     fps: int | None = None
     heads: int | None = None
     loras: tuple[Lora, ...] = ()
+    images: tuple[Picture, ...] = ()
+    strength: float | None = None
 
     @property
     def pictures(self) -> list[str]:
@@ -87,6 +91,7 @@ class Order:
         """Raise ValueError for flags of other models than those that make pictures of texts, and without a prompt."""
         self.refuse("expected none: this model makes pictures of texts (--prompt)", classes=self.classes)
         self.refuse(NO_VIDEOS, frames=self.frames, fps=self.fps)
+        self.refuse(NO_IMAGES, image=self.images, strength=self.strength)
         self.refuse(FOR_CLASSES, respacing=self.respacing)
         if not self.prompts:
             raise ValueError(f"got --model {self.model} without --prompt, expected one: it makes pictures of texts")
@@ -192,6 +197,7 @@ def planned(order: Order, model: Blueprint) -> Job:
     Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
     """
     order.refuse(NO_LORA, lora=order.loras)
+    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
     files = Files(model)
     scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
     asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]

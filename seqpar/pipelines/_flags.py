@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from seqpar.pipelines._family import FOR_CLASSES, Order
+from seqpar.pipelines._planned import Parts
+from seqpar.pipelines._takes_images import images_for
+
+TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
+RATE = "frame_rate"  # what pipelines call the frames a second that their models are told
+FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
 
 
 def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Return whether a pipeline whose call has these parameters makes videos."""
     return "num_frames" in parameters
+
+
+def frame_rate(order: Order, parameters: Mapping[str, inspect.Parameter]) -> float:
+    """Return the frames a second of a video: the user's, the pipeline's own, or those of most models."""
+    own = parameters[RATE].default if RATE in parameters else None
+    return order.fps or (own if isinstance(own, (int, float)) else FPS)
 
 
 def check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -25,12 +36,14 @@ def check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parame
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
     if not order.prompts:
         raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
-    known, plain = ("self", "prompt"), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    known, plain = ("self", "prompt", "image"), inspect.Parameter.POSITIONAL_OR_KEYWORD
     needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
     needed = [key for key in needed if key not in known]
     if "prompt" not in parameters or needed:
         takes = ", ".join(needed) or "no prompt"
-        raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
+        raise ValueError(
+            f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt and a picture"
+        )
 
 
 def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
@@ -45,6 +58,7 @@ def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds:
         "guidance_scale": ("guidance", order.guidance),
         "true_cfg_scale": ("true_guidance", order.true_guidance),
         "num_frames": ("frames", order.frames),
+        "strength": ("strength", order.strength),
         "height": ("size", None if order.size is None else order.size[0]),
         "width": ("size", None if order.size is None else order.size[1]),
     }
@@ -53,6 +67,10 @@ def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds:
             order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
             arguments[argument] = value
+    if order.images:
+        arguments["image"] = images_for(order, name, parameters)
+    if order.fps is not None and RATE in parameters:
+        arguments[RATE] = order.fps
     if "true_cfg_scale" in parameters:
         arguments |= _distilled(order, name, embeds, len(prompts))
     if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
@@ -73,10 +91,26 @@ def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, A
     return {} if order.negative is not None else {"negative_prompt": [""] * count}
 
 
-def check_exporter(name: str) -> None:
-    """Raise ValueError if diffusers cannot write a video here, so that a long run does not fail at its end."""
-    if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg"):
+def check_frames(order: Order, name: str, parameters: Mapping[str, inspect.Parameter], parts: Parts) -> None:
+    """Raise ValueError for a number of frames that the decoder does not make; the pipeline would make another one.
+
+    A decoder makes some frames of each latent one, or of each but the first, as the pipeline's default number tells.
+    """
+    factor = next((each for each in (_fact(parts.vae, field) for field in TEMPORAL) if each), None)
+    usual = parts.config.get("sample_frames")
+    if "num_frames" in parameters and parameters["num_frames"].default is not None:
+        usual = parameters["num_frames"].default
+    if order.frames is None or not isinstance(factor, int) or not isinstance(usual, int):
         return
-    raise ValueError(
-        f"got a {name}, whose videos diffusers writes by other packages; pip install imageio imageio-ffmpeg"
-    )
+    over, rest = (order.frames - usual) % factor, usual % factor
+    if over:
+        below, above = order.frames - over, order.frames - over + factor
+        near = f"{below} or {above}" if below > 0 else str(above)
+        counted = f"{rest} more than a multiple of {factor}" if rest else f"a multiple of {factor}"
+        why = f"the decoder of this {name} makes {factor} frames of a latent one"
+        raise ValueError(f"got --frames {order.frames}, expected {counted}, as {near}: {why}")
+
+
+def _fact(vae: Any, field: str) -> Any:
+    """Return what a VAE or its config says; None if it does not."""
+    return None if vae is None else getattr(vae.config, field, None) or getattr(vae, field, None)

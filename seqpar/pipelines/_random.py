@@ -14,12 +14,15 @@ from seqpar.weights.presets import Preset
 WITHOUT = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # parts for which random texts stand in
 
 
-def random_pipeline(preset: Preset, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return diffusers' pipeline of a preset without encoders; its weights are equal on ranks of one device type."""
+def random_pipeline(preset: Preset, kind: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a pipeline of a preset without encoders; its weights are equal on ranks of one device type.
+
+    kind: the class of diffusers that has the preset's parts.
+    """
     parts: dict[str, Any] = dict.fromkeys(WITHOUT)
-    for name, (kind, config) in preset.parts.items():
-        parts[name] = _model(getattr(diffusers, kind), config, dtype, device)
-    return getattr(diffusers, preset.pipeline)(**parts)
+    for name, (model, config) in preset.parts.items():
+        parts[name] = _model(getattr(diffusers, model), config, dtype, device)
+    return kind(**parts)
 
 
 def _model(kind: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -7,9 +7,9 @@ refuses the others. Every rank makes the same call; the pipeline's parts are loa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,18 @@ from diffusers.image_processor import VaeImageProcessor
 from seqpar.adapter.estimate import is_guided
 from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._flags import arguments_of, check_exporter, check_flags, makes_videos
+from seqpar.pipelines._finite import counted, refuse_infinite, refuse_latents, watched_vae
+from seqpar.pipelines._flags import arguments_of, check_flags, check_frames, frame_rate, makes_videos
 from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import Parts, Planned, built, grid_of, parts_of_folder, parts_of_preset, planned
 from seqpar.pipelines._random import random_pipeline
+from seqpar.pipelines._takes_images import shown_image, taking_images
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.facts import Work
-from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import read_pipeline
 from seqpar.weights.presets import Preset
 
@@ -70,16 +71,30 @@ class Adapted:
         return makes_videos(self._parameters)
 
     @property
+    def fps(self) -> float:
+        """Return the frames a second of its videos."""
+        return frame_rate(self.order, self._parameters)
+
+    @property
     def notes(self) -> list[tuple[str, str]]:
-        """Return (title, text) of the summary's line about texts, where the pipeline pads them to a known length."""
-        named, random = self._parameters.get("max_sequence_length"), isinstance(self.source, Preset)
+        """Return (title, text) of the summary's lines about its pictures, and about texts of a known length."""
+        parameters = self._parameters
+        shown = [("image", shown_image(picture, self.arguments, parameters)) for picture in self.order.images]
+        named, random = parameters.get("max_sequence_length"), isinstance(self.source, Preset)
         by = "of random numbers: no text encoder comes with this model" if random else "a prompt, encoded on rank 0"
-        return [] if named is None else [("text", f"{named.default} tokens {by}")]
+        return shown if named is None else [*shown, ("text", f"{named.default} tokens {by}")]
+
+    @property
+    def strength(self) -> float:
+        """Return which part of the steps is made: all, but where a picture is changed."""
+        own = self._parameters.get("strength")
+        return 1.0 if own is None else self.arguments.get("strength", own.default)
 
     @property
     def steps(self) -> int:
-        """Return the number of denoising steps."""
-        return self.arguments["num_inference_steps"]
+        """Return the number of denoising steps that are made."""
+        count = self.arguments["num_inference_steps"]
+        return count - int(count - count * self.strength)  # as diffusers rounds
 
     @property
     def prompts(self) -> list[str]:
@@ -129,7 +144,7 @@ class Adapted:
         """
         if isinstance(self.source, Preset):
             preset = self.source
-            pipe = mesh.together(lambda: random_pipeline(preset, self.dtype, mesh.device))
+            pipe = mesh.together(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
         else:
             folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
@@ -144,37 +159,54 @@ class Adapted:
         on_step: Callable[[int], None],
         mesh: Mesh,
         on_decode: Callable[[int], None] = lambda count: None,
+        on_encode: Callable[[int], None] = lambda count: None,
     ) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
         on_step(index): called after each step. on_decode(count): called with 0 when the VAE begins, and with the number
-        of results when it has ended. Raises FloatingPointError if one of them is not finite, and ValueError where
-        diffusers fails in its loop, as a value in a file that no schema here knows can make it.
+        of results when it has ended. on_encode(count): the same for the pictures of the order, with 1 for each call of
+        the VAE. Raises FloatingPointError if a result is not finite, and ValueError where diffusers fails in its loop,
+        as a value in a file that no schema here knows can make it.
         """
-        result, finite = self._run(pipe, on_step, mesh, on_decode)
+        result, finite = self._run(pipe, on_step, mesh, on_decode, on_encode)
         results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
-            _refuse_latents(finite, self.dtype)
-            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
+            refuse_latents(finite, self.dtype)
+            refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
         if self.video or not isinstance(results[0], np.ndarray):
             return results
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
     def _run(
-        self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh, on_decode: Callable[[int], None]
+        self,
+        pipe: Any,
+        on_step: Callable[[int], None],
+        mesh: Mesh,
+        on_decode: Callable[[int], None],
+        on_encode: Callable[[int], None],
     ) -> tuple[Any, list[torch.Tensor]]:
         """Return what the pipeline returns, and whether the latents after each step were finite."""
         arguments, finite = self.called(mesh.device), list[torch.Tensor]()
         if self.counts_steps:
-            arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
+            arguments["callback_on_step_end"] = partial(counted, on_step, finite)
 
         def decoded(made: Any) -> None:
-            _refuse_latents(finite, self.dtype)
-            _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
+            refuse_latents(finite, self.dtype)
+            refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
             on_decode(len(made[0]))
 
-        with _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0)):
+        vae = getattr(pipe, "vae", None) if self.order.images else None
+        with (
+            watched_vae(vae, "encode", lambda encoded: on_encode(1), lambda: on_encode(0)),
+            watched_vae(getattr(pipe, "vae", None), "decode", decoded, lambda: on_decode(0)),
+        ):
             return self._call(pipe, arguments, mesh), finite
+
+    def few(self, steps: int, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of a call that makes at most so many steps, and as many as the run at most."""
+        arguments = {name: value for name, value in self.called(device).items() if name != "output_type"}
+        asked = min(math.ceil(steps / self.strength), self.arguments["num_inference_steps"])
+        return arguments | {"num_inference_steps": asked}
 
     def encode(self, pipe: Any, mesh: Mesh) -> None:
         """Call a pipeline for the work of its encoders."""
@@ -206,11 +238,11 @@ def check(order: Order, source: Path | Preset) -> Adapted:
     source = file.parent if file is not None else source
     index = source.index if isinstance(source, Preset) else read_pipeline(source)
     kind = kind_of(index, source if isinstance(source, Path) else Path(source.name))
+    kind = taking_images(order, kind, index)
     parameters = inspect.signature(kind.__call__).parameters
     check_flags(order, kind.__name__, parameters)
-    if makes_videos(parameters):
-        check_exporter(kind.__name__)
     parts = parts_of_preset(order, source) if isinstance(source, Preset) else parts_of_folder(source, index, file)
+    check_frames(order, kind.__name__, parameters, parts)
     arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
     _lora.check(order.loras, kind, model_of(index), parts.config)
     (guidance, embedded), run = _planned(order, parts, parameters)
@@ -227,7 +259,10 @@ def _planned(
     transformer = built(model_of(parts.index), parts.config, str(order.model))
     named = parameters.get("guidance_scale")
     scale = named.default if order.guidance is None and named is not None else order.guidance
-    scale = float(scale) if isinstance(scale, (int, float)) else 1.0
+    distilled = str(parts.index["_class_name"]).startswith("Flux2Klein") and bool(parts.index.get("is_distilled"))
+    if distilled:
+        order.refuse("expected none: this model is distilled, and makes one branch", guidance=order.guidance)
+    scale = float(scale) if isinstance(scale, (int, float)) and not distilled else 1.0
     if "true_cfg_scale" in parameters:
         embeds = bool(parts.config.get("guidance_embeds"))
         guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
@@ -237,7 +272,11 @@ def _planned(
     if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
         grid.check(order.size)
     guided = guidance[0].on and "pag_scale" not in parameters  # whose processors read the rows of all branches
-    return guidance, planned(transformer, grid, order, guided)
+    if not order.images or "strength" in parameters:
+        return guidance, planned(transformer, grid, order, guided)
+    # a picture's tokens stand beside those of the result, which may take its size
+    run = planned(transformer, None if grid is None else replace(grid, trained=None), order, guided)
+    return guidance, replace(run, exact=False)
 
 
 def _check_schedule(order: Order, kind: Any, parts: Parts, run: Planned) -> None:
@@ -252,38 +291,3 @@ def _check_schedule(order: Order, kind: Any, parts: Parts, run: Planned) -> None
         _schedulers.check_steps(scheduler, order.steps)
         timing = _schedulers.flow_timing(scheduler, order.steps, run.load.tokens)
         _schedulers.timed(scheduler, order.steps, timing=timing)
-
-
-def _checked_vae(vae: Any, look: Callable[[Any], None], begin: Callable[[], None]) -> AbstractContextManager[None]:
-    """Look at what a VAE decodes: pipelines clamp infinity to black or white."""
-    return looked_at(vae, "decode", look, begin) if hasattr(vae, "decode") else nullcontext()
-
-
-def _refuse_latents(finite: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError for the first step whose latents are not finite. finite: whether each step's are."""
-    bad = [] if not finite else torch.stack([*finite]).logical_not().nonzero().flatten().tolist()
-    if bad:
-        raise FloatingPointError(
-            f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in "
-            f"{str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
-        )
-
-
-def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError if one of the results is not finite."""
-    bad = [number for number, right in enumerate(finite, 1) if not right]
-    if bad:
-        raise FloatingPointError(
-            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
-            f"{bad[0]}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
-        )
-
-
-def _counted(
-    on_step: Callable[[int], None], finite: list[torch.Tensor], pipe: Any, index: int, timestep: Any, tensors: Any
-) -> dict[str, Any]:
-    """Tell of a step that diffusers' loop has made, and note whether its latents are finite; made for its callbacks."""
-    if isinstance(latents := tensors.get("latents"), torch.Tensor):
-        finite.append(latents.isfinite().all())
-    on_step(index)
-    return {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.models._label_dit import LabelDiT
 from seqpar.pipelines import _files, _labels
-from seqpar.pipelines._family import NO_LORA, NO_VIDEOS, Job, Order, generated
+from seqpar.pipelines._family import NO_IMAGES, NO_LORA, NO_VIDEOS, Job, Order, generated
 from seqpar.pipelines._files import DDIM_DEFAULT
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
@@ -171,6 +171,7 @@ def check(order: Order, model: Path | Blueprint) -> Job:
     reason = "expected none: this model makes pictures of classes (--classes)"
     order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
     order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
+    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
     order.refuse(NO_LORA, lora=order.loras)
     return _job(order, order.free_guidance(GUIDANCE), model)
 

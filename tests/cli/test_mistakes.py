@@ -66,6 +66,7 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
         (("--guidance", "1", "--mesh", "cfg=2"), "got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
         (("--steps", "0"), "got --steps=0"),
+        (("--image", "no.png"), "got --image no.png, which cannot be read: No such file or directory; name a picture"),
         (("--out", "/proc/nowhere/x.png"), "got output /proc/nowhere/x.png, which cannot be written"),
         (("--dry-run", "0"), "got GPUs to plan for=0, expected a whole number from 1"),
         (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -17,13 +19,13 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.pipelines import adapted
 from seqpar.weights.find import Blueprint
 from seqpar.weights.presets import PRESETS
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
 
 FLAGS = ("--prompt", "a red cat", "--size", "24x32", "--steps", "2", "--seed", "3", "--dtype", "fp32")
+PICTURE = str(Path(__file__).parents[2] / "docs" / "builtin.png")
 SAME = 2  # of 255, because two ranks add in another order
 
 
@@ -185,18 +187,19 @@ def test_any_other_pipeline_runs_by_its_own_loop(
     assert abs(pixels(tmp_path / "x.png") / 255 - truth).max() <= (SAME + 0.5) / 255
 
 
-# imageio leaves pipes to ffmpeg open when it has read a video
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_video_is_written_by_diffusers_exporter(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    imageio = pytest.importorskip("imageio.v3")
-    pytest.importorskip("imageio_ffmpeg")
-    flags: dict[str, Any] = {"size": "32x32", "steps": 2, "frames": 5, "fps": 8, "guidance": 3.0}
+def test_frames_of_a_text_are_a_video(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"size": "32x32", "steps": 2, "frames": 5, "guidance": 3.0}
     args = Args(str(folders("wan")), prompt=("a red cat",), **flags, out=tmp_path / "x.mp4")
-    (out, _), (other, _) = ranks.run(2, shown, args)
-    assert f"{tmp_path}/x.mp4: " in out
+    (out, bars), (other, _) = ranks.run(2, shown, args)
+    assert f"{tmp_path}/x.mp4: 1 videos, " in out
+    assert all(bar in bars for bar in ("prompt/s]", "step/s]", "video/s]"))
     assert other == ""
     assert [path.name for path in tmp_path.iterdir()] == ["x.mp4"]
-    assert imageio.imread(tmp_path / "x.mp4").shape == (5, 32, 32, 3)
+    with av.open(str(tmp_path / "x.mp4")) as file:
+        told = json.loads(file.metadata["comment"])
+        assert sum(1 for _ in file.decode(video=0)) == 5
+        assert file.streams.video[0].average_rate == told["chosen"]["fps"] == 16
+    assert (told["guidance"], told["pixels"]) == (3.0, out.split()[-1])
 
 
 def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
@@ -240,6 +243,10 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
         ),
         ("sd3", {"prompt": ("a",), "strategy": "best"}, "got strategy 'best'"),
         ("wan", {"prompt": ("a",)}, "expected a name that ends in .mp4"),
+        ("wan", {"prompt": ("a",), "frames": 7}, "got --frames 7, expected 1 more than a multiple of 4, as 5 or 9"),
+        ("wan", {"prompt": ("a",), "image": (PICTURE,)}, "expected none: WanPipeline takes no picture"),
+        ("flux", {"prompt": ("a",), "image": ("no.png",)}, "got --image no.png, which cannot be read: No such file"),
+        ("flux", {"prompt": ("a",), "image": (PICTURE,), "strength": 2.0}, "got --strength 2.0, expected 0.001 to 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value if isinstance(value, str) else None,
 )
@@ -259,7 +266,6 @@ def test_a_mistake_is_one_sentence_before_weights_load(
     folder = folders(name)
     monkeypatch.setattr(Blueprint, "build", refuse)
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", refuse)
-    monkeypatch.setattr(adapted, "check_exporter", lambda name: None)  # its packages are not needed here
     told = refused(folder, tmp_path / "x.png", flags)
     assert message in told
     assert "\n" not in told

@@ -217,6 +217,58 @@ def wan(experts: int = 1) -> Any:
     return quiet(THEIRS.WanPipeline(**parts, transformer=model, scheduler=flow(), **boundary))
 
 
+def wan_i2v() -> Any:
+    """Return a Wan 2.1 pipeline that makes videos of a picture, with the encoder that its transformer attends to."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 2}
+    vision = ENCODERS.CLIPVisionModel(ENCODERS.CLIPVisionConfig(**sizes, image_size=16, patch_size=8))
+    inner = {"image_dim": WIDTH, "added_kv_proj_dim": 12 * HEADS, "in_channels": 36}
+    texts = wan()
+    transformer = THEIRS.WanTransformer3DModel(**{**texts.transformer.config, **inner})
+    return quiet(
+        THEIRS.WanImageToVideoPipeline(
+            tokenizer=texts.tokenizer,
+            text_encoder=texts.text_encoder,
+            vae=texts.vae,
+            scheduler=flow(),
+            transformer=random_weights(transformer, 5),
+            image_encoder=random_weights(vision, 6),
+            image_processor=ENCODERS.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
+        )
+    )
+
+
+def flux2_klein() -> Any:
+    """Return a FLUX.2 klein pipeline, which makes pictures of texts and edits several pictures."""
+    transformer = THEIRS.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
+        joint_attention_dim=3 * WIDTH,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(2, 2, 2, 2),
+        guidance_embeds=False,
+    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 28, "head_dim": 8, "max_position_embeddings": 512}  # it reads the ninth and others
+    encoder = ENCODERS.Qwen3ForCausalLM(ENCODERS.Qwen3Config(vocab_size=len(WORDS) + len(SPECIAL), **sizes, **layers))
+    stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = THEIRS.AutoencoderKLFlux2(**stages, block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4)
+    words = tokenizer(512)
+    words.chat_template = "{{ messages[0]['content'] }}"
+    return quiet(
+        THEIRS.Flux2KleinPipeline(
+            scheduler=flow(),
+            vae=random_weights(vae, 1),
+            text_encoder=random_weights(encoder, 2),
+            tokenizer=words,
+            transformer=random_weights(transformer, 4),
+            is_distilled=True,
+        )
+    )
+
+
 def qwen_image() -> Any:
     """Return a Qwen-Image pipeline without a text encoder, for prompts that are given as embeddings."""
     transformer = THEIRS.QwenImageTransformer2DModel(

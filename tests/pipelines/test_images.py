@@ -1,0 +1,56 @@
+"""Tests of the pictures that a run begins with: what is read, and the sentence for a file that is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from seqpar.pipelines import _images
+from seqpar.pipelines._images import FORMATS, read
+
+NOISE = torch.randint(256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
+
+
+BEST = {"PNG": {}, "JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_picture_is_read_and_a_truncated_one_never_in_part(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "x"
+    Image.fromarray(NOISE).save(path, form, **BEST[form])
+    whole = path.read_bytes()
+    assert abs(np.asarray(read(str(path)).image).astype(int) - NOISE).mean() < 1
+    for part in range(0, len(whole) - 20, len(whole) // 50):
+        path.write_bytes(whole[:part])
+        with pytest.raises(ValueError, match=r"^got --image .*which is (broken: |none, expected a picture)"):
+            read(str(path))
+
+
+def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned to the left
+    Image.fromarray(NOISE).save(tmp_path / "x.png", exif=exif)
+    assert (np.asarray(read(str(tmp_path / "x.png")).image) == np.rot90(NOISE, -1)).all()
+
+
+def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep, program = tmp_path / "deep.png", tmp_path / "program.png"
+    Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256).save(deep)
+    program.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")  # for which Pillow starts Ghostscript
+    messages = {
+        deep: "of more than 8 bits a value, expected 8",
+        program: "which is none, expected a picture as PNG, JPEG or WEBP",
+        tmp_path: "which cannot be read: Is a directory",
+        tmp_path / "x.png": "which cannot be read: No such file",
+    }
+    for path, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            read(str(path))
+    monkeypatch.setattr(_images, "MOST_PIXELS", 40 * 50 - 1)
+    Image.fromarray(NOISE).save(tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"of 40x50 pixels \(height x width\), expected at most 1999 pixels"):
+        read(str(tmp_path / "x.png"))

@@ -7,8 +7,9 @@ When it wins: it is how every transformer of diffusers runs on several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
+from seqpar.adapter.fused import HOME
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import FULL, key_rows
@@ -38,8 +40,8 @@ class Body:
 
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, fused: bool = False) -> None:
         self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
-        self._forward = module.forward  # taken now, because the caller puts its own in this place
         self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
+        self._forward = self._own_forward()  # taken now, because the caller puts its own in this place
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
@@ -68,6 +70,7 @@ class Body:
                 if (mask := given.get(name)) is not None and name not in full:
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
+            now.masks |= self._cuts.key_masks(arguments)
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
@@ -152,6 +155,13 @@ class Body:
         """Return the scale at which adapters are merged, or None."""
         fused = None if self._installed is None else self._installed.fused
         return fused.scale if fused is not None and fused.merged else None
+
+    def _own_forward(self) -> Callable[..., Any]:
+        """Return the transformer's forward, or the plan's in its place where it is diffusers' own."""
+        changed = any(one.path == "" for one in self._watch.foreign().hooks)
+        if self._cuts.forward is None or changed or not type(self.module).__module__.startswith(HOME):
+            return self.module.forward
+        return partial(self._cuts.forward, self.module)
 
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""

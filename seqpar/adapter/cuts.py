@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,10 @@ def _no_reason(module: nn.Module) -> None:
     return None
 
 
+def _no_masks(arguments: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Cuts:
     """Where the tokens of one transformer class are cut and gathered, and which attention joins the ranks.
@@ -88,6 +92,9 @@ class Cuts:
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
     zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
+    key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
+    alone is a stream's mask.
+    forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -97,6 +104,8 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
+    forward: Callable[..., tuple[Tensor, ...]] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason

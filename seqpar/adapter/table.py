@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from seqpar.adapter import hunyuan_video15
 from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
-from seqpar.adapter.processors import MochiProcessor
+from seqpar.adapter.fused import HOME
+from seqpar.adapter.processors import HunyuanVideo15Processor, MochiProcessor
 
 IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
 OUT = Boundary(gathers={0: GatherTokens("image")})
@@ -139,6 +141,27 @@ def _replaces_tokens(module: Any) -> str | None:
     )
 
 
+def _hunyuan_video15() -> Cuts:
+    rows = CutTokens("image", dim=0)
+    places = {
+        "rope": Boundary(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(
+        places,
+        {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
+        key_masks=hunyuan_video15.key_masks,
+        forward=hunyuan_video15.forward,
+        why_eager=_picks_by_value,
+    )
+
+
+def _picks_by_value(module: Any) -> str | None:
+    """Return why a class that derives from diffusers' runs eagerly: its own forward computes it."""
+    return None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
+
+
 def _ltx() -> Cuts:
     places = {
         "": Boundary(inputs={"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2)}),
@@ -214,6 +237,7 @@ CUTS = {
     "SD3Transformer2DModel": _sd3(),
     "CogVideoXTransformer3DModel": _cogvideox(),
     "HunyuanVideoTransformer3DModel": _hunyuan_video(),
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video15(),
     "LTXVideoTransformer3DModel": _ltx(),
     "LTX2VideoTransformer3DModel": _ltx2(),
     "PixArtTransformer2DModel": _from_patches("proj_out"),

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from seqpar.adapter import hunyuan_video15
 from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
@@ -128,8 +129,16 @@ def _hunyuan_video() -> Cuts:
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": text}),
         "proj_out": OUT,
     }
-    both = {"transformer_blocks.*.attn": IMAGE_TEXT, "single_transformer_blocks.*.attn": IMAGE_TEXT}
-    return Cuts(places, both, why_not=_replaces_tokens)
+    joint = Joint(("image", "text"), masked=True)
+    both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
+    return Cuts(places, both, key_masks=_valid_first, why_not=_replaces_tokens)
+
+
+def _valid_first(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the mask (B, L) bool of the text's keys: diffusers takes as many first tokens as its mask has tokens."""
+    mask_BL = arguments["encoder_attention_mask"]
+    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    return {"text": places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]}
 
 
 def _replaces_tokens(module: Any) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.blocks._double import Rows, bounded
-from seqpar.kernels.adaln import Norm, added, gate_norm_modulate
+from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.fused import BlockCall, Matrix
 from seqpar.types.protocols import Given, Prepare
 
@@ -38,6 +40,33 @@ def branch(
     (branch_BlE,) = made
     branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.t())
     return branch_BlE
+
+
+def one_stream(
+    call: BlockCall,
+    streams: tuple[Tensor, Tensor],
+    every: Sequence[Rows],
+    how: Prepare,
+    heads: int,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Return two streams (B, l, E) after a block with GELU, as views of one stream, which is left for the next block.
+
+    every: the rows of all blocks, for both streams alike. how: the preparation of q and k of both.
+    """
+    (first, second), (shift, scale, gate), of = streams, every[call.index], call.matrices
+    handed, count = call.handed(second), first.shape[1]
+    if handed is not None and handed[0] is first:
+        _, x, h = handed
+    else:
+        x = torch.cat([first, second], dim=1)
+        h = norm_modulate(x, shift, scale, norm)
+    of_block = branch(call, h, how, heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    x, h = following(x, gate, of_block, every[call.index + 1 :], norm)
+    first, second = x[:, :count], x[:, count:]
+    if h is not None:
+        call.hand_over(second, (first, x, h))
+    return first, second
 
 
 def following(

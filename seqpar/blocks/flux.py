@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.blocks._parallel import branch, following
-from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
+from seqpar.blocks._parallel import one_stream
+from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 
@@ -88,20 +86,9 @@ def single(
     """Return text and image after a block; see `double`. They are views of one stream, which is left for the next."""
     checked(joint_attention_kwargs)
     every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
-    (shift, scale, gate), norm = every[call.index], Norm("layer", block.norm.norm.eps)
-    handed = call.handed(hidden_states)
-    if handed is not None and handed[0] is encoder_hidden_states:
-        _, x, h = handed
-    else:
-        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        h = norm_modulate(x, shift, scale, norm)
-    of, how = call.matrices, by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, x))
-    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
-    x, h = following(x, gate, of_block, every[call.index + 1 :], norm)
-    text, image = x[:, : encoder_hidden_states.shape[1]], x[:, encoder_hidden_states.shape[1] :]
-    if h is not None:
-        call.hand_over(image, (text, x, h))
-    return text, image
+    attn, norm = block.attn, Norm("layer", block.norm.norm.eps)
+    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, hidden_states))
+    return one_stream(call, (encoder_hidden_states, hidden_states), every, how, attn.heads, norm)
 
 
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}

@@ -37,13 +37,15 @@ VISIBLE = 1e-3
 KINDS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
+    "HunyuanVideo15Transformer3DModel",
+    "HunyuanVideoTransformer3DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
     "ZImageTransformer2DModel",
 }
-FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS]
+FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS and tiny.splits]
 # each strategy on two ranks and on another number; every second model each, so that each meets all strategies
 CASES = [
     (world, strategy, TRANSPORTS[(index // 2 + turn) % 2], (index + turn) % 2)
@@ -52,7 +54,7 @@ CASES = [
 ]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
 # whose blocks join a text of any length
-TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith(("Wan", "ZImage"))]
+TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith(("HunyuanVideoT", "Wan", "ZImage"))]
 Outputs = tuple[Tensor, ...]
 
 

@@ -1,0 +1,112 @@
+"""HunyuanVideo 1.0 and 1.5: double blocks of video and text (`_double.py`), in 1.0 then parallel ones (`_parallel.py`).
+
+When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+part of the products, q, k and v are one product that attention's kernel writes to the ranks that read them, and the
+padding of the text is one row of keys in place of a mask for all pairs of tokens (1.5). Between the parallel blocks the
+tokens stay one stream.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Tencent's HunyuanVideo (arXiv 2412.03603) and HunyuanVideo 1.5, as diffusers implements them.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.blocks._double import by_head, modulations, pairs, two_streams
+from seqpar.blocks._parallel import one_stream
+from seqpar.kernels.adaln import Norm
+from seqpar.types.fused import BlockCall, Fused
+
+ORDER = ("image", "text")  # in which attention joins them
+DOUBLES, SINGLE = ("HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"), "HunyuanVideoSingleTransformerBlock"
+STREAMS = dict.fromkeys((*DOUBLES, SINGLE), ORDER)
+PRODUCTS = {
+    **dict.fromkeys(
+        DOUBLES,
+        {
+            "image modulation": ("norm1.linear",),
+            "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "image out": ("attn.to_out.0",),
+            "image up": ("ff.net.0.proj",),
+            "image down": ("ff.net.2",),
+            "text modulation": ("norm1_context.linear",),
+            "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "text out": ("attn.to_add_out",),
+            "text up": ("ff_context.net.0.proj",),
+            "text down": ("ff_context.net.2",),
+        },
+    ),
+    SINGLE: {
+        "modulation": ("norm.linear",),
+        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "up": ("proj_mlp",),
+        "out": ("proj_out",),  # the columns of attention, then those of the MLP
+    },
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.blocks`."""
+    norm = type(block.attn.norm_q).__name__
+    return None if norm == "RMSNorm" else f"q and k have a {norm}"
+
+
+def double(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor,
+    freqs_cis: tuple[Tensor, Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return video (B, l, E) and text (B, l', E) after a block.
+
+    temb: (B, E). freqs_cis: cosines and sines of the video, (l, D), each number twice. The mask is not read: attention
+    has that of the transformer's call. Other arguments are for models that replace tokens.
+    """
+    names = [f"{name} modulation" for name in ORDER]
+    every = call.once("double", temb, lambda: modulations(call, temb, names))
+    attn, rows = block.attn, pairs(call, freqs_cis, hidden_states)
+    prepares = {
+        "image": by_head(attn.norm_q, attn.norm_k, *rows),
+        "text": by_head(attn.norm_added_q, attn.norm_added_k),
+    }
+    streams = hidden_states, encoder_hidden_states
+    image, text = two_streams(call, streams, every, prepares, attn.heads, Norm("layer", block.norm2.eps))
+    return image, text
+
+
+def single(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
+    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
+    attn, norm, text = block.attn, Norm("layer", block.norm.norm.eps), encoder_hidden_states.shape[1]
+    rows = pairs(call, image_rotary_emb, hidden_states)
+    rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
+    how = by_head(attn.norm_q, attn.norm_k, *rows)
+    return one_stream(call, (hidden_states, encoder_hidden_states), every, how, attn.heads, norm)
+
+
+def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (l + l', D/2) of the video and of the text behind it, which is not rotated."""
+    cos, sin = rows
+    return F.pad(cos, (0, 0, 0, text), value=1.0), F.pad(sin, (0, 0, 0, text))
+
+
+BLOCKS: dict[str, Fused] = {**dict.fromkeys(DOUBLES, double), SINGLE: single}

@@ -41,7 +41,9 @@ class Body:
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, fused: bool = False) -> None:
         self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
         self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
-        self._forward = self._own_forward()  # taken now, because the caller puts its own in this place
+        # taken now, because the caller puts its own in this place
+        self._ours = self._may_replace()
+        self._forward = partial(cuts.forward, module) if cuts.forward and self._ours else module.forward
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
@@ -70,7 +72,10 @@ class Body:
                 if (mask := given.get(name)) is not None and name not in full:
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
-            now.masks |= self._cuts.key_masks(arguments)
+            if set(self._cuts.padding) - set(full):
+                now.masks |= self._cuts.key_masks(arguments)
+            if self._ours:
+                given[FULL] = full
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
@@ -156,12 +161,10 @@ class Body:
         fused = None if self._installed is None else self._installed.fused
         return fused.scale if fused is not None and fused.merged else None
 
-    def _own_forward(self) -> Callable[..., Any]:
-        """Return the transformer's forward, or the plan's in its place where it is diffusers' own."""
+    def _may_replace(self) -> bool:
+        """Return whether the plan has a forward in place of the transformer's, and that is diffusers' own."""
         changed = any(one.path == "" for one in self._watch.foreign().hooks)
-        if self._cuts.forward is None or changed or not type(self.module).__module__.startswith(HOME):
-            return self.module.forward
-        return partial(self._cuts.forward, self.module)
+        return bool(self._cuts.forward) and not changed and type(self.module).__module__.startswith(HOME)
 
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""

@@ -74,6 +74,17 @@ class Joint:
     processor: Callable[[], Any] | None = None
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Padding at the end of a text, which nothing but the keys of attention has; it is cut off before a call computes.
+
+    text: the argument of the transformer, (B, tokens, ...), that is cut. least: how many tokens stay in any case.
+    """
+
+    text: str
+    least: int = 0
+
+
 def _no_reason(module: nn.Module) -> None:
     return None
 
@@ -92,9 +103,12 @@ class Cuts:
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
     zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
+    padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B, tokens),
+    or the text itself, which is then valid unless all of it is zeros.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
-    alone is a stream's mask.
-    forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host.
+    alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
+    forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host; one
+    more argument is `seqpar.adapter.masks.FULL`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -104,6 +118,7 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    padding: Mapping[str, Padding] = field(default_factory=dict)
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
     forward: Callable[..., tuple[Tensor, ...]] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -162,7 +177,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     for path in cuts.attention:
         submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in place.inputs]
-    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
+    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in (*cuts.masks, *cuts.padding))]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):
                 raise ValueError(

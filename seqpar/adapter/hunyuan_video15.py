@@ -14,9 +14,18 @@ import torch
 from diffusers.utils import apply_lora_scale
 from torch import Tensor
 
+from seqpar.adapter.cuts import Padding
+from seqpar.adapter.masks import FULL
 from seqpar.types.protocols import from_patches
 
 LLM, BYT5, PICTURE = range(3)  # rows of the embedding that tells the encoders apart
+
+
+PADDING = {
+    "encoder_attention_mask": Padding("encoder_hidden_states", least=2),
+    "encoder_attention_mask_2": Padding("encoder_hidden_states_2"),
+    "image_embeds": Padding("image_embeds"),
+}
 
 
 @apply_lora_scale("attention_kwargs")
@@ -25,12 +34,12 @@ def forward(module: Any, **arguments: Any) -> tuple[Tensor]:
     video, config = arguments["hidden_states"], module.config
     rotary = module.rope(video)
     temb = module.time_embed(arguments["timestep"], timestep_r=arguments.get("timestep_r"))
-    x_BLE, (text_BLE, mask_BL) = module.x_embedder(video), _text(module, arguments)
+    x, (text, mask) = module.x_embedder(video), _text(module, arguments)
     for block in module.transformer_blocks:
-        x_BLE, text_BLE = block(x_BLE, text_BLE, temb, mask_BL, rotary)
+        x, text = block(x, text, temb, mask, rotary)
     patch = config.patch_size_t, config.patch_size, config.patch_size
     frames, height, width = (side // own * own for side, own in zip(video.shape[2:], patch, strict=True))
-    return (from_patches(module.proj_out(module.norm_out(x_BLE, temb)), patch, (frames, height, width)),)
+    return (from_patches(module.proj_out(module.norm_out(x, temb)), patch, (frames, height, width)),)
 
 
 def key_masks(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -46,8 +55,11 @@ def _masks(arguments: Mapping[str, Any]) -> Tensor:
     return torch.cat([has_picture, *texts], dim=1)
 
 
-def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the text (B, L, E) and its mask (B, L), in each row the tokens of all encoders, then zeros."""
+def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the text (B, L, E), in each row the tokens of all encoders, then zeros, and its mask (B, L).
+
+    There is no mask where nothing is padding.
+    """
     llm, timestep = arguments["encoder_hidden_states"], arguments["timestep"]
     parts = (
         (PICTURE, module.image_embedder(arguments["image_embeds"])),
@@ -55,6 +67,8 @@ def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         (LLM, module.context_embedder(llm, timestep, arguments["encoder_attention_mask"])),
     )
     named = [x + module.cond_type_embed(x.new_full(x.shape[:2], kind, dtype=torch.long)) for kind, x in parts]
+    text_BLE = torch.cat(named, dim=1)
+    if PADDING.keys() <= set(arguments[FULL]):
+        return text_BLE, None
     mask, order = _masks(arguments).sort(dim=1, descending=True, stable=True)
-    text_BLE = torch.cat(named, dim=1).take_along_dim(order[..., None], dim=1)
-    return text_BLE.masked_fill(~mask[..., None], 0), mask
+    return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask[..., None], 0), mask

@@ -8,9 +8,7 @@ keys instead, for all rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,54 +58,34 @@ class MochiProcessor:
         """Return (video, text), (B, l, E) each.
 
         attention_mask: nonzero for this rank's tokens of the text, (B, l'); attention returns 0 for padding, as
-        diffusers' does. image_rotary_emb: cos and sin (l, H, D/2) of the video's tokens.
+        diffusers' does. image_rotary_emb: cos and sin of the video's tokens, (l, H, D/2), or as `turned` takes them.
         """
-        turn = (lambda x: x) if image_rotary_emb is None else partial(rotated, angles=image_rotary_emb)
-        video_out, text_out = _joined(attn, hidden_states, encoder_hidden_states, turn)
+        own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
+        text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
+        if image_rotary_emb is not None:
+            q, k = self.turned(q, *image_rotary_emb), self.turned(k, *image_rotary_emb)
+        queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))
+        out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
+        video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
         if attention_mask is not None:
             text_out = text_out * (attention_mask != 0)[..., None]
-        return _projected(attn, video_out, text_out)
+        for layer in attn.to_out:
+            video_out = layer(video_out)
+        return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out
+
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        return rotated(x_BlHD, cos, sin)
 
 
-class HunyuanVideo15Processor:
-    """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls.
+class HunyuanVideo15Processor(MochiProcessor):
+    """The same with HunyuanVideo 1.5's rotary embedding, whose cos and sin (l, D) hold each number twice."""
 
-    diffusers' own masks the queries of padding, too, by a mask for all pairs of tokens. No token reads what these
-    return.
-    """
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (video, text), (B, l, E) each. image_rotary_emb: cos and sin (l, D) of the video's tokens.
-
-        attention_mask is not read: it is for the text of all ranks.
-        """
-        turn = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
-        return _projected(attn, *_joined(attn, hidden_states, encoder_hidden_states, turn))
-
-
-def _joined(attn: Any, video_BlE: Tensor, text_BlE: Tensor, turn: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
-    """Return the attention of video and text (B, l, H D), before their last layers. turn: rotates q and k."""
-    own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    q, k, v = _heads(video_BlE, own, (attn.norm_q, attn.norm_k), attn.heads)
-    text = _heads(text_BlE, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
-    video = turn(q), turn(k), v
-    queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(video, text, strict=True))
-    out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
-    video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
-    return video_out, text_out
-
-
-def _projected(attn: Any, video_out: Tensor, text_out: Tensor) -> tuple[Tensor, Tensor]:
-    for layer in attn.to_out:
-        video_out = layer(video_out)
-    return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        x: Any = apply_rotary_emb(x_BlHD, (cos, sin), sequence_dim=1)
+        return x
 
 
 def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
@@ -116,12 +94,8 @@ def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], 
     return [x if norm is None else norm(x) for x, norm in zip(projected, (*norms, None), strict=True)]
 
 
-def rotated(x_BlHD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the tokens with interleaved pairs rotated, computed in fp32.
-
-    angles: cosines and sines (l, H, D/2); each head has its own.
-    """
-    cos_lHD2, sin_lHD2 = angles
+def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:
+    """Return the tokens with interleaved pairs rotated, computed in fp32; each head has its own angles."""
     even, odd = x_BlHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     first, second = even * cos_lHD2 - odd * sin_lHD2, even * sin_lHD2 + odd * cos_lHD2
     return torch.stack((first.to(x_BlHD.dtype), second.to(x_BlHD.dtype)), dim=-1).flatten(-2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import hunyuan_video15
-from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
+from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, Padding, check, from_diffusers
 from seqpar.adapter.fused import HOME
 from seqpar.adapter.processors import HunyuanVideo15Processor, MochiProcessor
 
@@ -131,7 +131,9 @@ def _hunyuan_video() -> Cuts:
     }
     joint = Joint(("image", "text"), masked=True)
     both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
-    return Cuts(places, both, key_masks=_valid_first, why_not=_replaces_tokens)
+    # ranks need a token of the text each
+    padding = {"encoder_attention_mask": Padding("encoder_hidden_states", least=16)}
+    return Cuts(places, both, padding=padding, key_masks=_valid_first, why_not=_replaces_tokens)
 
 
 def _valid_first(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -155,11 +157,13 @@ def _hunyuan_video15() -> Cuts:
     places = {
         "rope": Boundary(outputs={0: rows, 1: rows}),
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"attention_mask": TEXT}),
         "proj_out": OUT,
     }
     return Cuts(
         places,
         {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
+        padding=hunyuan_video15.PADDING,
         key_masks=hunyuan_video15.key_masks,
         forward=hunyuan_video15.forward,
         why_eager=_picks_by_value,

@@ -11,6 +11,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from seqpar.blocks._double import by_head, modulations, pairs, two_streams
 from seqpar.blocks._parallel import one_stream
 from seqpar.kernels.adaln import Norm
 from seqpar.types.fused import BlockCall, Fused
+from seqpar.types.protocols import Stream
 
 ORDER = ("image", "text")  # in which attention joins them
 DOUBLES, SINGLE = ("HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"), "HunyuanVideoSingleTransformerBlock"
@@ -55,13 +57,42 @@ def why_not(block: Any) -> str | None:
     return None if norm == "RMSNorm" else f"q and k have a {norm}"
 
 
+class _WithoutPadding:
+    """A block's call whose attention returns 0 for the text's padding, as that of diffusers' HunyuanVideo 1.5 does."""
+
+    def __init__(self, call: BlockCall, kept_Bl: Tensor) -> None:
+        self._call, self._kept_Bl = call, kept_Bl
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def attend(self, streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+        """See `BlockCall`."""
+        image_out, text_out = self._call.attend(streams)
+        return image_out, text_out * self._kept_Bl[..., None, None]
+
+
+def double15(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None,
+    freqs_cis: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a block of 1.5; see `double`. attention_mask: (B, l') bool, this rank's text."""
+    inner: Any = call if attention_mask is None else _WithoutPadding(call, attention_mask)
+    return double(inner, block, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
+
+
 def double(
     call: BlockCall,
     block: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     freqs_cis: tuple[Tensor, Tensor],
     *args: Any,
     **kwargs: Any,
@@ -109,4 +140,8 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
     return F.pad(cos, (0, 0, 0, text), value=1.0), F.pad(sin, (0, 0, 0, text))
 
 
-BLOCKS: dict[str, Fused] = {**dict.fromkeys(DOUBLES, double), SINGLE: single}
+BLOCKS: dict[str, Fused] = {
+    "HunyuanVideoTransformerBlock": double,
+    "HunyuanVideo15TransformerBlock": double15,
+    SINGLE: single,
+}

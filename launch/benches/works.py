@@ -21,6 +21,8 @@ def work_of_call(model: Released) -> Work:
         return flux2_work(model.config)
     if model.theirs == "SD3Transformer2DModel":
         return sd3_work(model.config)
+    if model.theirs.startswith("HunyuanVideo"):
+        return hunyuan_video_work(model.config, model.text)
     return flux.work(model.config)
 
 
@@ -99,6 +101,43 @@ def flux2_work(config: Mapping[str, Any]) -> Work:
         text=((config["joint_attention_dim"], width),),
         conditioning=(*sines, *((width, n * width) for n in (6, 6, 3, 2))),
         guided=False,
+    )
+
+
+def hunyuan_video_work(config: Mapping[str, Any], text: int) -> Work:
+    """Return the operations of HunyuanVideo 1.0 or 1.5 with a text of so many tokens, which two blocks refine first."""
+    heads, dim, refiners = config["num_attention_heads"], config["attention_head_dim"], config["num_refiner_layers"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
+    area = config["patch_size_t"] * config["patch_size"] ** 2
+    parallel = Blocks(
+        count=singles,
+        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, hidden), (hidden, width)),
+    )
+    # q, k, v and the output, scores and sums over the text, and the MLP
+    refiner = (*((width, width),) * 4, *((text, width),) * 2, (width, 4 * width), (4 * width, width))
+    embedded = config["text_embed_dim"], *([config["pooled_projection_dim"]] if singles else [])
+    sines = 3 if config.get("guidance_embeds") else 2
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(_double(doubles, width, hidden), *([parallel] if singles else [])),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * doubles + 3 * singles + 2) * width,
+        live=12 * width,
+        text=((config["text_embed_dim"], width), *refiner * refiners),
+        conditioning=(
+            *((256, width), (width, width)) * sines,
+            *(gemm for wide in embedded for gemm in ((wide, width), (width, width))),
+            *((width, 2 * width),) * (refiners + 1),
+        ),
+        guided=not config.get("guidance_embeds"),
     )
 
 

@@ -109,7 +109,8 @@ def double(
         "image": by_head(attn.norm_q, attn.norm_k, *rows),
         "text": by_head(attn.norm_added_q, attn.norm_added_k),
     }
-    streams = hidden_states, encoder_hidden_states
+    # the embedder leaves the channels apart, which only the first block sees
+    streams = hidden_states.contiguous(), encoder_hidden_states
     image, text = two_streams(call, streams, every, prepares, attn.heads, Norm("layer", block.norm2.eps))
     return image, text
 

@@ -175,7 +175,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "hunyuan", "hunyuan15_i2v", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -183,6 +183,8 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
     few = {
         "flux": {"num_single_layers": 1},
+        "hunyuan": {"num_layers": 1, "num_single_layers": 1},
+        "hunyuan15_i2v": {"num_layers": 1},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
@@ -392,7 +394,7 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan") else "joint_attention_kwargs"
+    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan", "hunyuan15") else "joint_attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -432,7 +434,9 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "hunyuan15"), (2, "sd3_dual"), (2, "z_image")]
+)
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):

@@ -32,6 +32,8 @@ FAMILIES = (
     ),
     ("flux", "FLUX.1: 4096 + 512", "flux.1-dev", "IP-adapters"),
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
+    ("hunyuan_video", "HunyuanVideo, 544 x 960: 67,320 + 64", "hunyuan-video", "those of `token_replace` models"),
+    ("hunyuan_video", "HunyuanVideo 1.5, 480p: 49,290 + 64", "hunyuan-video-1.5", "none"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

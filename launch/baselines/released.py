@@ -75,7 +75,9 @@ class Released:
 
     def small(self) -> Released:
         """Return the model with few blocks and heads and a small state, which runs on a CPU."""
-        return replace(self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8, padded=0)
+        return replace(
+            self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8, padded=0
+        )
 
     def build(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Return diffusers' own transformer with random weights, made on the device."""

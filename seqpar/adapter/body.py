@@ -7,7 +7,7 @@ When it wins: it is how every transformer of diffusers runs on several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

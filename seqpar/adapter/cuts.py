@@ -103,8 +103,8 @@ class Cuts:
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
     zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
-    padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B, tokens),
-    or the text itself, which is then valid unless all of it is zeros.
+    padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B,
+    tokens), or the text itself, which is then valid unless all of it is zeros.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
     alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
     forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host; one
@@ -177,7 +177,11 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     for path in cuts.attention:
         submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in place.inputs]
-    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in (*cuts.masks, *cuts.padding))]:
+    for path, name in [
+        *((path, None) for path in cuts.places),
+        *named,
+        *(("", name) for name in (*cuts.masks, *cuts.padding)),
+    ]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):
                 raise ValueError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.utils import apply_lora_scale
+from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.adapter.cuts import Padding

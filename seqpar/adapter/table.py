@@ -172,7 +172,9 @@ def _hunyuan_video15() -> Cuts:
 
 def _picks_by_value(module: Any) -> str | None:
     """Return why a class that derives from diffusers' runs eagerly: its own forward computes it."""
-    return None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
+    return (
+        None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
+    )
 
 
 def _ltx() -> Cuts:

@@ -43,12 +43,7 @@ def branch(
 
 
 def one_stream(
-    call: BlockCall,
-    streams: tuple[Tensor, Tensor],
-    every: Sequence[Rows],
-    how: Prepare,
-    heads: int,
-    norm: Norm,
+    call: BlockCall, streams: tuple[Tensor, Tensor], every: Sequence[Rows], how: Prepare, heads: int, norm: Norm
 ) -> tuple[Tensor, Tensor]:
     """Return two streams (B, l, E) after a block with GELU, as views of one stream, which is left for the next block.
 

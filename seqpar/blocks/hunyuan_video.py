@@ -24,24 +24,24 @@ from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Stream
 
 ORDER = ("image", "text")  # in which attention joins them
-DOUBLES, SINGLE = ("HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"), "HunyuanVideoSingleTransformerBlock"
-STREAMS = dict.fromkeys((*DOUBLES, SINGLE), ORDER)
+DOUBLE, DOUBLE15 = "HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"
+SINGLE = "HunyuanVideoSingleTransformerBlock"
+STREAMS = dict.fromkeys((DOUBLE, DOUBLE15, SINGLE), ORDER)
+_OF_DOUBLES = {
+    "image modulation": ("norm1.linear",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.net.0.proj",),
+    "image down": ("ff.net.2",),
+    "text modulation": ("norm1_context.linear",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.net.0.proj",),
+    "text down": ("ff_context.net.2",),
+}
 PRODUCTS = {
-    **dict.fromkeys(
-        DOUBLES,
-        {
-            "image modulation": ("norm1.linear",),
-            "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-            "image out": ("attn.to_out.0",),
-            "image up": ("ff.net.0.proj",),
-            "image down": ("ff.net.2",),
-            "text modulation": ("norm1_context.linear",),
-            "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-            "text out": ("attn.to_add_out",),
-            "text up": ("ff_context.net.0.proj",),
-            "text down": ("ff_context.net.2",),
-        },
-    ),
+    DOUBLE: _OF_DOUBLES,
+    DOUBLE15: _OF_DOUBLES,
     SINGLE: {
         "modulation": ("norm.linear",),
         "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -141,8 +141,4 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
     return F.pad(cos, (0, 0, 0, text), value=1.0), F.pad(sin, (0, 0, 0, text))
 
 
-BLOCKS: dict[str, Fused] = {
-    "HunyuanVideoTransformerBlock": double,
-    "HunyuanVideo15TransformerBlock": double15,
-    SINGLE: single,
-}
+BLOCKS: dict[str, Fused] = {DOUBLE: double, DOUBLE15: double15, SINGLE: single}

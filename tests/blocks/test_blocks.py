@@ -394,7 +394,11 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan", "hunyuan15") else "joint_attention_kwargs"
+    tiny, told, options = (
+        MODELS[name],
+        [],
+        "attention_kwargs" if name in ("qwen", "wan", "hunyuan15") else "joint_attention_kwargs",
+    )
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)

@@ -19,7 +19,7 @@ from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
-from seqpar.adapter.forward import Ranks
+from seqpar.adapter.forward import Forward, Ranks
 from seqpar.adapter.fused import HOME
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
@@ -66,16 +66,7 @@ class Body:
         self._refuse_memory()
         now = self.ranks.begin()
         try:
-            given = dict(arguments)
-            full = given.pop(FULL, ())
-            for name, stream in self._cuts.masks.items():
-                if (mask := given.get(name)) is not None and name not in full:
-                    now.masks[stream] = key_rows(mask, len(mask)) != 0
-                    given[name] = mask if name in self._cuts.kept else None
-            if set(self._cuts.padding) - set(full):
-                now.masks |= self._cuts.key_masks(arguments)
-            if self._ours:
-                given[FULL] = full
+            given = self._unmasked(now, arguments)
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
@@ -142,6 +133,18 @@ class Body:
             self._installed.remove()
             self._installed = None
         self.ranks.keeper.release()
+
+    def _unmasked(self, now: Forward, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Note the key masks of a call, and return its arguments as the forward takes them."""
+        given = dict(arguments)
+        full = given.pop(FULL, ())
+        for name, stream in self._cuts.masks.items():
+            if (mask := given.get(name)) is not None and name not in full:
+                now.masks[stream] = key_rows(mask, len(mask)) != 0
+                given[name] = mask if name in self._cuts.kept else None
+        if set(self._cuts.padding) - set(full):
+            now.masks |= self._cuts.key_masks(arguments)
+        return {**given, FULL: full} if self._ours else given
 
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from seqpar.blocks._double import Rows, bounded
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.fused import BlockCall, Matrix
 from seqpar.types.protocols import Given, Prepare
 
@@ -42,26 +41,32 @@ def branch(
     return branch_BlE
 
 
-def one_stream(
-    call: BlockCall, streams: tuple[Tensor, Tensor], every: Sequence[Rows], how: Prepare, heads: int, norm: Norm
+def joined(
+    call: BlockCall, first_BlE: Tensor, second_BlE: Tensor, every: Sequence[Rows], norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Return two streams (B, l, E) after a block with GELU, as views of one stream, which is left for the next block.
+    """Return two streams as one (B, l, E), and the block's input: what `apart` has left for them, or made of them.
 
-    every: the rows of all blocks, for both streams alike. how: the preparation of q and k of both.
+    every: the rows of all blocks, for both streams alike.
     """
-    (first, second), (shift, scale, gate), of = streams, every[call.index], call.matrices
-    handed, count = call.handed(second), first.shape[1]
-    if handed is not None and handed[0] is first:
-        _, x, h = handed
-    else:
-        x = torch.cat([first, second], dim=1)
-        h = norm_modulate(x, shift, scale, norm)
-    of_block = branch(call, h, how, heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
-    x, h = following(x, gate, of_block, every[call.index + 1 :], norm)
-    first, second = x[:, :count], x[:, count:]
+    handed = call.handed(second_BlE)
+    if handed is not None and handed[0] is first_BlE:
+        return handed[1:]
+    x, (shift, scale, _) = torch.cat([first_BlE, second_BlE], dim=1), every[call.index]
+    return x, norm_modulate(x, shift, scale, norm)
+
+
+def apart(
+    call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequence[Rows], norm: Norm, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return two streams after a block as views of one, which is left for the next block.
+
+    first: tokens of the first one. See `joined`.
+    """
+    x, h = following(x_BlE, every[call.index][2], branch_BlE, every[call.index + 1 :], norm)
+    first_BlE, second_BlE = x[:, :first], x[:, first:]
     if h is not None:
-        call.hand_over(second, (first, x, h))
-    return first, second
+        call.hand_over(second_BlE, (first_BlE, x, h))
+    return first_BlE, second_BlE
 
 
 def following(

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.blocks._parallel import one_stream
+from seqpar.blocks._parallel import apart, branch, joined
 from seqpar.kernels.adaln import Norm
+from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 
@@ -86,9 +87,11 @@ def single(
     """Return text and image after a block; see `double`. They are views of one stream, which is left for the next."""
     checked(joint_attention_kwargs)
     every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
-    attn, norm = block.attn, Norm("layer", block.norm.norm.eps)
-    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, hidden_states))
-    return one_stream(call, (encoder_hidden_states, hidden_states), every, how, attn.heads, norm)
+    attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
+    x, h = joined(call, encoder_hidden_states, hidden_states, every, norm)
+    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, x))
+    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    return apart(call, x, of_block, every, norm, encoder_hidden_states.shape[1])
 
 
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}

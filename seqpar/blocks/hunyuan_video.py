@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.blocks._double import by_head, modulations, pairs, two_streams
-from seqpar.blocks._parallel import one_stream
+from seqpar.blocks._parallel import apart, branch, joined
 from seqpar.kernels.adaln import Norm
+from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Stream
 
@@ -128,11 +129,13 @@ def single(
 ) -> tuple[Tensor, Tensor]:
     """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
     every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
-    attn, norm, text = block.attn, Norm("layer", block.norm.norm.eps), encoder_hidden_states.shape[1]
-    rows = pairs(call, image_rotary_emb, hidden_states)
+    attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
+    x, h = joined(call, hidden_states, encoder_hidden_states, every, norm)
+    rows, text = pairs(call, image_rotary_emb, x), encoder_hidden_states.shape[1]
     rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
     how = by_head(attn.norm_q, attn.norm_k, *rows)
-    return one_stream(call, (hidden_states, encoder_hidden_states), every, how, attn.heads, norm)
+    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    return apart(call, x, of_block, every, norm, hidden_states.shape[1])
 
 
 def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:

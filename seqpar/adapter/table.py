@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from seqpar.adapter import hunyuan_video15
-from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, Padding, check, from_diffusers
+from seqpar.adapter import hunyuan_video
+from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
 from seqpar.adapter.fused import HOME
 from seqpar.adapter.processors import HunyuanVideo15Processor, MochiProcessor
 
@@ -131,16 +130,9 @@ def _hunyuan_video() -> Cuts:
     }
     joint = Joint(("image", "text"), masked=True)
     both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
-    # ranks need a token of the text each
-    padding = {"encoder_attention_mask": Padding("encoder_hidden_states", least=16)}
-    return Cuts(places, both, padding=padding, key_masks=_valid_first, why_not=_replaces_tokens)
-
-
-def _valid_first(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mask (B, L) bool of the text's keys: diffusers takes as many first tokens as its mask has tokens."""
-    mask_BL = arguments["encoder_attention_mask"]
-    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
-    return {"text": places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]}
+    return Cuts(
+        places, both, padding=hunyuan_video.PADDING, key_masks=hunyuan_video.key_masks, why_not=_replaces_tokens
+    )
 
 
 def _replaces_tokens(module: Any) -> str | None:
@@ -163,9 +155,9 @@ def _hunyuan_video15() -> Cuts:
     return Cuts(
         places,
         {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
-        padding=hunyuan_video15.PADDING,
-        key_masks=hunyuan_video15.key_masks,
-        forward=hunyuan_video15.forward,
+        padding=hunyuan_video.PADDING_15,
+        key_masks=hunyuan_video.key_masks_15,
+        forward=hunyuan_video.forward_15,
         why_eager=_picks_by_value,
     )
 

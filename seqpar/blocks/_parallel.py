@@ -22,8 +22,11 @@ def branch(
     qkv: Matrix,
     activated: Callable[[Tensor], Tensor],
     out: Matrix,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return the branch (B, l, E). activated: the MLP's hidden layer. out: the columns of attention, then of the MLP.
+
+    mask: for the keys of attention, as the block was given it.
 
     The MLP does not read attention's output, so it runs while keys and values travel. Its product and that of
     attention's output add up in one buffer, so the two inputs are never concatenated.
@@ -34,7 +37,7 @@ def branch(
     of_attention, of_mlp = out.weight[:, :inner], out.weight[:, inner:]
     made: list[Tensor] = []
     (attended,) = call.attend(
-        [Given(q, k, v, how)], beside=lambda: made.append(F.linear(activated(h_BlE), of_mlp, out.bias))
+        [Given(q, k, v, how)], lambda: made.append(F.linear(activated(h_BlE), of_mlp, out.bias)), mask
     )
     (branch_BlE,) = made
     branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.t())

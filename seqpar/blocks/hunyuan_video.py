@@ -58,33 +58,19 @@ def why_not(block: Any) -> str | None:
     return None if norm == "RMSNorm" else f"q and k have a {norm}"
 
 
-class _WithoutPadding:
-    """A block's call whose attention returns 0 for the text's padding, as that of diffusers' HunyuanVideo 1.5 does."""
+class _Masked:
+    """A block's call with the mask that its attention is given, and with 0 for padding of the text."""
 
-    def __init__(self, call: BlockCall, kept_Bl: Tensor) -> None:
-        self._call, self._kept_Bl = call, kept_Bl
+    def __init__(self, call: BlockCall, mask: Tensor | None, kept_Bl: Tensor | None = None) -> None:
+        self._call, self._mask, self._kept_Bl = call, mask, kept_Bl
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
     def attend(self, streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
         """See `BlockCall`."""
-        image_out, text_out = self._call.attend(streams)
-        return image_out, text_out * self._kept_Bl[..., None, None]
-
-
-def double15(
-    call: BlockCall,
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None,
-    freqs_cis: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return video and text after a block of 1.5; see `double`. attention_mask: (B, l') bool, this rank's text."""
-    inner: Any = call if attention_mask is None else _WithoutPadding(call, attention_mask)
-    return double(inner, block, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
+        image_out, text_out = self._call.attend(streams, mask=self._mask)
+        return image_out, text_out if self._kept_Bl is None else text_out * self._kept_Bl[..., None, None]
 
 
 def double(
@@ -100,18 +86,42 @@ def double(
 ) -> tuple[Tensor, Tensor]:
     """Return video (B, l, E) and text (B, l', E) after a block.
 
-    temb: (B, E). freqs_cis: cosines and sines of the video, (l, D), each number twice. The mask is not read: attention
-    has that of the transformer's call. Other arguments are for models that replace tokens.
+    temb: (B, E). attention_mask: of the keys of all ranks. freqs_cis: cosines and sines of the video, (l, D), each
+    number twice. Other arguments are for models that replace tokens.
     """
+    return _double(_Masked(call, attention_mask), block, hidden_states, encoder_hidden_states, temb, freqs_cis)
+
+
+def double15(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None,
+    freqs_cis: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a block of 1.5; see `double`. attention_mask: (B, l') bool, this rank's text.
+
+    As diffusers' does, attention returns 0 for padding, although no token reads what becomes of it.
+    """
+    inner = _Masked(call, attention_mask, attention_mask)
+    return _double(inner, block, hidden_states, encoder_hidden_states, temb, freqs_cis)
+
+
+def _double(
+    call: Any, block: Any, image_BlE: Tensor, text_BlE: Tensor, temb: Tensor, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a double block. call: a `BlockCall` that knows the mask."""
     names = [f"{name} modulation" for name in ORDER]
     every = call.once("double", temb, lambda: modulations(call, temb, names))
-    attn, rows = block.attn, pairs(call, freqs_cis, hidden_states)
+    attn, rows = block.attn, pairs(call, rotary, image_BlE)
     prepares = {
         "image": by_head(attn.norm_q, attn.norm_k, *rows),
         "text": by_head(attn.norm_added_q, attn.norm_added_k),
     }
     # the embedder leaves the channels apart, which only the first block sees
-    streams = hidden_states.contiguous(), encoder_hidden_states
+    streams = image_BlE.contiguous(), text_BlE
     image, text = two_streams(call, streams, every, prepares, attn.heads, Norm("layer", block.norm2.eps))
     return image, text
 
@@ -122,7 +132,7 @@ def single(
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     image_rotary_emb: tuple[Tensor, Tensor],
     *args: Any,
     **kwargs: Any,
@@ -134,7 +144,8 @@ def single(
     rows, text = pairs(call, image_rotary_emb, x), encoder_hidden_states.shape[1]
     rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
     how = by_head(attn.norm_q, attn.norm_k, *rows)
-    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"])
+    inputs = h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), of["out"]
+    of_block = branch(call, *inputs, mask=attention_mask)
     return apart(call, x, of_block, every, norm, hidden_states.shape[1])
 
 

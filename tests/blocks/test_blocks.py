@@ -20,7 +20,9 @@ from torch import Tensor
 import seqpar.blocks
 from seqpar.adapter import adopt
 from seqpar.adapter.attention import SplitAttention
+from seqpar.adapter.cuts import Cuts, Joint
 from seqpar.adapter.fused import BlockHook, families
+from seqpar.adapter.table import CUTS
 from seqpar.blocks import z_image
 from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
@@ -270,6 +272,21 @@ def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(place, name, change(getattr(place, name)))
     got = of_pictures(0, 1, torch.device("cpu"), 2)
     assert error(got, truth("z_image", "cpu")) > VISIBLE
+
+
+def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outputs:
+    """Return the outputs of HunyuanVideo by a user's cuts, whose attention takes the mask that blocks are given."""
+    tiny, known = MODELS["hunyuan"], CUTS["HunyuanVideoTransformer3DModel"]
+    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))))
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mask_that_blocks_are_given_counts(ranks: Pool, world: int) -> None:
+    for outputs in ranks.run(world, with_cuts_without_masks):
+        assert error(outputs, truth("hunyuan", ranks.device)) < TOLERANCE
 
 
 def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:

@@ -129,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "HunyuanVideo 1.5's masks have another order than its texts",
-        "seqpar/adapter/hunyuan_video15.py",
+        "seqpar/adapter/hunyuan_video.py",
         'for name in ("_2", "")',
         'for name in ("", "_2")',
         "tests/adapter/test_masks.py::test_padding_at_the_end_of_texts_is_not_computed[1]",

@@ -1,8 +1,8 @@
-"""HunyuanVideo 1.5's forward without a look at values, so that a call can be a CUDA graph.
+"""The key masks of HunyuanVideo, and 1.5's forward without a look at values, so that a call can be a CUDA graph.
 
-Its text comes from three encoders, each with padding. diffusers puts the valid tokens first by boolean indices, row by
-row, and asks whether there is a picture; both wait for the device. A stable sort of the mask gives the same order, and
-a mask of no tokens stands for no picture.
+1.5's text comes from three encoders, each with padding. diffusers puts the valid tokens first by boolean indices, row
+by row, and asks whether there is a picture; both wait for the device. A stable sort of the mask gives the same order,
+and a mask of no tokens stands for no picture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from seqpar.types.protocols import from_patches
 LLM, BYT5, PICTURE = range(3)  # rows of the embedding that tells the encoders apart
 
 
-PADDING = {
+PADDING = {"encoder_attention_mask": Padding("encoder_hidden_states", least=16)}  # ranks need a token of the text each
+PADDING_15 = {
     "encoder_attention_mask": Padding("encoder_hidden_states", least=2),
     "encoder_attention_mask_2": Padding("encoder_hidden_states_2"),
     "image_embeds": Padding("image_embeds"),
@@ -29,7 +30,7 @@ PADDING = {
 
 
 @apply_lora_scale("attention_kwargs")
-def forward(module: Any, **arguments: Any) -> tuple[Tensor]:
+def forward_15(module: Any, **arguments: Any) -> tuple[Tensor]:
     """Return the prediction (B, C, T, H, W), as `HunyuanVideo15Transformer3DModel` does with the same arguments."""
     video, config = arguments["hidden_states"], module.config
     rotary = module.rope(video)
@@ -43,8 +44,22 @@ def forward(module: Any, **arguments: Any) -> tuple[Tensor]:
 
 
 def key_masks(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mask (B, L) bool of the text's keys for a call's arguments: the tokens, then the padding."""
-    return {"text": _masks(arguments).sort(dim=1, descending=True).values}
+    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.0, for a call's arguments.
+
+    diffusers takes as many first tokens as the call's mask has tokens.
+    """
+    return {"text": _first(arguments["encoder_attention_mask"])}
+
+
+def key_masks_15(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.5, for a call's arguments."""
+    return {"text": _first(_masks(arguments))}
+
+
+def _first(mask_BL: Tensor) -> Tensor:
+    """Return a mask of as many first tokens as another one has tokens, (B, L) bool."""
+    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    return places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]
 
 
 def _masks(arguments: Mapping[str, Any]) -> Tensor:
@@ -68,7 +83,9 @@ def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | N
     )
     named = [x + module.cond_type_embed(x.new_full(x.shape[:2], kind, dtype=torch.long)) for kind, x in parts]
     text_BLE = torch.cat(named, dim=1)
-    if PADDING.keys() <= set(arguments[FULL]):
+    if PADDING_15.keys() <= set(arguments[FULL]):
         return text_BLE, None
-    mask, order = _masks(arguments).sort(dim=1, descending=True, stable=True)
-    return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask[..., None], 0), mask
+    masks_BL = _masks(arguments)
+    order = masks_BL.byte().argsort(dim=1, descending=True, stable=True)
+    mask_BL = _first(masks_BL)
+    return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask_BL[..., None], 0), mask_BL

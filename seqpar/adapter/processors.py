@@ -85,7 +85,8 @@ class HunyuanVideo15Processor(MochiProcessor):
     def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return q or k after the rotary embedding."""
         rows: Any = cos, sin
-        return apply_rotary_emb(x_BlHD, rows, sequence_dim=1)
+        rotated_BlHD: Any = apply_rotary_emb(x_BlHD, rows, sequence_dim=1)
+        return rotated_BlHD
 
 
 def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:

@@ -20,6 +20,7 @@ Inputs = Callable[..., dict[str, Any]]
 INIT_STD = 0.02
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 SMALL_SIZE = (2, 4, 4)
+GLYPHS, PICTURE = 256, 729  # tokens of HunyuanVideo 1.5 for what a prompt quotes, and for a picture
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -41,6 +42,7 @@ class Released:
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
     otherwise text is cross-attended. cheap: what makes the config that of a model with few weights and the same
     buffers, but of another width; if it is not given, one block of each kind. state: the argument that is the state.
+    padded: the number of tokens to which the pipeline pads a text, with a mask; 0 for none.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Released:
     joined: bool = True
     cheap: Mapping[str, Any] | None = None
     state: str = "hidden_states"
+    padded: int = 0
 
     @property
     def tokens(self) -> int:
@@ -76,7 +79,9 @@ class Released:
 
     def small(self) -> Released:
         """Return the model with few blocks and heads and a small state, which runs on a CPU."""
-        return replace(self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8)
+        return replace(
+            self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8, padded=0
+        )
 
     def build(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Return diffusers' own transformer with random weights, made on the device."""
@@ -220,6 +225,39 @@ def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
         "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
         "pooled_projections": random(1, model.config["pooled_projection_dim"]),
         "timestep": torch.full((1,), 500.0, device=latents.device),
+    }
+
+
+def hunyuan_video_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a video, text with its mask, pooled text and guidance as `HunyuanVideoPipeline` passes them."""
+    patch, length = model.config["patch_size"], max(model.padded, model.text)
+    frames, rows, columns = model.size
+    video = random(1, model.config["in_channels"], frames, rows * patch, columns * patch)
+    return {
+        "hidden_states": video,
+        "timestep": torch.full((1,), 500.0).to(video),
+        "encoder_hidden_states": random(1, length, model.config["text_embed_dim"]),
+        "encoder_attention_mask": (torch.arange(length, device=video.device) < model.text).long()[None],
+        "pooled_projections": random(1, model.config["pooled_projection_dim"]),
+        "guidance": torch.full((1,), 6000.0).to(video),
+    }
+
+
+def hunyuan_video15_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a video and its texts as `HunyuanVideo15Pipeline` passes them: no glyphs, and no picture.
+
+    Their places are all padding; without padding there are none.
+    """
+    video, length = random(1, model.config["in_channels"], *model.size), max(model.padded, model.text)
+    glyphs, picture = (GLYPHS, PICTURE) if model.padded else (0, 0)
+    return {
+        "hidden_states": video,
+        "timestep": torch.full((1,), 500.0).to(video),
+        "encoder_hidden_states": random(1, length, model.config["text_embed_dim"]),
+        "encoder_attention_mask": (torch.arange(length, device=video.device) < model.text).to(video)[None],
+        "encoder_hidden_states_2": video.new_zeros(1, glyphs, model.config["text_embed_2_dim"]),
+        "encoder_attention_mask_2": video.new_zeros(1, glyphs),
+        "image_embeds": video.new_zeros(1, picture, model.config["image_embed_dim"]),
     }
 
 
@@ -372,6 +410,39 @@ Z_IMAGE: Mapping[str, Any] = {
     "axes_dims": (32, 48, 48),
     "axes_lens": (1024, 512, 512),
 }
+HUNYUAN: Mapping[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 20,
+    "num_single_layers": 40,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 2,
+    "patch_size_t": 1,
+    "guidance_embeds": True,
+    "text_embed_dim": 4096,
+    "pooled_projection_dim": 768,
+    "rope_axes_dim": (16, 56, 56),
+}
+HUNYUAN15: Mapping[str, Any] = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "num_layers": 54,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "text_embed_dim": 3584,
+    "text_embed_2_dim": 1472,
+    "image_embed_dim": 1152,
+    "rope_axes_dim": (16, 56, 56),
+    "target_size": 640,
+    "task_type": "t2v",
+}
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
@@ -387,6 +458,7 @@ NARROW_KREA2: Mapping[str, Any] = {
     "text_num_key_value_heads": 2,
     "text_intermediate_size": 20,
 }
+NARROW_HUNYUAN: Mapping[str, Any] = {**FEW, "rope_axes_dim": (4, 6, 6), "text_embed_dim": 12}
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
 
 RELEASED: Mapping[str, Released] = {
@@ -465,6 +537,26 @@ RELEASED: Mapping[str, Released] = {
             333,
             sd3_inputs,
             {**FEW, "joint_attention_dim": 12, "caption_projection_dim": 64, "pooled_projection_dim": 8},
+        ),
+        Released(
+            "hunyuan-video",
+            "HunyuanVideoTransformer3DModel",
+            HUNYUAN,
+            (33, 34, 60),
+            64,
+            hunyuan_video_inputs,
+            {**NARROW_HUNYUAN, "num_single_layers": 2, "pooled_projection_dim": 8},
+            padded=256,
+        ),
+        Released(
+            "hunyuan-video-1.5",
+            "HunyuanVideo15Transformer3DModel",
+            HUNYUAN15,
+            (31, 30, 53),
+            64,
+            hunyuan_video15_inputs,
+            {**NARROW_HUNYUAN, "text_embed_2_dim": 8, "image_embed_dim": 8},
+            padded=1000,
         ),
         Released("wan2.1-14b", "WanTransformer3DModel", WAN, (21, 30, 52), 512, wan_inputs, NARROW_WAN, joined=False),
         Released("wan2.2-14b", "WanTransformer3DModel", WAN, (21, 45, 80), 512, wan_inputs, NARROW_WAN, joined=False),

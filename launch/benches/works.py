@@ -31,6 +31,8 @@ def work_of_call(model: Released) -> Work:
         return krea2.work(model.config)
     if model.theirs == "ZImageTransformer2DModel":
         return z_image_work(model.config)
+    if model.theirs.startswith("HunyuanVideo"):
+        return hunyuan_video_work(model.config, model.text)
     return flux.work(model.config)
 
 
@@ -184,6 +186,46 @@ def z_image_work(config: Mapping[str, Any]) -> Work:
         live=4 * width + 3 * hidden,
         text=((config["cap_feat_dim"], width),),
         conditioning=((256, 1024), (1024, condition), (condition, width)),
+    )
+
+
+def hunyuan_video_work(config: Mapping[str, Any], text: int) -> Work:
+    """Return the operations of HunyuanVideo 1.0 or 1.5 with a text of so many tokens, which two blocks refine first."""
+    heads, dim, refiners = config["num_attention_heads"], config["attention_head_dim"], config["num_refiner_layers"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
+    area, sines = config["patch_size_t"] * config["patch_size"] ** 2, 3 if config.get("guidance_embeds") else 2
+    # q, k, v and the output, scores and sums over the text, and the MLP
+    refiner = (*((width, width),) * 4, *((text, width),) * 2, (width, 4 * width), (4 * width, width))
+    pooled = config["text_embed_dim"], *([config["pooled_projection_dim"]] if singles else [])
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(_double(doubles, width, hidden), *([_parallel(singles, width, hidden)] if singles else [])),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * doubles + 3 * singles + 2) * width,
+        live=12 * width,
+        text=((config["text_embed_dim"], width), *refiner * refiners),
+        conditioning=(
+            *((256, width), (width, width)) * sines,
+            *(gemm for wide in pooled for gemm in ((wide, width), (width, width))),
+            *((width, 2 * width),) * (refiners + 1),
+        ),
+        guided=not config.get("guidance_embeds"),
+    )
+
+
+def _parallel(count: int, width: int, hidden: int) -> Blocks:
+    """Return blocks in which attention and an MLP with GELU are side by side."""
+    return Blocks(
+        count=count,
+        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, hidden), (hidden, width)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
-from seqpar.adapter.forward import Ranks
+from seqpar.adapter.forward import Forward, Ranks
+from seqpar.adapter.fused import HOME
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import FULL, keys_of
@@ -38,8 +40,10 @@ class Body:
 
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, fused: bool = False) -> None:
         self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
-        self._forward = module.forward  # taken now, because the caller puts its own in this place
         self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
+        # taken now, because the caller puts its own in this place
+        self._ours = self._may_replace()
+        self._forward = partial(cuts.forward, module) if cuts.forward and self._ours else module.forward
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
@@ -62,12 +66,7 @@ class Body:
         self._refuse_memory()
         now = self.ranks.begin()
         try:
-            given = dict(arguments)
-            full = given.pop(FULL, ())
-            for name, stream in self._cuts.masks.items():
-                if (mask := given.get(name)) is not None and name not in full:
-                    now.masks[stream] = keys_of(mask, stream)
-                    given[name] = mask if name in self._cuts.kept else None
+            given = self._unmasked(now, arguments)
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
@@ -135,6 +134,18 @@ class Body:
             self._installed = None
         self.ranks.keeper.release()
 
+    def _unmasked(self, now: Forward, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Note the key masks of a call, and return its arguments as the forward takes them."""
+        given = dict(arguments)
+        full = given.pop(FULL, ())
+        for name, stream in self._cuts.masks.items():
+            if (mask := given.get(name)) is not None and name not in full:
+                now.masks[stream] = keys_of(mask, stream)
+                given[name] = mask if name in self._cuts.kept else None
+        if set(self._cuts.padding) - set(full):
+            now.masks |= self._cuts.key_masks(arguments)
+        return {**given, FULL: full} if self._ours else given
+
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
         if self._installed is None:
@@ -152,6 +163,11 @@ class Body:
         """Return the scale at which adapters are merged, or None."""
         fused = None if self._installed is None else self._installed.fused
         return fused.scale if fused is not None and fused.merged else None
+
+    def _may_replace(self) -> bool:
+        """Return whether the plan has a forward in place of the transformer's, and that is diffusers' own."""
+        changed = any(one.path == "" for one in self._watch.foreign().hooks)
+        return bool(self._cuts.forward) and not changed and type(self.module).__module__.startswith(HOME)
 
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""

@@ -129,7 +129,10 @@ class Call:
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
     def rank_0s(self, arguments: dict[str, Any]) -> Form:
-        """Return rank 0's arguments on this rank's device; every rank must call this at the same time."""
+        """Return rank 0's arguments on this rank's device, without padding that the cuts tell of.
+
+        Every rank must call this at the same time.
+        """
         form = form_of(self._converted(arguments)).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
@@ -140,6 +143,7 @@ class Call:
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
+        form = self._masks.cut(form, self._full)
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
 
     def _converted(self, arguments: dict[str, Any]) -> dict[str, Any]:

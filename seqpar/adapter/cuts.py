@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from torch import nn
+from torch import Tensor, nn
 
 JOINED = ""
 """In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
@@ -91,8 +91,23 @@ class Joint:
     absent: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Padding at the end of a text, which nothing but the keys of attention has; it is cut off before a call computes.
+
+    text: the argument of the transformer, (B, tokens, ...), that is cut. least: how many tokens stay in any case.
+    """
+
+    text: str
+    least: int = 0
+
+
 def _no_reason(module: nn.Module) -> None:
     return None
+
+
+def _no_masks(arguments: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,12 @@ class Cuts:
     one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
     `kept`. A mask of `JOINED` tokens of floating numbers, 0 and 1, masks nothing: as torch does, attention adds the
     product of query's and key's number to their score.
+    padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B,
+    tokens), or the text itself, which is then valid unless all of it is zeros.
+    key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
+    alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
+    forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host; one
+    more argument is `seqpar.adapter.masks.FULL`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -116,6 +137,9 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    padding: Mapping[str, Padding] = field(default_factory=dict)
+    key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
+    forward: Callable[..., tuple[Tensor, ...]] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason
@@ -172,7 +196,11 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     for path in cuts.attention:
         submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
-    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
+    for path, name in [
+        *((path, None) for path in cuts.places),
+        *named,
+        *(("", name) for name in (*cuts.masks, *cuts.padding)),
+    ]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):
                 raise ValueError(

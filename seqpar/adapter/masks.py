@@ -2,7 +2,8 @@
 
 A transformer masks padding in one of several shapes, for all tokens in its own order of streams. Strategies take one
 row of keys for each batch row, in the order of the ranks, [t0 i0 t1 i1 ...], or in exact mode in that of the streams. A
-mask that leaves no key out is dropped (`FullMasks`): attention without one computes the same, by faster kernels.
+mask that leaves no key out is dropped (`FullMasks`): attention without one computes the same, by faster kernels. To
+that end padding is cut off at the end of texts where the cuts say that nothing reads it.
 """
 
 from __future__ import annotations
@@ -13,54 +14,97 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.adapter.cuts import JOINED, Cuts
+from seqpar.adapter.cuts import JOINED, Cuts, Padding
 from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
+BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
+MOST = 1 << BITS - 2  # tokens of a text that may be cut
 
 
 class FullMasks:
-    """Drops the key masks of calls that leave no key out, on all ranks by rank 0's decision.
+    """Cuts off the padding at the end of texts, and drops the key masks of calls that leave no key out.
 
-    A mask is read once, and again after it was written in place, because reading it waits for the device. Where torch
-    counts no writes, as for tensors of its inference mode, a mask stays.
+    All ranks do so by rank 0's decision. A mask is read once, and again after it was written in place, because reading
+    it waits for the device. Where torch counts no writes, as for tensors of its inference mode, a mask stays.
     """
 
     def __init__(self, cuts: Cuts) -> None:
-        self._names, self._kept = tuple(cuts.masks), cuts.kept
-        # mask -> its count of writes when it was read, whether it is full
-        self._known: MutableMapping[Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
+        self._names, self._kept, self._padding = (*cuts.masks, *cuts.padding), (*cuts.kept, *cuts.padding), cuts.padding
+        # mask -> its count of writes when it was read, what `_code` returned
+        self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
     def among(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return a number with a bit for each mask of the cuts, which is set if it leaves no key out.
+        """Return a number with `BITS` bits for each mask of the cuts: whether it leaves no key out, and what is cut.
 
         tensors: the arguments of a call by their names.
         """
-        masks = [tensors.get(name) for name in self._names]
-        return sum(1 << bit for bit, mask in enumerate(masks) if mask is not None and self._is_full(mask))
+        masks = [(name, tensors.get(name)) for name in self._names]
+        codes = [0 if mask is None else self._known_code(name, mask) for name, mask in masks]
+        return sum(code << BITS * place for place, code in enumerate(codes))
 
-    def dropped(self, form: Form, full: int) -> Form:
+    def cut(self, form: Form, number: int) -> Form:
+        """Return the arguments of a call with texts, and their masks, as long as the longest text of the batch.
+
+        number: what `among` returned on rank 0.
+        """
+        whole, counts = form.whole, {name: code >> 1 for name, code in self._codes(number)}
+        for name, padding in self._padding.items():
+            if counts[name]:
+                whole |= {each: whole[each][:, : counts[name] - 1] for each in (name, padding.text)}
+        return form_of(whole) if any(counts[name] for name in self._padding) else form
+
+    def dropped(self, form: Form, number: int) -> Form:
         """Return the arguments of a call with None for full masks, or with `FULL` for those that the forward needs.
 
-        full: what `among` returned on rank 0.
+        number: what `among` returned on rank 0.
         """
-        names = [name for bit, name in enumerate(self._names) if full >> bit & 1]
+        names = [name for name, code in self._codes(number) if code & 1]
         if not names:
             return form
         needed = tuple(name for name in names if name in self._kept)
         whole = form.whole | {name: None for name in names if name not in needed}
         return form_of(whole | {FULL: needed} if needed else whole)
 
-    def _is_full(self, mask: Tensor) -> bool:
+    def _codes(self, number: int) -> list[tuple[str, int]]:
+        """Return each mask's name and its code in a number; see `among`."""
+        return [(name, number >> BITS * place & (1 << BITS) - 1) for place, name in enumerate(self._names)]
+
+    def _known_code(self, name: str, mask: Tensor) -> int:
         if mask.is_inference():
-            return False
-        writes, full = self._known.get(mask, (-1, False))
+            return 0
+        writes, code = self._known.get(mask, (-1, 0))
         if writes != mask._version:
-            full = bool((mask != 0).all())
-            self._known[mask] = mask._version, full
-        return full
+            code = self._code(mask, self._padding.get(name))
+            self._known[mask] = mask._version, code
+        return code
+
+    def _code(self, mask: Tensor, padding: Padding | None) -> int:
+        """Return 1 for a mask that leaves no key out once its text is cut, plus twice (the tokens that stay, plus 1).
+
+        Tokens that stay are counted only where a text may be cut.
+        """
+        tokens = mask.shape[1]
+        if padding is None or not 0 < tokens < MOST:
+            return int(bool((mask != 0).all()))
+        last, count = _last_and_count(mask)
+        tokens = max(last, min(padding.least, tokens))
+        return (tokens + 1) * 2 + (count == len(mask) * tokens)
+
+
+def _last_and_count(mask: Tensor) -> tuple[int, int]:
+    """Return how many tokens there are up to the last valid one of any row, and how many valid ones in all rows.
+
+    mask: (B, L), nonzero for valid tokens; or (B, L, C), features whose tokens are all valid unless all are zeros.
+    """
+    if mask.dim() > 2:
+        tokens = mask.shape[1] if bool((mask != 0).any()) else 0
+        return tokens, len(mask) * tokens
+    valid, places = mask != 0, torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last, count = torch.stack(((valid * places).amax(), valid.sum())).tolist()
+    return last, count
 
 
 def is_by_key(mask: Tensor | None, rows: int) -> bool:

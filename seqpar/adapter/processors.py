@@ -2,7 +2,8 @@
 
 diffusers keeps settings in processors, such as the scale of an IP-adapter and the attention backend, and changes them
 in place. Mochi's processor picks the valid text tokens of each batch row by their values, which waits for the device
-and gives every rank another number of keys. The one here masks them instead, for all rows at once.
+and gives every rank another number of keys. HunyuanVideo 1.5's makes a mask for all pairs of tokens. Those here mask
+keys instead, for all rows at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
@@ -56,13 +58,13 @@ class MochiProcessor:
         """Return (video, text), (B, l, E) each.
 
         attention_mask: nonzero for this rank's tokens of the text, (B, l'); attention returns 0 for padding, as
-        diffusers' does. image_rotary_emb: cos and sin (l, H, D/2) of the video's tokens.
+        diffusers' does. image_rotary_emb: cos and sin of the video's tokens, (l, H, D/2), or as `turned` takes them.
         """
         own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
         text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
         if image_rotary_emb is not None:
-            q, k = rotated(q, *image_rotary_emb), rotated(k, *image_rotary_emb)
+            q, k = self.turned(q, *image_rotary_emb), self.turned(k, *image_rotary_emb)
         queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))
         out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
         video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
@@ -71,6 +73,20 @@ class MochiProcessor:
         for layer in attn.to_out:
             video_out = layer(video_out)
         return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out
+
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        return rotated(x_BlHD, cos, sin)
+
+
+class HunyuanVideo15Processor(MochiProcessor):
+    """The same with HunyuanVideo 1.5's rotary embedding, whose cos and sin (l, D) hold each number twice."""
+
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        rows: Any = cos, sin
+        rotated_BlHD: Any = apply_rotary_emb(x_BlHD, rows, sequence_dim=1)
+        return rotated_BlHD
 
 
 def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:

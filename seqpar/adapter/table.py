@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from seqpar.adapter import hunyuan_video
 from seqpar.adapter.cuts import (
     HELP,
     JOINED,
@@ -25,7 +26,8 @@ from seqpar.adapter.cuts import (
     check,
     from_diffusers,
 )
-from seqpar.adapter.processors import MochiProcessor
+from seqpar.adapter.fused import HOME
+from seqpar.adapter.processors import HunyuanVideo15Processor, MochiProcessor
 
 IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
 OUT = Boundary(gathers={0: GatherTokens("image")})
@@ -170,8 +172,11 @@ def _hunyuan_video() -> Cuts:
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": text}),
         "proj_out": OUT,
     }
-    both = {"transformer_blocks.*.attn": IMAGE_TEXT, "single_transformer_blocks.*.attn": IMAGE_TEXT}
-    return Cuts(places, both, why_not=_replaces_tokens)
+    joint = Joint(("image", "text"), masked=True)
+    both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
+    return Cuts(
+        places, both, padding=hunyuan_video.PADDING, key_masks=hunyuan_video.key_masks, why_not=_replaces_tokens
+    )
 
 
 def _replaces_tokens(module: Any) -> str | None:
@@ -180,6 +185,31 @@ def _replaces_tokens(module: Any) -> str | None:
     return (
         "image_condition_type token_replace modulates the tokens of the first frame in another way, by their number "
         "in the whole video"
+    )
+
+
+def _hunyuan_video15() -> Cuts:
+    rows = CutTokens("image", dim=0)
+    places = {
+        "rope": Boundary(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"attention_mask": TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(
+        places,
+        {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
+        padding=hunyuan_video.PADDING_15,
+        key_masks=hunyuan_video.key_masks_15,
+        forward=hunyuan_video.forward_15,
+        why_eager=_picks_by_value,
+    )
+
+
+def _picks_by_value(module: Any) -> str | None:
+    """Return why a class that derives from diffusers' runs eagerly: its own forward computes it."""
+    return (
+        None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
     )
 
 
@@ -274,6 +304,7 @@ CUTS = {
     "SD3Transformer2DModel": _sd3(),
     "CogVideoXTransformer3DModel": _cogvideox(),
     "HunyuanVideoTransformer3DModel": _hunyuan_video(),
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video15(),
     "LTXVideoTransformer3DModel": _ltx(),
     "LTX2VideoTransformer3DModel": _ltx2(),
     "PixArtTransformer2DModel": _from_patches("proj_out"),

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.blocks._parallel import branch, following, outs
-from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.blocks._parallel import apart, branch, joined, outs
+from seqpar.kernels.adaln import Norm
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
@@ -88,21 +87,12 @@ def single(
     """Return text and image after a block; see `double`. They are views of one stream, which is left for the next."""
     checked(joint_attention_kwargs)
     every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
-    (shift, scale, gate), norm = every[call.index], Norm("layer", block.norm.norm.eps)
-    handed = call.handed(hidden_states)
-    if handed is not None and handed[0] is encoder_hidden_states:
-        _, x, h = handed
-    else:
-        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        h = norm_modulate(x, shift, scale, norm)
-    of, how = call.matrices, by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, x))
-    both = outs(of["out"], block.attn.inner_dim)
-    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
-    x, h = following(x, gate, of_block, every[call.index + 1 :], norm)
-    text, image = x[:, : encoder_hidden_states.shape[1]], x[:, encoder_hidden_states.shape[1] :]
-    if h is not None:
-        call.hand_over(image, (text, x, h))
-    return text, image
+    attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
+    x, h = joined(call, encoder_hidden_states, hidden_states, every, norm)
+    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, x))
+    both = outs(of["out"], attn.inner_dim)
+    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
+    return apart(call, x, of_block, every, norm, encoder_hidden_states.shape[1])
 
 
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,22 @@ def test_a_subclass_has_the_plan_of_its_class() -> None:
     module = MODELS["flux"].build()
     module.__class__ = type("Mine", (type(module),), {})
     assert cuts_of(module) is cuts_of(MODELS["flux"].build())
+
+
+def test_a_forward_that_is_not_diffusers_own_computes_itself() -> None:
+    """Its text has the order of the masks, too; it may read values on the host."""
+    tiny, own = MODELS["hunyuan15"], MODELS["hunyuan15"].build()
+    plain, theirs = body_of(tiny.build(), 1, torch.device("cpu"), "ulysses"), type(own).forward
+
+    @wraps(theirs)
+    def forward(self: Any, **arguments: Any) -> Outputs:
+        return tuple(2 * x for x in theirs(self, **arguments))
+
+    own.__class__ = type("Mine", (type(own),), {"__module__": "mine", "forward": forward})
+    body = body_of(own, 1, torch.device("cpu"), "ulysses")
+    assert error(called(body, tiny.arguments()), tuple(2 * x for x in truth("hunyuan15", "cpu"))) < TOLERANCE
+    assert "by their values" in (body.why_eager() or "")
+    assert plain.why_eager() is None
 
 
 # What is refused -----------------------------------------------------------------------------------------------

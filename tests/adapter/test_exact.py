@@ -37,6 +37,7 @@ FUSED = (
     "Chroma",
     "CogVideoX",
     "Flux",
+    "HunyuanVideo",
     "Krea2",
     "QwenImage",
     "SD3",

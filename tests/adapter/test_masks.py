@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from seqpar.local import reference, sdpa
 from seqpar.types.masks import key_bias
 from tests.adapter.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 from tests.support.calls import Captures
-from tests.support.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS, flat, padded
 from tests.support.foreign import InDouble, StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for, random
@@ -143,9 +144,9 @@ def by_one(name: str, full: bool, device: str) -> Outputs:
     return tuple(x.cpu() for x in MODELS[name].whole(arguments=arguments, device=device))
 
 
-FAULTS: dict[str, Callable[[FullMasks, Tensor], bool]] = {
-    "every mask is full": lambda self, mask: True,
-    "writes are not seen": lambda self, mask: self._known.setdefault(mask, (0, bool(mask.all())))[1],
+FAULTS: dict[str, Callable[[FullMasks, str, Tensor], int]] = {
+    "every mask is full": lambda self, name, mask: 1,
+    "writes are not seen": lambda self, name, mask: self._known.setdefault(mask, (0, int(bool(mask.all()))))[1],
 }
 
 
@@ -153,7 +154,7 @@ FAULTS: dict[str, Callable[[FullMasks, Tensor], bool]] = {
 def planted(fault: str | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
-            patch.setattr(FullMasks, "_is_full", FAULTS[fault])
+            patch.setattr(FullMasks, "_known_code", FAULTS[fault])
         yield
 
 
@@ -247,3 +248,48 @@ def test_branches_of_which_one_has_a_full_mask_are_computed_together(ranks: Pool
     for results, promised in ranks.run(world, guided, first):
         assert max(error(step, tuple(wanted)) for step in results) < TOLERANCE
         assert promised == [False, True, True]
+
+
+# Padding that is cut off -------------------------------------------------------------------------------------------
+
+# model, batch -> how many tokens of its text are computed, whether keys are masked
+CUT = {
+    ("hunyuan", 1): (19, False),
+    ("hunyuan", 2): (19, True),
+    ("hunyuan15", 1): (8, False),
+    ("hunyuan15", 2): (8 + 2, True),
+    ("hunyuan15_i2v", 1): (3 + 8, False),
+    ("hunyuan15_i2v", 3): (3 + 4 + 8, True),
+}
+
+
+def with_padding(name: str, batch: int, device: torch.device | str) -> dict[str, Any]:
+    """Return arguments whose texts have padding at their end; HunyuanVideo 1.0's is not cut to fewer than 16 tokens."""
+    arguments = replace(MODELS[name], batch=batch).arguments(device)
+    if name == "hunyuan":
+        arguments["encoder_hidden_states"] = random((batch, 23, 24), 2, device)
+        arguments["encoder_attention_mask"] = (padded(batch, 20).long() @ torch.eye(20, 23).long()).to(device)
+    return arguments
+
+
+def cut_off(rank: int, world: int, device: torch.device) -> dict[tuple[str, int], tuple[float, int, bool]]:
+    """Return, for each case of `CUT`, the error of a second call, the text's tokens, and whether keys were masked."""
+    results = {}
+    for name, batch in CUT:
+        module, arguments = MODELS[name].build().to(device), with_padding(name, batch, device)
+        body = body_of(module, world, device, "kv_gather", fused=batch < 3)
+        within: Any = InDouble(body)
+        call = Call(module, mesh_for("kv_gather", world, device), within, Captures(), cuts_of(module))
+        whole, last = MODELS[name].whole(None, arguments, device), body.ranks
+        outputs = [flat(call(**arguments, return_dict=False)) for _ in range(2)][-1]
+        results[name, batch] = error(outputs, whole), last.last.lengths.get("text", 0), bool(last.last.masks)
+        call.release()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_padding_at_the_end_of_texts_is_not_computed(ranks: Pool, world: int) -> None:
+    for results in ranks.run(world, cut_off):
+        for which, (wrong, text, masked) in results.items():
+            assert wrong < TOLERANCE, which
+            assert (text, masked) == CUT[which], which

@@ -109,6 +109,13 @@ LAYERS = {
     "negative_prompt_embeds": random((1, 7, 3, pipelines.WIDTH), 2),
     "negative_prompt_embeds_mask": torch.tensor([[True, False, False, False, False, True, True]]),
 }
+# texts of 7 and 4 tokens with padding behind them, without glyphs
+HUNYUAN = {
+    **{f"{name}prompt_embeds": random((1, 12, pipelines.WIDTH), seed) for seed, name in enumerate(("", "negative_"))},
+    **{f"{name}prompt_embeds_mask": torch.arange(12)[None] < tokens for tokens, name in ((7, ""), (4, "negative_"))},
+    **{f"{name}prompt_embeds_2": random((1, 6, 8), seed) for seed, name in enumerate(("", "negative_"), 2)},
+    **{f"{name}prompt_embeds_mask_2": torch.zeros(1, 6, dtype=torch.int64) for name in ("", "negative_")},
+}
 FLUX_EMBEDDED = {
     "prompt_embeds": random((2, 9, pipelines.WIDTH), 3),
     "pooled_prompt_embeds": random((2, pipelines.WIDTH), 4),
@@ -150,6 +157,7 @@ OTHERS = {
     "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
     "krea 2": Case(pipelines.krea2, {**LAYERS, "guidance_scale": 3.0}, prompt=None),
+    "hunyuan-video 1.5": Case(pipelines.hunyuan_video15, {**HUNYUAN, "num_frames": 5}, prompt=None),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
     ),

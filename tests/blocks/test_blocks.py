@@ -20,7 +20,9 @@ from torch import Tensor
 import seqpar.blocks
 from seqpar.adapter import adopt
 from seqpar.adapter.attention import SplitAttention
+from seqpar.adapter.cuts import Cuts, Joint
 from seqpar.adapter.fused import BlockHook, families
+from seqpar.adapter.table import CUTS
 from seqpar.blocks import z_image
 from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
@@ -40,6 +42,8 @@ KINDS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
     "Flux3Transformer2DModel",
+    "HunyuanVideo15Transformer3DModel",
+    "HunyuanVideoTransformer3DModel",
     "Krea2Transformer2DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
@@ -47,7 +51,7 @@ KINDS = {
     "WanVACETransformer3DModel",
     "ZImageTransformer2DModel",
 }
-FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS]
+FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS and tiny.splits]
 # each strategy on two ranks and on another number; every second model each, so that each meets all strategies
 CASES = [
     (world, strategy, TRANSPORTS[(index // 2 + turn) % 2], (index + turn) % 2)
@@ -60,7 +64,9 @@ FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for ind
 TEXTS = [
     name
     for name in FUSED
-    if not (name == "cogvideox_2b" or MODELS[name].kind.startswith(("Krea2", "Wan", "ZImage", "Flux3")))
+    if not (
+        name == "cogvideox_2b" or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "Wan", "ZImage", "Flux3"))
+    )
 ]
 Outputs = tuple[Tensor, ...]
 
@@ -184,7 +190,10 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["chroma", "cogvideox", "flux", "krea2", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize(
+    "name",
+    ["chroma", "cogvideox", "flux", "hunyuan", "hunyuan15_i2v", "krea2", "sd3_dual", "wan2.2", "wan_vace", "z_image"],
+)
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -195,6 +204,8 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         "cogvideox": {},
         "flux": {"num_single_layers": 1},
         "krea2": {},
+        "hunyuan": {"num_layers": 1, "num_single_layers": 1},
+        "hunyuan15_i2v": {"num_layers": 1},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
@@ -280,6 +291,21 @@ def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(place, name, change(getattr(place, name)))
     got = of_pictures(0, 1, torch.device("cpu"), 2)
     assert error(got, truth("z_image", "cpu")) > VISIBLE
+
+
+def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outputs:
+    """Return the outputs of HunyuanVideo by a user's cuts, whose attention takes the mask that blocks are given."""
+    tiny, known = MODELS["hunyuan"], CUTS["HunyuanVideoTransformer3DModel"]
+    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))))
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mask_that_blocks_are_given_counts(ranks: Pool, world: int) -> None:
+    for outputs in ranks.run(world, with_cuts_without_masks):
+        assert error(outputs, truth("hunyuan", ranks.device)) < TOLERANCE
 
 
 def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
@@ -407,7 +433,7 @@ def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[
     tiny, told, options = (
         MODELS[name],
         [],
-        "attention_kwargs" if name in ("krea2", "qwen", "wan") else "joint_attention_kwargs",
+        "attention_kwargs" if name in ("krea2", "qwen", "wan", "hunyuan15") else "joint_attention_kwargs",
     )
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
@@ -449,7 +475,8 @@ def act(module: Any, action: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
 @pytest.mark.parametrize(
-    ("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")]
+    ("world", "name"),
+    [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "hunyuan15"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")],
 )
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name]))

@@ -187,18 +187,19 @@ def test_pipelines_are_verified_and_left_as_they_were(
     assert first[2] == first[3]
 
 
-def padded_text(rank: int, world: int, device: torch.device) -> int:
+def padded_text(rank: int, world: int, device: torch.device, name: str) -> int:
     """Return how many outputs of blocks hold in a call of a transformer whose texts are padded."""
-    tiny = MODELS["mochi"]
+    tiny = MODELS[name]
     module = tiny.build().to(device)
     mesh = mesh_for("ulysses", world, device)
     seqpar.parallelize(module, mesh, strategy="ulysses")
     return verify(module, **tiny.arguments(device), evaluations=1).blocks
 
 
-def test_padding_that_a_processor_of_ours_masks_holds(ranks: Pool) -> None:
-    """Mochi's own processor returns 0 for it; what follows in a block is compared for every token."""
-    assert ranks.run(2, padded_text) == [4, 4]  # video and text of two blocks
+@pytest.mark.parametrize("name", ["mochi", "hunyuan15"])
+def test_padding_that_a_processor_of_ours_masks_holds(ranks: Pool, name: str) -> None:
+    """diffusers' own processors return 0 for it; what follows in a block is compared for every token."""
+    assert ranks.run(2, padded_text, name) == [4, 4]  # video and text of two blocks
 
 
 def with_other_noise(rank: int, world: int, device: torch.device) -> tuple[str, ...]:

@@ -296,6 +296,24 @@ def hunyuan(batch: int) -> Inputs:
     }
 
 
+def hunyuan15(batch: int) -> Inputs:
+    """Return a video to draw from two texts, of which the second has no valid token in some rows, and no picture."""
+    rows = torch.arange(batch)[:, None]
+    return {
+        "hidden_states": random((batch, 9, 3, 3, 5), 1),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+        "encoder_attention_mask": padded(batch, 9).double(),
+        "encoder_hidden_states_2": random((batch, 5, 12), 3),
+        "encoder_attention_mask_2": (torch.arange(5) < 2 * rows).double(),
+        "image_embeds": torch.zeros(batch, 3, 16).double(),
+    }
+
+
+def hunyuan15_with_picture(batch: int) -> Inputs:
+    return {**hunyuan15(batch), "image_embeds": random((batch, 3, 16), 4)}
+
+
 def ltx(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 45, 8), 1),
@@ -498,6 +516,18 @@ HUNYUAN = {
     "pooled_projection_dim": 16,
     "rope_axes_dim": (4, 4, 4),
 }
+HUNYUAN15 = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 24,
+    "text_embed_2_dim": 12,
+    "image_embed_dim": 16,
+    "rope_axes_dim": (4, 4, 4),
+}
 LTX = {
     "in_channels": 8,
     "out_channels": 8,
@@ -617,6 +647,8 @@ MODELS = {
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
     "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX_2B, cogvideox_2b, batch=1),
     "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
+    "hunyuan15": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15),
+    "hunyuan15_i2v": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15_with_picture, batch=3),
     "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
     "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2, splits=False),

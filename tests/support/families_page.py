@@ -36,6 +36,8 @@ FAMILIES = (
     ("krea2", "Krea 2: 4096 + 512", "krea-2", "those that fuse the layers of the text"),
     ("flux3", "FLUX.3: 4096 + 512", "flux.3", "none"),
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
+    ("hunyuan_video", "HunyuanVideo, 544 x 960: 67,320 + 64", "hunyuan-video", "those of `token_replace` models"),
+    ("hunyuan_video", "HunyuanVideo 1.5, 480p: 49,290 + 64", "hunyuan-video-1.5", "none"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

@@ -128,6 +128,22 @@ FAULTS = (
         "its input has the modulation of another block",
     ),
     Fault(
+        "a text is cut off before its last token",
+        "seqpar/adapter/masks.py",
+        "counts[name] - 1]",
+        "counts[name] - 2]",
+        "tests/adapter/test_masks.py::test_padding_at_the_end_of_texts_is_not_computed[1]",
+        "attention misses a token of the text",
+    ),
+    Fault(
+        "HunyuanVideo 1.5's masks have another order than its texts",
+        "seqpar/adapter/hunyuan_video.py",
+        'for name in ("_2", "")',
+        'for name in ("", "_2")',
+        "tests/adapter/test_masks.py::test_padding_at_the_end_of_texts_is_not_computed[1]",
+        "tokens of one text are masked by the padding of another",
+    ),
+    Fault(
         "shift and scale of the text in Stable Diffusion 3's last block are exchanged",
         "seqpar/blocks/sd3.py",
         "text[::-1]",

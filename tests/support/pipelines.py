@@ -322,6 +322,33 @@ def krea2() -> Any:
     return quiet(THEIRS.Krea2Pipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
 
 
+def hunyuan_video15() -> Any:
+    """Return a HunyuanVideo 1.5 pipeline without text encoders, for prompts that are given as embeddings."""
+    transformer = THEIRS.HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=HEADS,
+        attention_head_dim=12,
+        num_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=8,
+        image_embed_dim=16,
+        rope_axes_dim=(4, 4, 4),
+    )
+    vae = THEIRS.AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=4,
+    )
+    parts = {**dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")), "scheduler": flow()}
+    guider = THEIRS.ClassifierFreeGuidance(guidance_scale=3.0)
+    models = {"vae": random_weights(vae, 1), "transformer": random_weights(transformer, 5)}
+    return quiet(THEIRS.HunyuanVideo15Pipeline(**parts, **models, guider=guider))
+
+
 def unidiffuser(version_1: bool = True, original: bool = False) -> Any:
     """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has.
 

@@ -215,9 +215,9 @@ class BlockHook(ModelHook):
         assert self.attention is not None
         return self.attention.of_streams
 
-    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         """See `seqpar.types.fused.BlockCall`."""
-        return self._ranks.local(q_BlHD, False)(q_BlHD, k_BLGD, v_BLGD)[0]
+        return self._ranks.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.types.fused.BlockCall`."""

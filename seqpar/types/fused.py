@@ -70,8 +70,11 @@ class BlockCall(Protocol):
         """
         ...
 
-    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
-        """Return attention (B, l, H, D) to keys that are whole on every rank."""
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+        """Return attention (B, l, H, D) to keys that are whole on every rank.
+
+        mask: as `seqpar.types.protocols.Core` takes it; make it once a forward.
+        """
         ...
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:

@@ -196,6 +196,23 @@ def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, An
     return made | {"timestep": timestep_BL}
 
 
+def ltx_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents of a video, a text of which a quarter is padding, and timestep as `LTXPipeline` does."""
+    frames, rows, columns = model.size
+    video = random(1, model.tokens, model.config["in_channels"])
+    padding = torch.arange(model.text, device=video.device)[None] < model.text - model.text // 4
+    return {
+        "hidden_states": video,
+        "encoder_hidden_states": random(1, model.text, model.config["caption_channels"]),
+        "timestep": torch.full((1,), 500.0, device=video.device),
+        "encoder_attention_mask": padding.long(),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "rope_interpolation_scale": (8 / 25, 32, 32),  # of the VAE; 25 frames a second
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -255,10 +272,20 @@ WAN: Mapping[str, Any] = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
 }
+LTX: Mapping[str, Any] = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "num_attention_heads": 32,
+    "attention_head_dim": 64,
+    "cross_attention_dim": 2048,
+    "num_layers": 28,
+    "caption_channels": 4096,
+}
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
+NARROW_LTX: Mapping[str, Any] = {**FEW, "cross_attention_dim": 64, "caption_channels": 12}
 
 RELEASED: Mapping[str, Released] = {
     model.name: model
@@ -325,6 +352,19 @@ RELEASED: Mapping[str, Released] = {
             512,
             wan_by_token,
             NARROW_WAN,
+            joined=False,
+        ),
+        Released(
+            "ltx-video-2b", "LTXVideoTransformer3DModel", LTX, (21, 16, 22), 128, ltx_inputs, NARROW_LTX, joined=False
+        ),
+        Released(
+            "ltx-video-13b",
+            "LTXVideoTransformer3DModel",
+            {**LTX, "attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+            (16, 22, 38),
+            128,
+            ltx_inputs,
+            NARROW_LTX,
             joined=False,
         ),
     )

@@ -21,6 +21,8 @@ def work_of_call(model: Released) -> Work:
         return flux2_work(model.config)
     if model.theirs == "SD3Transformer2DModel":
         return sd3_work(model.config)
+    if model.theirs == "LTXVideoTransformer3DModel":
+        return ltx_work(model.config, model.text)
     return flux.work(model.config)
 
 
@@ -127,3 +129,10 @@ def wan_work(config: Mapping[str, Any], text: int = 512) -> Work:
         text=((config["text_dim"], width), (width, width)),
         conditioning=((config["freq_dim"], width), (width, width), (width, 6 * width)),
     )
+
+
+def ltx_work(config: Mapping[str, Any], text: int = 128) -> Work:
+    """Return the operations of LTX-Video: those of Wan, on latents without patches."""
+    hidden = 4 * config["num_attention_heads"] * config["attention_head_dim"]
+    others = {"ffn_dim": hidden, "patch_size": (1, 1, 1), "text_dim": config["caption_channels"], "freq_dim": 256}
+    return wan_work({**config, **others}, text)

@@ -140,6 +140,7 @@ WAN = {
 }
 OTHERS = {
     "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
+    "ltx": Case(pipelines.ltx, {"height": 32, "width": 64, "num_frames": 5, **SHORT}),
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
@@ -184,7 +185,7 @@ LAYOUTS = [
     *((2, 2, tuple(group)) for group in (FLUX, SD3, PIXARTS, WAN)),
     *((2, 2, (name,)) for name in OTHERS),
     (3, 1, ("flux", "flux, true guidance")),
-    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image")),
+    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "ltx", "qwen-image")),
     (4, 2, ("flux, true guidance",)),
     (4, 2, ("sd3",)),
     (1, 1, ("flux",)),

@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.adapter import masks, ops
 from seqpar.adapter.cuts import Joint
 from seqpar.adapter.forward import Forward, Ranks
+from seqpar.adapter.whole_queries import merged, whole_keys
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 
@@ -59,6 +60,8 @@ class SplitAttention:
         forward = self.ranks.now
         if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
+        if self.joint.whole_queries:
+            return self._of_whole(forward, q, k, v, mask, scale)
         choose = self._named if self.joint.streams else self._inferred
         joined = choose(forward, q.shape[1], k.shape[1], reads)
         if joined is None:
@@ -67,6 +70,20 @@ class SplitAttention:
         bias = self._bias(forward, mask, streams, tokens, q)
         q, k, v = fitting(q, k, v, scale)
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
+
+    def _of_whole(
+        self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Return attention of queries that every rank holds whole to the keys of all ranks."""
+        (name,), rank = self.joint.streams, self.ranks.axis.rank
+        if name not in forward.lengths or Shard(forward.lengths[name], self.ranks.axis.size).sizes[rank] != k.shape[1]:
+            raise self._unknown(forward)
+        if mask is not None:
+            raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
+        if self.ranks.plan.exact:
+            tokens = Shard(forward.lengths[name], self.ranks.axis.size)
+            return _local(q, *whole_keys(self.ranks, k, v, tokens), mask, scale)
+        return merged(self.ranks, *fitting(q, k, v, scale))
 
     def of_streams(
         self,

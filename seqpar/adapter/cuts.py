@@ -66,12 +66,16 @@ class Joint:
     streams: the streams whose tokens it joins, in the order in which the module concatenates them (a mask for all keys
     has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
     by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
-    place of the module's own, if that cannot be split.
+    place of the module's own, if that cannot be split. whole_queries: whether the streams are the keys alone, and the
+    queries are other tokens, which every rank holds whole. skipped_by: argument of the module that makes it return its
+    values without attention, if it is true.
     """
 
     streams: tuple[str, ...] = ()
     masked: bool = False
     processor: Callable[[], Any] | None = None
+    whole_queries: bool = False
+    skipped_by: str = ""
 
 
 def _no_reason(module: nn.Module) -> None:

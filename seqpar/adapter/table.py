@@ -149,11 +149,13 @@ def _ltx() -> Cuts:
 
 
 def _ltx2() -> Cuts:
-    return Cuts({}, {}, why_not=_reads_audio)
-
-
-def _reads_audio(module: Any) -> str:
-    return "its audio attends to the video of all ranks, in attention that is not split"
+    """Return the cuts of the video; its sound is some hundred tokens, which every rank computes whole."""
+    coords = Boundary(inputs={"coords": CutTokens("image", dim=2)})
+    root = {"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2), "video_keyframes_mask": IMAGE}
+    places = {"": Boundary(inputs=root), "rope": coords, "cross_attn_rope": coords, "proj_out": OUT}
+    own = Joint(("image",), skipped_by="all_perturbed")
+    sound = Joint(("image",), whole_queries=True)
+    return Cuts(places, {"transformer_blocks.*.attn1": own, "transformer_blocks.*.video_to_audio_attn": sound})
 
 
 def _from_patches(out: str) -> Cuts:

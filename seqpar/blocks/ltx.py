@@ -77,7 +77,7 @@ def block(
 
 
 def by_vector(temb: Tensor, count: int) -> Tensor:
-    """Return the vectors of a timestep, (B, 1, count * E), as (B, count, E); those of each token as (B, l, count, E)."""
+    """Return the vectors of a timestep, (B, 1, n E), as (B, n, E), or those of each token, (B, l, n E), as (B, l, n, E)."""
     vectors = temb.unflatten(-1, (count, -1))
     return vectors[:, 0] if vectors.shape[1] == 1 else vectors
 

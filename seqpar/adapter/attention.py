@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.adapter import masks, ops
+from seqpar.adapter import masks, ops, whole_queries
 from seqpar.adapter.cuts import Joint
 from seqpar.adapter.forward import Forward, Ranks
-from seqpar.adapter.whole_queries import merged, whole_keys
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 
@@ -75,15 +74,13 @@ class SplitAttention:
         self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """Return attention of queries that every rank holds whole to the keys of all ranks."""
-        (name,), rank = self.joint.streams, self.ranks.axis.rank
-        if name not in forward.lengths or Shard(forward.lengths[name], self.ranks.axis.size).sizes[rank] != k.shape[1]:
+        (name,), axis = self.joint.streams, self.ranks.axis
+        total = forward.lengths.get(name, 0)
+        if Shard(total, axis.size).sizes[axis.rank] != k.shape[1]:
             raise self._unknown(forward)
         if mask is not None:
             raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
-        if self.ranks.plan.exact:
-            tokens = Shard(forward.lengths[name], self.ranks.axis.size)
-            return _local(q, *whole_keys(self.ranks, k, v, tokens), mask, scale)
-        return merged(self.ranks, *fitting(q, k, v, scale))
+        return whole_queries.attended(self.ranks, *fitting(q, k, v, scale), total)
 
     def of_streams(
         self,

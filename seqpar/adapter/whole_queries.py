@@ -17,18 +17,20 @@ from seqpar.adapter.forward import Ranks
 from seqpar.ranks.shard import Shard
 
 
-def merged(ranks: Ranks, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
-    """Return attention (B, L, H, D) to the keys of all ranks, the same on each; every rank has a key."""
-    out_BLHD, lse_BHL = ranks.local(q_BLHD, False)(q_BLHD, k_BlGD, v_BlGD)
+def attended(ranks: Ranks, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, total: int) -> Tensor:
+    """Return attention (B, L, H, D) of whole queries to the keys of all ranks, the same on each.
+
+    k, v: of this rank's tokens; every rank has one. total: the number of tokens of all ranks.
+    """
+    core = ranks.local(q_BLHD, False)
+    if ranks.axis.size == 1:
+        return core(q_BLHD, k_BlGD, v_BlGD)[0]
+    if ranks.plan.exact:
+        use, both = ("keys of whole queries", total), torch.cat([k_BlGD, v_BlGD], dim=2).movedim(1, 0)
+        whole = ranks.keeper.gathered(use, ranks.axis, both, Shard(total, ranks.axis.size).sizes)
+        return core(q_BLHD, *whole.movedim(0, 1).chunk(2, dim=2))[0]
+    out_BLHD, lse_BHL = core(q_BLHD, k_BlGD, v_BlGD)
     mine = torch.cat([out_BLHD.to(lse_BHL.dtype), lse_BHL.transpose(1, 2)[..., None]], dim=-1)
     every = ranks.keeper.gathered("attention of whole queries", ranks.axis, mine[None])
     shares = torch.softmax(every[..., -1:], dim=0)
     return (every[..., :-1] * shares).sum(0).to(q_BLHD.dtype)
-
-
-def whole_keys(ranks: Ranks, k_BlGD: Tensor, v_BlGD: Tensor, tokens: Shard) -> tuple[Tensor, Tensor]:
-    """Return k and v (B, L, G, D) of all ranks; the next call overwrites them."""
-    both = torch.cat([k_BlGD, v_BlGD], dim=2).movedim(1, 0)
-    use = "keys of whole queries", tokens.total
-    k, v = ranks.keeper.gathered(use, ranks.axis, both, tokens.sizes).movedim(0, 1).chunk(2, dim=2)
-    return k, v

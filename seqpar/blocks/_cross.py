@@ -19,7 +19,10 @@ from seqpar.types.protocols import state_dtype
 
 
 class Modulation(NamedTuple):
-    """Shift, scale and gate of attention, then of the MLP, of all blocks; and the row of a token, (B, l), or None."""
+    """The vectors of all blocks, and the row of a token among them, (B, l), or None.
+
+    They are shift, scale and gate of attention, then of the MLP, and what a family has besides.
+    """
 
     every: Sequence[Sequence[Vectors]]
     of_token: Tensor | None
@@ -56,13 +59,25 @@ def to_whole(
     return call.local(q_BlHD, k_norm(k).unflatten(2, heads), v.unflatten(2, heads), mask_BL)
 
 
-def finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, modulation: Modulation, norm: Norm) -> Tensor:
-    """Return the stream after attention to whole tokens, the branch, and after the MLP."""
+def finished(
+    call: BlockCall,
+    x_BlE: Tensor,
+    branch_BlE: Tensor,
+    modulation: Modulation,
+    norm: Norm,
+    before: Vectors | None = None,
+    mlp: tuple[str, str] = ("up", "down"),
+) -> Tensor:
+    """Return the stream after attention to whole tokens, the branch, and after the MLP.
+
+    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices.
+    """
     every, index = modulation
-    _, _, _, shift, scale, gate = every[call.index]
-    one = constant(call, 1.0, x_BlE)
+    shift, scale, gate = every[call.index][3:6]
+    one = constant(call, 1.0, x_BlE) if before is None else before
     x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index)
-    branch = call.matrices["down"](linear_gelu(h, *call.matrices["up"]))
+    up, down = (call.matrices[name] for name in mlp)
+    branch = down(linear_gelu(h, *up))
     if call.index + 1 == len(every):
         return added(x, gate, branch, index_Bl=index)
     shift, scale, *_ = every[call.index + 1]

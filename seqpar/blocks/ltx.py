@@ -37,11 +37,16 @@ PRODUCTS = {
 
 def why_not(block: Any) -> str | None:
     """See `seqpar.blocks`."""
-    if block.norm1.weight is not None:
+    return why_not_of(block.norm1, block.ff)
+
+
+def why_not_of(norm: Any, *mlps: Any) -> str | None:
+    """Return why a norm like those of a block, or its MLPs, are not those that functions compute, or None."""
+    if norm.weight is not None:
         return "their norms have weights"
-    activation = block.ff.net[0]
-    tanh = type(activation).__name__ == "GELU" and activation.approximate == "tanh"
-    return None if tanh else "their MLPs have another activation than the tanh formula of GELU"
+    if any(type(mlp.net[0]).__name__ != "GELU" or mlp.net[0].approximate != "tanh" for mlp in mlps):
+        return "their MLPs have another activation than the tanh formula of GELU"
+    return None
 
 
 def block(
@@ -67,7 +72,7 @@ def block(
     norm, of, x, index = Norm("rms", block.norm1.eps), call.matrices, hidden_states, modulation.of_token
     handed, attn, text = call.handed(x), block.attn1, block.attn2
     h = norm_modulate(x, shift, scale, norm, index_Bl=index) if handed is None else handed
-    rows = call.once("rotary", image_rotary_emb, lambda: _pairs(image_rotary_emb, attn.heads, x))
+    rows = call.once("rotary", image_rotary_emb, lambda: by_head(image_rotary_emb, attn.heads))
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *rows)
     (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
     x = added(x, gate, of["out"](out.flatten(2)), index_Bl=index)
@@ -77,24 +82,33 @@ def block(
 
 
 def by_vector(temb: Tensor, count: int) -> Tensor:
-    """Return the vectors of a timestep, (B, 1, n E), as (B, n, E), or those of each token, (B, l, n E), as (B, l, n, E)."""
+    """Return a timestep's vectors (B, 1, n E) as (B, n, E), or those of each token, (B, l, n E), as (B, l, n, E)."""
     vectors = temb.unflatten(-1, (count, -1))
     return vectors[:, 0] if vectors.shape[1] == 1 else vectors
 
 
-def key_bias(call: BlockCall, mask_B1L: Tensor | None) -> Tensor | None:
-    """Return the mask of a text as attention to whole keys takes it, (B, L), made once a forward."""
+def key_bias(call: BlockCall, mask_B1L: Tensor | None, name: str = "") -> Tensor | None:
+    """Return the mask of a text as attention to whole keys takes it, (B, L), made once a forward.
+
+    name: of the text, where there are several.
+    """
     if mask_B1L is None:
         return None
     if mask_B1L.dim() != 3 or mask_B1L.shape[1] != 1:
         raise DeclinedError(f"the mask of the text has the shape {tuple(mask_B1L.shape)}, not one row for each prompt")
-    return call.once("mask of the text", mask_B1L, lambda: aligned_bias(mask_B1L[:, 0]))
+    return call.once(f"mask of the text {name}", mask_B1L, lambda: aligned_bias(mask_B1L[:, 0]))
 
 
-def _pairs(rows: tuple[Tensor, Tensor], heads: int, x_BlE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (B, l, H, D/2) of rotary rows (B, l, E) that hold each number twice."""
-    dtype = state_dtype(x_BlE.dtype)
-    cos, sin = (part[..., 0::2].to(dtype).unflatten(-1, (heads, -1)).contiguous() for part in rows)
+def by_head(rows: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (B, l, H, D/2) of rotary rows, in fp32 (or fp64).
+
+    These are (B, H, l, D/2) for pairs of the halves of a head, or (B, l, E) for neighbouring pairs, each number twice.
+    """
+    dtype = state_dtype(rows[0].dtype)
+    if rows[0].dim() == 4:
+        cos, sin = (part.transpose(1, 2).to(dtype).contiguous() for part in rows)
+    else:
+        cos, sin = (part[..., 0::2].to(dtype).unflatten(-1, (heads, -1)).contiguous() for part in rows)
     return cos, sin
 
 

@@ -51,6 +51,17 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
     return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
 
 
+def prepare_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
+    """Return x as `prepare` returns q, where q and k are different tokens, as in attention of one stream to another."""
+    if how.is_identity:
+        return x_BlHD
+    if not _takes(x_BlHD, how=how):
+        return _prepared(x_BlHD, how, how.q_weight, how.q_bias)
+    out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
+    _run(x_BlHD, None, None, how, (out, None), None)
+    return out
+
+
 def prepare_into(
     q_BlHD: Tensor | None,
     k_BlGD: Tensor | None,
@@ -135,7 +146,7 @@ def _run(
     k: Tensor | None,
     v: Tensor | None,
     how: Prepare,
-    into: Places | tuple[Tensor, Tensor],
+    into: Places | tuple[Tensor, Tensor | None],
     tiled: Tile | None,
     met: tuple[Any, ...] = NOBODY,
 ) -> None:

@@ -77,6 +77,13 @@ class BlockCall(Protocol):
         """
         ...
 
+    def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+        """Return attention (B, L, H, D) of queries that every rank holds whole to the keys of all ranks.
+
+        k, v: of this rank's tokens of the stream that the block's attention joins. All ranks get the same bits.
+        """
+        ...
+
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """Return what `make` returned first in this forward under this name for this very object `of`.
 

@@ -37,6 +37,7 @@ VISIBLE = 1e-3
 KINDS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
+    "LTX2VideoTransformer3DModel",
     "LTXVideoTransformer3DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
@@ -174,7 +175,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "ltx_per_token", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "ltx_per_token", "ltx2_3", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -183,6 +184,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     few = {
         "flux": {"num_single_layers": 1},
         "ltx_per_token": {"num_layers": 1},
+        "ltx2_3": {"num_layers": 2},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},

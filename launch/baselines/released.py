@@ -213,6 +213,31 @@ def ltx_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
     }
 
 
+def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents of a video and of its sound, texts and timestep as `LTX2Pipeline` passes them.
+
+    Texts have no padding: learned tokens take the place of that. The video has 24 frames a second, the sound 25 tokens.
+    """
+    (frames, rows, columns), channels = model.size, model.config["caption_channels"]
+    seconds = (8 * frames - 7) / 24
+    sound, video = round(25 * seconds), random(1, model.tokens, model.config["in_channels"])
+    texts = {name: random(1, model.text, channels) for name in ("encoder", "audio_encoder")}
+    timestep = torch.full((1,), 500.0, device=video.device)
+    return {
+        "hidden_states": video,
+        "audio_hidden_states": random(1, sound, model.config["audio_in_channels"]),
+        **{f"{name}_hidden_states": text for name, text in texts.items()},
+        **{f"{name}_attention_mask": torch.ones(1, model.text, device=video.device).long() for name in texts},
+        "timestep": timestep,
+        "sigma": timestep,
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "fps": 24.0,
+        "audio_num_frames": sound,
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -280,6 +305,21 @@ LTX: Mapping[str, Any] = {
     "cross_attention_dim": 2048,
     "num_layers": 28,
     "caption_channels": 4096,
+}
+LTX2: Mapping[str, Any] = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "cross_attention_dim": 4096,
+    "audio_in_channels": 128,
+    "audio_out_channels": 128,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "num_layers": 48,
+    "caption_channels": 3840,
+    "rope_type": "split",
 }
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
@@ -352,6 +392,21 @@ RELEASED: Mapping[str, Released] = {
             512,
             wan_by_token,
             NARROW_WAN,
+            joined=False,
+        ),
+        Released(
+            "ltx-2",
+            "LTX2VideoTransformer3DModel",
+            LTX2,
+            (16, 16, 24),
+            1024,
+            ltx2_inputs,
+            {
+                **NARROW_LTX,
+                "audio_num_attention_heads": 4,
+                "audio_attention_head_dim": 8,
+                "audio_cross_attention_dim": 32,
+            },
             joined=False,
         ),
         Released(

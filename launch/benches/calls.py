@@ -43,7 +43,7 @@ class Calls(Flags):
     """Time calls of a released transformer with random weights on the running processes."""
 
     model: str = "flux.1-dev"
-    """flux.1-dev, flux.2-dev, ltx-video-2b, ltx-video-13b, qwen-image, qwen-image-edit, sd3.5-large, wan2.1-14b,
+    """flux.1-dev, flux.2-dev, ltx-2, ltx-video-2b, ltx-video-13b, qwen-image, qwen-image-edit, sd3.5-large, wan2.1-14b,
     wan2.2-14b or wan2.2-ti2v-5b; on a machine without GPUs it has few blocks and heads."""
     tokens: tuple[int, ...] = ()
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""

@@ -65,7 +65,7 @@ class Body:
             given = dict(arguments)
             full = given.pop(FULL, ())
             for name, stream in self._cuts.masks.items():
-                if (mask := given.get(name)) is not None and name not in full:
+                if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:

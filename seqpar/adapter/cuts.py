@@ -91,7 +91,8 @@ class Cuts:
     attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
-    zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
+    zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`; one in
+    `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it masks nothing.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -101,6 +102,7 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason

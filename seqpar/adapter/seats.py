@@ -150,7 +150,7 @@ class Around(TorchFunctionMode):
         attention = self._attention
         q, k, v, mask, scale = arguments_of(*args, **(kwargs or {}))
         own = q.shape[1] == k.shape[1]
-        if own or not (self._foreign and attention.joint.streams):
+        if own or attention.joint.whole_queries or not (self._foreign and attention.joint.streams):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)

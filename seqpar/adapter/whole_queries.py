@@ -1,6 +1,6 @@
-"""Attention of tokens that every rank holds whole to tokens of which each rank holds a share, as LTX-2's sound attends to
-its video.
+"""Attention of tokens that every rank holds whole to tokens of which each rank holds a share.
 
+So LTX-2's sound attends to its video.
 Each rank attends to the keys of its own share, and the results are merged by their log-sum-exp: an all-gather brings
 them to every rank, which adds them up in the same order, so that all ranks go on with the same bits.
 When it wins: always where such queries are fewer than the keys of a share. For 126 tokens of sound and 6144 of video,

@@ -55,11 +55,7 @@ def prepare_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
     """Return x as `prepare` returns q, where q and k are different tokens, as in attention of one stream to another."""
     if how.is_identity:
         return x_BlHD
-    if not _takes(x_BlHD, how=how):
-        return _prepared(x_BlHD, how, how.q_weight, how.q_bias)
-    out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
-    _run(x_BlHD, None, None, how, (out, None), None)
-    return out
+    return launch_one(x_BlHD, how) if _takes(x_BlHD, how=how) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
 
 
 def prepare_into(
@@ -120,6 +116,13 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None =
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
     _run(q_BlHD, k_BlGD, None, how, (q, k), tiled)
     return q, k
+
+
+def launch_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
+    """Run the kernel of `prepare_one`; it writes a contiguous tensor."""
+    out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
+    _run(x_BlHD, None, None, how, (out, None), None)
+    return out
 
 
 def launch_into(

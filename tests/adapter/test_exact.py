@@ -33,7 +33,7 @@ from tests.support.row_by_row import by_rows, exact_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
 
-FUSED = ("Flux", "LTXVideo", "QwenImage", "SD3", "Wan", "ZImage")  # how the classes begin whose blocks have functions
+FUSED = ("Flux", "LTX", "QwenImage", "SD3", "Wan", "ZImage")  # how the classes begin whose blocks have functions
 TOLERANCE = 1e-12
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels.prepare import CASES, Tile, launch, launch_into, prepare, prepare_into, reference, reference_into
+from seqpar.kernels.prepare import (
+    CASES,
+    Tile,
+    launch,
+    launch_into,
+    launch_one,
+    prepare,
+    prepare_into,
+    prepare_one,
+    reference,
+    reference_into,
+)
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
@@ -369,6 +380,17 @@ def test_heads_may_have_rotary_rows_of_their_own(rotary: str, rows: int) -> None
     launch_into(q, k, v, each, into)
     for name, view, heads in written(into):
         assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer per head"])
+def test_one_input_alone_has_the_bits_of_both(norm: str) -> None:
+    case = {**SMALL[0], "kv_heads": SMALL[0]["heads"]}
+    q, k, _ = project(case, torch.float16)
+    how = preparation(case, norm, "pairs", torch.float16)
+    of_k = replace(how, q_weight=how.k_weight, q_bias=how.k_bias)
+    for got, want in zip((launch_one(q, how), launch_one(k, of_k)), launch(q, k, how), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(prepare_one(q.double(), double(how)), reference(q.double(), k.double(), double(how))[0])
 
 
 def test_rotary_rows_of_other_heads_are_refused() -> None:

@@ -114,14 +114,14 @@ class Side(NamedTuple):
 
     own: its modulation; where it has a modulation of what it asks the text, that and a gate follow the six vectors.
     crossing: scale and shift where the video reads the sound, then where the sound reads the video, and the gate of
-    what this side reads. index: of own and crossing. rows, crossing_rows: of rotary embedding in attention to itself,
-    and to the other side. text: (B, L', E). bias: of its keys.
+    what this side reads. of_token: the row of a token in both. rows, crossing_rows: of rotary embedding in attention to
+    itself, and to the other side. text: (B, L', E). bias: of its keys.
     """
 
     name: str
     own: Sequence[Vectors]
     crossing: Sequence[Vectors]
-    index: Tensor | None
+    of_token: Tensor | None
     attn: Any
     text_attn: Any
     rows: Rotary
@@ -218,10 +218,10 @@ def _read_text(
     """Return one side after attention to itself, what it reads of its text, and the gate of that, if there is one."""
     shift, scale, gate, *_ = side.own
     zero, handed = constant(call, 0.0, x_BlE), call.handed(x_BlE)
-    h = norm_modulate(x_BlE, shift, scale, norm, index_Bl=side.index) if handed is None else handed
+    h = norm_modulate(x_BlE, shift, scale, norm, index_Bl=side.of_token) if handed is None else handed
     branch = _output(call, side.name, h, _to_itself(call, side, h, skips))
     shift, scale, text_gate = side.own[6:] or (zero, zero, None)
-    x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.index)
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.of_token)
     name, attn = f"{side.name} text", side.text_attn
     q = attn.norm_q(call.matrices[f"{name} q"](h)).unflatten(2, (attn.heads, -1))
     out = to_whole(call, q, side.text, call.matrices[f"{name} kv"], attn.norm_k, side.bias)
@@ -247,8 +247,8 @@ def _modulated(
     """Return one side with what it has read, and its input where the video reads the sound, and the other way."""
     scale, shift, other_scale, other_shift, _ = side.crossing
     gate = constant(call, 1.0, x_BlE) if gate is None else gate
-    x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift, scale, norm, index_Bl=side.index)
-    return x, h, norm_modulate(x, other_shift, other_scale, norm, index_Bl=side.index)
+    x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift, scale, norm, index_Bl=side.of_token)
+    return x, h, norm_modulate(x, other_shift, other_scale, norm, index_Bl=side.of_token)
 
 
 def _read(call: BlockCall, name: str, attn: Any, asks: tuple[Side, Tensor], tells: tuple[Side, Tensor]) -> Tensor:

@@ -370,7 +370,7 @@ def test_heads_may_have_rotary_rows_of_their_own(rotary: str, rows: int) -> None
     normed = reference(q.double(), k.double(), double(replace(how, cos_lD2=None, sin_lD2=None)))
     for head in range(case["heads"]):
         one = Prepare(cos_lD2=angles[:, :, head].cos(), sin_lD2=angles[:, :, head].sin(), interleaved=how.interleaved)
-        alone = reference(*(x[:, :, head : head + 1] for x in normed), double(one))
+        alone = reference(normed[0][:, :, head : head + 1], normed[1][:, :, head : head + 1], double(one))
         assert all(torch.allclose(x[:, :, head : head + 1], y) for x, y in zip(exact, alone, strict=True))
     first = replace(how, cos_lD2=angles[:, :, 0].cos(), sin_lD2=angles[:, :, 0].sin())
     for got, want, other in zip(launch(q, k, each), exact, launch(q, k, first), strict=True):

@@ -175,36 +175,6 @@ def wan(experts: int = 1) -> Any:
     return quiet(THEIRS.WanPipeline(**parts, transformer=model, scheduler=flow(), **boundary))
 
 
-def ltx() -> Any:
-    """Return an LTX-Video pipeline, which doubles the batch for guidance, with texts that are padded and masked."""
-    transformer = THEIRS.LTXVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=HEADS,
-        attention_head_dim=HEAD_DIM,
-        cross_attention_dim=HEADS * HEAD_DIM,
-        num_layers=2,
-        caption_channels=WIDTH,
-    )
-    vae = THEIRS.AutoencoderKLLTXVideo(
-        latent_channels=4,
-        patch_size=4,
-        block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        down_block_types=("LTXVideoDownBlock3D",) * 2,
-        layers_per_block=(1,) * 3,
-        decoder_layers_per_block=(1,) * 3,
-        spatio_temporal_scaling=(True, False),
-        decoder_spatio_temporal_scaling=(True, False),
-        decoder_inject_noise=(False,) * 3,
-        downsample_type=("conv",) * 2,
-        upsample_residual=(False,) * 2,
-        upsample_factor=(1,) * 2,
-    )
-    parts = {"tokenizer": tokenizer(16), "text_encoder": t5(3), "vae": random_weights(vae, 1)}
-    return quiet(THEIRS.LTXPipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
-
-
 def qwen_image() -> Any:
     """Return a Qwen-Image pipeline without a text encoder, for prompts that are given as embeddings."""
     transformer = THEIRS.QwenImageTransformer2DModel(

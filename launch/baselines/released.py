@@ -293,6 +293,48 @@ def z_image_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, 
     }
 
 
+def ltx_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents of a video, a text of which a quarter is padding, and timestep as `LTXPipeline` does."""
+    frames, rows, columns = model.size
+    video = random(1, model.tokens, model.config["in_channels"])
+    padding = torch.arange(model.text, device=video.device)[None] < model.text - model.text // 4
+    return {
+        "hidden_states": video,
+        "encoder_hidden_states": random(1, model.text, model.config["caption_channels"]),
+        "timestep": torch.full((1,), 500.0, device=video.device),
+        "encoder_attention_mask": padding.long(),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "rope_interpolation_scale": (8 / 25, 32, 32),  # of the VAE; 25 frames a second
+    }
+
+
+def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents of a video and of its sound, texts and timestep as `LTX2Pipeline` passes them.
+
+    Texts have no padding: learned tokens take the place of that. The video has 24 frames a second, the sound 25 tokens.
+    """
+    (frames, rows, columns), channels = model.size, model.config["caption_channels"]
+    seconds = (8 * frames - 7) / 24
+    sound, video = round(25 * seconds), random(1, model.tokens, model.config["in_channels"])
+    texts = {name: random(1, model.text, channels) for name in ("encoder", "audio_encoder")}
+    timestep = torch.full((1,), 500.0, device=video.device)
+    return {
+        "hidden_states": video,
+        "audio_hidden_states": random(1, sound, model.config["audio_in_channels"]),
+        **{f"{name}_hidden_states": text for name, text in texts.items()},
+        **{f"{name}_attention_mask": torch.ones(1, model.text, device=video.device).long() for name in texts},
+        "timestep": timestep,
+        "sigma": timestep,
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "fps": 24.0,
+        "audio_num_frames": sound,
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -398,6 +440,30 @@ WAN: Mapping[str, Any] = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
 }
+LTX: Mapping[str, Any] = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "num_attention_heads": 32,
+    "attention_head_dim": 64,
+    "cross_attention_dim": 2048,
+    "num_layers": 28,
+    "caption_channels": 4096,
+}
+LTX2: Mapping[str, Any] = {
+    "in_channels": 128,
+    "out_channels": 128,
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "cross_attention_dim": 4096,
+    "audio_in_channels": 128,
+    "audio_out_channels": 128,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "num_layers": 48,
+    "caption_channels": 3840,
+    "rope_type": "split",
+}
 
 Z_IMAGE: Mapping[str, Any] = {
     "in_channels": 16,
@@ -460,6 +526,7 @@ NARROW_KREA2: Mapping[str, Any] = {
 }
 NARROW_HUNYUAN: Mapping[str, Any] = {**FEW, "rope_axes_dim": (4, 6, 6), "text_embed_dim": 12}
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
+NARROW_LTX: Mapping[str, Any] = {**FEW, "cross_attention_dim": 64, "caption_channels": 12}
 
 RELEASED: Mapping[str, Released] = {
     model.name: model
@@ -586,6 +653,34 @@ RELEASED: Mapping[str, Released] = {
             z_image_inputs,
             {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "axes_dims": (4, 6, 6)},
             state="x",
+        ),
+        Released(
+            "ltx-2",
+            "LTX2VideoTransformer3DModel",
+            LTX2,
+            (16, 16, 24),
+            1024,
+            ltx2_inputs,
+            {
+                **NARROW_LTX,
+                "audio_num_attention_heads": 4,
+                "audio_attention_head_dim": 8,
+                "audio_cross_attention_dim": 32,
+            },
+            joined=False,
+        ),
+        Released(
+            "ltx-video-2b", "LTXVideoTransformer3DModel", LTX, (21, 16, 22), 128, ltx_inputs, NARROW_LTX, joined=False
+        ),
+        Released(
+            "ltx-video-13b",
+            "LTXVideoTransformer3DModel",
+            {**LTX, "attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+            (16, 22, 38),
+            128,
+            ltx_inputs,
+            NARROW_LTX,
+            joined=False,
         ),
     )
 }

@@ -33,6 +33,10 @@ def work_of_call(model: Released) -> Work:
         return z_image_work(model.config)
     if model.theirs.startswith("HunyuanVideo"):
         return hunyuan_video_work(model.config, model.text)
+    if model.theirs == "LTXVideoTransformer3DModel":
+        return ltx_work(model.config, model.text)
+    if model.theirs == "LTX2VideoTransformer3DModel":
+        return ltx2_work(model.config, model.text)
     return flux.work(model.config)
 
 
@@ -254,3 +258,23 @@ def wan_work(config: Mapping[str, Any], text: int = 512) -> Work:
         text=((config["text_dim"], width), (width, width)),
         conditioning=((config["freq_dim"], width), (width, width), (width, 6 * width)),
     )
+
+
+def ltx_work(config: Mapping[str, Any], text: int = 128) -> Work:
+    """Return the operations of LTX-Video: those of Wan, on latents without patches."""
+    hidden = 4 * config["num_attention_heads"] * config["attention_head_dim"]
+    others = {"ffn_dim": hidden, "patch_size": (1, 1, 1), "text_dim": config["caption_channels"], "freq_dim": 256}
+    return wan_work({**config, **others}, text)
+
+
+def ltx2_work(config: Mapping[str, Any], text: int = 1024) -> Work:
+    """Return the operations of LTX-2 on the video's tokens, with those where it reads its sound and is read by it.
+
+    Left out is what the sound's own tokens cost, which every rank computes: some hundred tokens in 5 of 19 billion
+    weights.
+    """
+    work = ltx_work(config, text)
+    width, sound = work.width, config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
+    crossing = ((width, sound), (sound, width), (width, 2 * sound))
+    (blocks,) = work.blocks
+    return replace(work, blocks=(replace(blocks, gemms=(*blocks.gemms, *crossing)),))

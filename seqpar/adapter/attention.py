@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.adapter import masks, ops
+from seqpar.adapter import masks, ops, whole_queries
 from seqpar.adapter.cuts import JOINED, Joint
 from seqpar.adapter.forward import Forward, Ranks
 from seqpar.attention._streams import given
@@ -64,6 +64,8 @@ class SplitAttention:
         forward = self.ranks.now
         if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
+        if self.joint.whole_queries:
+            return self._of_whole(forward, q, k, v, mask, scale)
         choose = self._named if self.joint.streams else self._inferred
         joined = choose(forward, q.shape[1], k.shape[1], reads)
         if joined is None:
@@ -75,6 +77,18 @@ class SplitAttention:
         if forward.adds and bias is not None:
             return self._by_query(forward, tokens, (stream,), bias, q)[0]
         return self.ranks.attend(tokens, q, bias is not None)((stream,), bias)[0]
+
+    def _of_whole(
+        self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Return attention of queries that every rank holds whole to the keys of all ranks."""
+        (name,), axis = self.joint.streams, self.ranks.axis
+        total = forward.lengths.get(name, 0)
+        if Shard(total, axis.size).sizes[axis.rank] != k.shape[1]:
+            raise self._unknown(forward)
+        if mask is not None:
+            raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
+        return whole_queries.attended(self.ranks, *fitting(q, k, v, scale), total)
 
     def of_streams(
         self,

@@ -139,7 +139,7 @@ class Body:
         given = dict(arguments)
         full = given.pop(FULL, ())
         for name, stream in self._cuts.masks.items():
-            if (mask := given.get(name)) is not None and name not in full:
+            if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
                 now.masks[stream] = keys_of(mask, stream)
                 given[name] = mask if name in self._cuts.kept else None
         if set(self._cuts.padding) - set(full):

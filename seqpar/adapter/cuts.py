@@ -83,12 +83,16 @@ class Joint:
     has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
     by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
     place of the module's own, if that cannot be split. absent: those of the streams that a call may lack.
+    whole_queries: whether the streams are the keys alone, and the queries are other tokens, which every rank holds
+    whole. skipped_by: argument of the module that makes it return its values without attention, if it is true.
     """
 
     streams: tuple[str, ...] = ()
     masked: bool = False
     processor: Callable[[], Any] | None = None
     absent: tuple[str, ...] = ()
+    whole_queries: bool = False
+    skipped_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,9 @@ class Cuts:
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
     one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
-    `kept`. A mask of `JOINED` tokens of floating numbers, 0 and 1, masks nothing: as torch does, attention adds the
-    product of query's and key's number to their score.
+    `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
+    masks nothing. A mask of `JOINED` tokens of floating numbers, 0 and 1, masks nothing: as torch does, attention adds
+    the product of query's and key's number to their score.
     padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B,
     tokens), or the text itself, which is then valid unless all of it is zeros.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
@@ -140,6 +145,7 @@ class Cuts:
     padding: Mapping[str, Padding] = field(default_factory=dict)
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
     forward: Callable[..., tuple[Tensor, ...]] | None = None
+    passed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason

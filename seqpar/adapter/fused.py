@@ -19,7 +19,7 @@ from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
 import seqpar.blocks
-from seqpar.adapter import adapters, adopt, plain
+from seqpar.adapter import adapters, adopt, plain, whole_queries
 from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.foreign import BY_TOKEN, Addition
 from seqpar.adapter.forward import Ranks
@@ -215,9 +215,15 @@ class BlockHook(ModelHook):
         assert self.attention is not None
         return self.attention.of_streams
 
-    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         """See `seqpar.types.fused.BlockCall`."""
-        return self._ranks.local(q_BlHD, False)(q_BlHD, k_BLGD, v_BLGD)[0]
+        return self._ranks.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]
+
+    def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+        """See `seqpar.types.fused.BlockCall`."""
+        assert self.attention is not None
+        total = self._now.lengths.get(self.attention.joint.streams[0], k_BlGD.shape[1])
+        return whole_queries.attended(self._ranks, q_BLHD, k_BlGD, v_BlGD, total)
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.types.fused.BlockCall`."""

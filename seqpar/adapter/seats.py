@@ -113,7 +113,9 @@ def _around(kind: type) -> type:
         attention.reached = False
         with Around(attention, self._seqpar_skips, foreign):
             out = kind.__call__(self, *args, **kwargs)
-        return out if attention.reached or not attention.splits else missed(out, kind.__name__, self._seqpar_path)
+        skips = attention.joint.skipped_by in kwargs and kwargs[attention.joint.skipped_by]
+        is_right = attention.reached or not attention.splits or skips
+        return out if is_right else missed(out, kind.__name__, self._seqpar_path)
 
     ours = type(kind.__name__, (kind,), {"__call__": call, ASKED: AttentionBackendName.NATIVE})
     with suppress(ValueError):  # where diffusers knows nothing of this class
@@ -148,7 +150,7 @@ class Around(TorchFunctionMode):
         attention = self._attention
         q, k, v, mask, scale = arguments_of(*args, **(kwargs or {}))
         own = q.shape[1] == k.shape[1]
-        if own or not (self._foreign and attention.joint.streams):
+        if own or attention.joint.whole_queries or not (self._foreign and attention.joint.streams):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)

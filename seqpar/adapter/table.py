@@ -219,15 +219,23 @@ def _ltx() -> Cuts:
         "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
         "proj_out": OUT,
     }
-    return Cuts(places, {"transformer_blocks.*.attn1": ALONE})
+    masks = {"encoder_attention_mask": "text"}
+    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, masks=masks, passed=tuple(masks))
 
 
 def _ltx2() -> Cuts:
-    return Cuts({}, {}, why_not=_reads_audio)
+    """Return the cuts of the video; its sound is some hundred tokens, which every rank computes whole.
 
-
-def _reads_audio(module: Any) -> str:
-    return "its audio attends to the video of all ranks, in attention that is not split"
+    Their products take the time of reading the weights, which a split would not shorten.
+    """
+    coords = Boundary(inputs={"coords": CutTokens("image", dim=2)})
+    root = {"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2), "video_keyframes_mask": IMAGE}
+    places = {"": Boundary(inputs=root), "rope": coords, "cross_attn_rope": coords, "proj_out": OUT}
+    own = Joint(("image",), skipped_by="all_perturbed")
+    sound = Joint(("image",), whole_queries=True)
+    attention = {"transformer_blocks.*.attn1": own, "transformer_blocks.*.video_to_audio_attn": sound}
+    masks = {"encoder_attention_mask": "text", "audio_encoder_attention_mask": "text of the sound"}
+    return Cuts(places, attention, masks=masks, passed=tuple(masks))
 
 
 def _from_patches(out: str) -> Cuts:

@@ -10,14 +10,13 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
+from seqpar.blocks._cross import constant, finished, tabled, to_whole
+from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
@@ -44,13 +43,6 @@ def why_not(block: Any) -> str | None:
     return None
 
 
-class Modulation(NamedTuple):
-    """Shift, scale and gate of attention, then of the MLP, of all blocks; and the row of a token, (B, l), or None."""
-
-    every: Sequence[Sequence[Vectors]]
-    of_token: Tensor | None
-
-
 def block(
     call: BlockCall, block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
 ) -> Tensor:
@@ -66,7 +58,7 @@ def block(
 def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
     """Return a stream after self-attention, attention to the text, and the MLP."""
     kind = type(block).__name__  # VACE has blocks of two classes, with modulation of their own
-    modulation = call.once(kind, temb, lambda: _modulation(call.blocks, temb))
+    modulation = call.once(kind, temb, lambda: tabled([one.scale_shift_table for one in call.blocks], temb))
     table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)))
     shift, scale, gate, *_ = modulation.every[call.index]
     # VACE's embedders leave the channels apart, which only its first blocks see
@@ -77,7 +69,7 @@ def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb
     (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
     x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
     branch = of["text out"](_attended(call, block.attn2, h, text_BLE))
-    return _finished(call, x, branch, modulation, norm)
+    return finished(call, x, branch, modulation, norm)
 
 
 def vace(
@@ -98,36 +90,6 @@ def vace(
     return None if last is None else last(x), x
 
 
-def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, modulation: Modulation, norm: Norm) -> Tensor:
-    """Return the video after attention to the text, the branch, and after the MLP."""
-    every, index = modulation
-    _, _, _, shift, scale, gate = every[call.index]
-    one = _constant(call, 1.0, x_BlE)
-    x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index)
-    branch = call.matrices["down"](linear_gelu(h, *call.matrices["up"]))
-    if call.index + 1 == len(every):
-        return added(x, gate, branch, index_Bl=index)
-    shift, scale, *_ = every[call.index + 1]
-    x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index)
-    call.hand_over(x, h)
-    return x
-
-
-def _modulation(blocks: Sequence[Any], temb: Tensor) -> Modulation:
-    """Return the modulation of all blocks, whose tables are added to temb, in fp32 (or fp64).
-
-    With a timestep a token, sums of all tokens would be as large as a few streams for each block: kernels add them.
-    """
-    wide = state_dtype(temb.dtype)
-    tables = [one.scale_shift_table.to(wide) for one in blocks]
-    if temb.dim() == 3:
-        return Modulation([rows.unbind(1) for rows in (torch.stack(tables) + temb.to(wide)).unbind(0)], None)
-    batch, tokens = temb.shape[:2]
-    each = temb.flatten(0, 1).unbind(1)
-    every = [[Summed(x, shared) for x, shared in zip(each, table[0], strict=True)] for table in tables]
-    return Modulation(every, torch.arange(batch * tokens, dtype=torch.int32, device=temb.device).view(batch, tokens))
-
-
 def _to_text(
     call: BlockCall, x_BlE: Tensor, gate: Vectors, branch_BlE: Tensor, norm: nn.Module, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -135,14 +97,8 @@ def _to_text(
     if not isinstance(norm, nn.LayerNorm):
         x = added(x_BlE, gate, branch_BlE, index_Bl=index)
         return x, x
-    zero, of = _constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight)
+    zero, of = constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight)
     return gate_norm_modulate(x_BlE, gate, branch_BlE, norm.bias[None], zero, of, index_Bl=index)
-
-
-def _constant(call: BlockCall, value: float, x_BlE: Tensor) -> Tensor:
-    """Return a vector (1, E) of one value, made once a forward."""
-    dtype, shape = state_dtype(x_BlE.dtype), (1, x_BlE.shape[-1])
-    return call.once(f"{value}", None, lambda: x_BlE.new_full(shape, value, dtype=dtype))
 
 
 def _attended(call: BlockCall, attention: Any, h_BlE: Tensor, text_BLE: Tensor) -> Tensor:
@@ -153,10 +109,7 @@ def _attended(call: BlockCall, attention: Any, h_BlE: Tensor, text_BLE: Tensor) 
     parts = [(text_BLE[:, count:], of["text kv"], attention.norm_k)]
     if "picture kv" in of:
         parts.append((text_BLE[:, :count], of["picture kv"], attention.norm_added_k))
-    outs = []
-    for tokens, matrix, norm in parts:
-        k, v = matrix(tokens).chunk(2, dim=-1)
-        outs.append(call.local(q, norm(k).unflatten(2, heads), v.unflatten(2, heads)))
+    outs = [to_whole(call, q, *part) for part in parts]
     return sum(outs[1:], outs[0]).flatten(2)
 
 

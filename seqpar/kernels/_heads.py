@@ -6,11 +6,25 @@ from seqpar.kernels._triton import jit, tl
 
 
 @jit
-def rotary_row(start, DIM: tl.constexpr, DIM2: tl.constexpr, READ: tl.constexpr):
-    """Load a token's cosines or sines, which are the same for all heads."""
+def rotary_row(
+    start,
+    EACH: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM2: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """Load a token's cosines or sines: those of each head, one after the other, or one row for all heads."""
     pair = tl.arange(0, DIM2 // 2)
-    at = tl.multiple_of(start + pair, [READ])
-    return tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+    if EACH:
+        head = tl.arange(0, HEADS2)[:, None]
+        at = tl.multiple_of(start + (head * (DIM // 2) + pair[None, :]), [READ, READ])
+        row = tl.load(at, mask=(head < HEADS) & (pair < DIM // 2)[None, :], other=0.0).to(tl.float32)
+    else:
+        at = tl.multiple_of(start + pair, [READ])
+        row = tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+    return row
 
 
 @jit

@@ -51,6 +51,13 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
     return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
 
 
+def prepare_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
+    """Return x as `prepare` returns q, where q and k are different tokens, as in attention of one stream to another."""
+    if how.is_identity:
+        return x_BlHD
+    return launch_one(x_BlHD, how) if _takes(x_BlHD, how=how) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
+
+
 def prepare_into(
     q_BlHD: Tensor | None,
     k_BlGD: Tensor | None,
@@ -111,6 +118,13 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None =
     return q, k
 
 
+def launch_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
+    """Run the kernel of `prepare_one`; it writes a contiguous tensor."""
+    out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
+    _run(x_BlHD, None, None, how, (out, None), None)
+    return out
+
+
 def launch_into(
     q_BlHD: Tensor | None,
     k_BlGD: Tensor | None,
@@ -135,7 +149,7 @@ def _run(
     k: Tensor | None,
     v: Tensor | None,
     how: Prepare,
-    into: Places | tuple[Tensor, Tensor],
+    into: Places | tuple[Tensor, Tensor | None],
     tiled: Tile | None,
     met: tuple[Any, ...] = NOBODY,
 ) -> None:
@@ -153,10 +167,10 @@ def _run(
         raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
     strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, k, v)]
     norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
-    rotary, rows = "none", (0, 0, 0, 0)
+    rotary, rows, each = "none", (0, 0, 0, 0), False
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
-        rotary = "pairs" if how.interleaved else "halves"
-        rows = (*_row_strides(how.cos_lD2), *_row_strides(how.sin_lD2))
+        rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
+        rows = (*_row_strides(how.cos_lD2, q, k), *_row_strides(how.sin_lD2, q, k))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
@@ -181,6 +195,7 @@ def _run(
             how.norm,
             how.per_head,
             rotary,
+            each,
             heads,
             groups,
             dim,
@@ -198,9 +213,18 @@ def _run(
         )
 
 
-def _row_strides(rows_lD2: Tensor) -> tuple[int, int]:
+def _row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
     """Return how far apart the rotary rows of two batch rows, and of two tokens, lie."""
-    return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(-2)
+    by_head = rows_lD2.dim() == 4
+    if by_head and (
+        any(x is not None and x.shape[2] != rows_lD2.shape[2] for x in inputs)
+        or rows_lD2.stride(2) != rows_lD2.shape[3]
+    ):
+        raise ValueError(
+            f"got rotary rows of shape {tuple(rows_lD2.shape)}, strides {rows_lD2.stride()}, expected those of the "
+            f"heads of q and of k, one after the other for each token"
+        )
+    return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(1 if by_head else -2)
 
 
 def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
@@ -232,7 +256,9 @@ def _normalise(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor
 def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
     if how.cos_lD2 is None or how.sin_lD2 is None:
         return x_BlHD
-    cos, sin = (rows.unsqueeze(-2).to(x_BlHD.dtype) for rows in (how.cos_lD2, how.sin_lD2))
+    cos, sin = (
+        (rows if rows.dim() == 4 else rows.unsqueeze(-2)).to(x_BlHD.dtype) for rows in (how.cos_lD2, how.sin_lD2)
+    )
     if how.interleaved:
         a, b = x_BlHD.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
@@ -273,6 +299,7 @@ def prepare_kernel(
     NORM: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ROTARY: tl.constexpr,
+    EACH: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -325,6 +352,7 @@ def prepare_kernel(
                 NORM,
                 PER_HEAD,
                 ROTARY,
+                EACH,
                 0,
                 HEADS,
                 HEADS2,
@@ -356,6 +384,7 @@ def prepare_kernel(
                 NORM,
                 PER_HEAD,
                 ROTARY,
+                EACH,
                 1,
                 GROUPS,
                 GROUPS2,
@@ -387,6 +416,7 @@ def prepare_kernel(
                 "none",
                 PER_HEAD,
                 "none",
+                False,
                 2,
                 GROUPS,
                 GROUPS2,
@@ -421,6 +451,7 @@ def _move(
     NORM: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ROTARY: tl.constexpr,
+    EACH: tl.constexpr,
     PART: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS2: tl.constexpr,
@@ -436,8 +467,8 @@ def _move(
     pair = tl.arange(0, DIM2 // 2)
     a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
     if ROTARY != "none" and EARLY:
-        cosine = rotary_row(cos + token * cos_row, DIM, DIM2, READ)
-        sine = rotary_row(sin + token * sin_row, DIM, DIM2, READ)
+        cosine = rotary_row(cos + token * cos_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
+        sine = rotary_row(sin + token * sin_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
     if NORM != "none":
         if NORM == "layer":
             mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
@@ -459,8 +490,8 @@ def _move(
             b = b + bias_b
     if ROTARY != "none":
         if not EARLY:
-            cosine = rotary_row(cos + token * cos_row, DIM, DIM2, READ)
-            sine = rotary_row(sin + token * sin_row, DIM, DIM2, READ)
+            cosine = rotary_row(cos + token * cos_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
+            sine = rotary_row(sin + token * sin_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
         turned = a * cosine - b * sine
         b = b * cosine + a * sine
         a = turned

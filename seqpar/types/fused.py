@@ -70,8 +70,18 @@ class BlockCall(Protocol):
         """
         ...
 
-    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
-        """Return attention (B, l, H, D) to keys that are whole on every rank."""
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+        """Return attention (B, l, H, D) to keys that are whole on every rank.
+
+        mask: as `seqpar.types.protocols.Core` takes it; make it once a forward.
+        """
+        ...
+
+    def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+        """Return attention (B, L, H, D) of queries that every rank holds whole to the keys of all ranks.
+
+        k, v: of this rank's tokens of the stream that the block's attention joins. All ranks get the same bits.
+        """
         ...
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:

@@ -149,7 +149,6 @@ def test_a_forward_that_is_not_diffusers_own_computes_itself() -> None:
     ("name", "told"),
     [
         ("hunyuan_replaced", "image_condition_type token_replace"),
-        ("ltx2", "its audio attends"),
         ("qwen21", "its text attends to earlier tokens alone"),
     ],
 )

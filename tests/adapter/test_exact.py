@@ -39,6 +39,7 @@ FUSED = (
     "Flux",
     "HunyuanVideo",
     "Krea2",
+    "LTX",
     "QwenImage",
     "SD3",
     "Wan",

@@ -128,7 +128,11 @@ def test_the_reference_adds_a_bias_as_kernels_do() -> None:
 
 # Masks that leave no key out ---------------------------------------------------------------------------------------
 
-NAMES = {"qwen_masked": "encoder_hidden_states_mask", "mochi": "encoder_attention_mask"}
+NAMES = {
+    "qwen_masked": "encoder_hidden_states_mask",
+    "mochi": "encoder_attention_mask",
+    "ltx": "encoder_attention_mask",
+}
 
 
 def padding(name: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -205,7 +209,9 @@ def story(
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen_masked"), (2, "qwen_masked"), (3, "qwen_masked"), (2, "mochi")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "qwen_masked"), (2, "qwen_masked"), (3, "qwen_masked"), (2, "mochi"), (2, "ltx")]
+)
 def test_a_mask_that_leaves_no_key_out_is_dropped_as_rank_0_decides(ranks: Pool, world: int, name: str) -> None:
     steps = [steps for step, steps in STORY.items() if step[0] != "none" or name != "mochi"]
     for rank, (results, counts, graphs) in enumerate(ranks.run(world, story, name)):

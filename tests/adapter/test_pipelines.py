@@ -18,7 +18,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.adapter.parallelize import transformers_of
-from tests.support import pipelines
+from tests.support import ltx_pipelines, pipelines
 from tests.support.diffusers_tiny import moved
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
@@ -172,7 +172,17 @@ PAGS = {
     "perturbed pixart": Case(PIXART_PAG, {**PIXART, **PAG}),
     "perturbed pixart, several pictures": Case(PIXART_PAG, {**PIXART, **PAG, "num_images_per_prompt": 2}),
 }
-CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS
+SMALL_VIDEO = {"height": 32, "width": 64, "num_frames": 5}
+LTX = {
+    "ltx": Case(ltx_pipelines.ltx, {**SMALL_VIDEO, **SHORT}),
+    # guidance by the text, by a block without attention, and by video and sound apart
+    "ltx-2": Case(
+        ltx_pipelines.ltx2,
+        {**SMALL_VIDEO, **ltx_pipelines.LTX2_TEXTS, "spatio_temporal_guidance_blocks": [1]},
+        prompt=None,
+    ),
+}
+CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS | LTX
 
 
 @cache
@@ -201,7 +211,8 @@ LAYOUTS = [
     *((2, 2, tuple(group)) for group in (FLUX, SD3, PIXARTS, WAN)),
     *((2, 2, (name,)) for name in OTHERS),
     (3, 1, ("flux", "flux, true guidance")),
-    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image")),
+    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image", *LTX)),
+    (2, 2, ("ltx-2",)),
     (4, 2, ("flux, true guidance",)),
     (4, 2, ("sd3",)),
     (1, 1, ("flux",)),

@@ -45,6 +45,8 @@ KINDS = {
     "HunyuanVideo15Transformer3DModel",
     "HunyuanVideoTransformer3DModel",
     "Krea2Transformer2DModel",
+    "LTX2VideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
     "WanTransformer3DModel",
@@ -65,7 +67,8 @@ TEXTS = [
     name
     for name in FUSED
     if not (
-        name == "cogvideox_2b" or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "Wan", "ZImage", "Flux3"))
+        name == "cogvideox_2b"
+        or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "LTX", "Wan", "ZImage", "Flux3"))
     )
 ]
 Outputs = tuple[Tensor, ...]
@@ -192,7 +195,20 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["chroma", "cogvideox", "flux", "hunyuan", "hunyuan15_i2v", "krea2", "sd3_dual", "wan2.2", "wan_vace", "z_image"],
+    [
+        "chroma",
+        "cogvideox",
+        "flux",
+        "hunyuan",
+        "hunyuan15_i2v",
+        "krea2",
+        "ltx_per_token",
+        "ltx2_3",
+        "sd3_dual",
+        "wan2.2",
+        "wan_vace",
+        "z_image",
+    ],
 )
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
@@ -206,6 +222,8 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         "krea2": {},
         "hunyuan": {"num_layers": 1, "num_single_layers": 1},
         "hunyuan15_i2v": {"num_layers": 1},
+        "ltx_per_token": {"num_layers": 1},
+        "ltx2_3": {"num_layers": 2},
         "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},

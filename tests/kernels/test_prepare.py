@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels.prepare import CASES, Tile, launch, launch_into, prepare, prepare_into, reference, reference_into
+from seqpar.kernels.prepare import (
+    CASES,
+    Tile,
+    launch,
+    launch_into,
+    launch_one,
+    prepare,
+    prepare_into,
+    prepare_one,
+    reference,
+    reference_into,
+)
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
@@ -344,3 +355,46 @@ def test_batch_rows_may_have_rotary_rows_of_their_own(rotary: str) -> None:
     launch_into(q, k, v, both, into)
     for name, view, heads in written(into):
         assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))
+
+
+@pytest.mark.parametrize("rotary", ["pairs", "halves"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_heads_may_have_rotary_rows_of_their_own(rotary: str, rows: int) -> None:
+    """The truth rotates each head alone; with the first one's rows for all, the others differ."""
+    case = {**SMALL[0], "kv_heads": SMALL[0]["heads"]}
+    q, k, v = project(case, torch.float16)
+    how = preparation(case, "rms", rotary, torch.float16)
+    angles = random((rows, case["tokens"], case["heads"], case["dim"] // 2), 9, DEVICE)
+    each = replace(how, cos_lD2=angles.cos(), sin_lD2=angles.sin())
+    exact = reference(q.double(), k.double(), double(each))
+    normed = reference(q.double(), k.double(), double(replace(how, cos_lD2=None, sin_lD2=None)))
+    for head in range(case["heads"]):
+        one = Prepare(cos_lD2=angles[:, :, head].cos(), sin_lD2=angles[:, :, head].sin(), interleaved=how.interleaved)
+        alone = reference(normed[0][:, :, head : head + 1], normed[1][:, :, head : head + 1], double(one))
+        assert all(torch.allclose(x[:, :, head : head + 1], y) for x, y in zip(exact, alone, strict=True))
+    first = replace(how, cos_lD2=angles[:, :, 0].cos(), sin_lD2=angles[:, :, 0].sin())
+    for got, want, other in zip(launch(q, k, each), exact, launch(q, k, first), strict=True):
+        assert rounded_once(got, want)
+        assert not rounded_once(other, want)
+    into, whole = boxes(case, torch.float16), dict(zip("qkv", (*launch(q, k, each), v), strict=True))
+    launch_into(q, k, v, each, into)
+    for name, view, heads in written(into):
+        assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer per head"])
+def test_one_input_alone_has_the_bits_of_both(norm: str) -> None:
+    case = {**SMALL[0], "kv_heads": SMALL[0]["heads"]}
+    q, k, _ = project(case, torch.float16)
+    how = preparation(case, norm, "pairs", torch.float16)
+    of_k = replace(how, q_weight=how.k_weight, q_bias=how.k_bias)
+    for got, want in zip((launch_one(q, how), launch_one(k, of_k)), launch(q, k, how), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(prepare_one(q.double(), double(how)), reference(q.double(), k.double(), double(how))[0])
+
+
+def test_rotary_rows_of_other_heads_are_refused() -> None:
+    q, k, _ = project(SMALL[0], torch.float16)
+    rows = random((1, SMALL[0]["tokens"], SMALL[0]["heads"] + 1, SMALL[0]["dim"] // 2), 9, DEVICE)
+    with pytest.raises(ValueError, match="expected those of the heads of q and of k"):
+        launch(q, k, Prepare(cos_lD2=rows, sin_lD2=rows))

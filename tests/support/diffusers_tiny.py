@@ -346,6 +346,20 @@ def ltx2(batch: int) -> Inputs:
     }
 
 
+def ltx2_3(batch: int) -> Inputs:
+    """Return a video with a timestep for each token, whose second block's attention is left out, and its sound."""
+    return {
+        **ltx2(batch),
+        "encoder_hidden_states": random((batch, 9, HEADS * 12), 2),
+        "audio_encoder_hidden_states": random((batch, 9, HEADS * 8), 3),
+        "timestep": random((batch, 45), 5).abs() * 500,
+        "audio_timestep": torch.linspace(200, 800, batch).double(),
+        "sigma": torch.linspace(300, 700, batch).double(),
+        "use_cross_timestep": True,
+        "spatio_temporal_guidance_blocks": [1],
+    }
+
+
 def pixart(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 4, 6, 10), 1),
@@ -546,6 +560,16 @@ LTX2 = {
     "num_layers": 2,
     "caption_channels": 24,
 }
+LTX2_3 = {
+    **LTX2,
+    **{f"{name}{option}": True for name in ("", "audio_") for option in ("gated_attn", "cross_attn_mod")},
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": HEADS * 8,
+    "num_layers": 3,
+    "rope_type": "split",
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+}
 PIXART = {
     "num_attention_heads": HEADS,
     "attention_head_dim": 8,
@@ -651,7 +675,8 @@ MODELS = {
     "hunyuan15_i2v": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15_with_picture, batch=3),
     "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
-    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2, splits=False),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2),
+    "ltx2_3": Tiny("LTX2VideoTransformer3DModel", LTX2_3, ltx2_3),
     "hunyuan_replaced": Tiny(
         "HunyuanVideoTransformer3DModel", {**HUNYUAN, "image_condition_type": "token_replace"}, hunyuan, splits=False
     ),

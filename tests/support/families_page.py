@@ -17,6 +17,8 @@ BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n
 # the family's file, what it computes, what the bench calls it, and its transformers' blocks that stay diffusers' own
 EDIT = "options for attention processors in a call"
 SD3 = "MLPs in chunks (`enable_forward_chunking`), options for attention processors in a call"
+LTX = "texts with a mask that differs between queries"
+LTX2 = "calls in which some pictures are perturbed and others are not, or with a mask that differs between queries"
 WAN = "ChronoEdit's, which are of a class of its own"
 FAMILIES = (
     ("qwen_image", "Qwen-Image: 4096 + 128 tokens; Layered has its blocks", "qwen-image", EDIT),
@@ -38,6 +40,9 @@ FAMILIES = (
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
     ("hunyuan_video", "HunyuanVideo, 544 x 960: 67,320 + 64", "hunyuan-video", "those of `token_replace` models"),
     ("hunyuan_video", "HunyuanVideo 1.5, 480p: 49,290 + 64", "hunyuan-video-1.5", "none"),
+    ("ltx", "LTX-Video 2B: 7392", "ltx-video-2b", LTX),
+    ("ltx", "LTX-Video 13B: 13,376", "ltx-video-13b", LTX),
+    ("ltx2", "LTX-2: 6144 and 126 of sound; 2.3 has its blocks", "ltx-2", LTX2),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

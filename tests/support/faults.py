@@ -152,6 +152,22 @@ FAULTS = (
         "all other norms have shift first",
     ),
     Fault(
+        "what whole queries read on all ranks counts alike",
+        "seqpar/adapter/whole_queries.py",
+        "torch.softmax(every[..., -1:], dim=0)",
+        "torch.softmax(0 * every[..., -1:], dim=0)",
+        "tests/adapter/test_whole_queries.py::test_a_sound_has_the_same_bits_on_every_rank[2-False]",
+        "a rank whose keys fit better counts more",
+    ),
+    Fault(
+        "the padding of a text that is whole on every rank is not masked in fused blocks",
+        "seqpar/blocks/_cross.py",
+        "v.unflatten(2, heads), mask_BL)",
+        "v.unflatten(2, heads))",
+        "tests/blocks/test_blocks.py::test_rounded_blocks_are_as_near_as_diffusers_own[ltx]",
+        "attention reads the padding",
+    ),
+    Fault(
         "adapters are left out of fused blocks",
         "seqpar/adapter/fused.py",
         "if any(adapters.active(layer) for layer in layers):",

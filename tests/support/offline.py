@@ -148,7 +148,8 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
-    made["outboxes, rows of pictures"] = outboxes(32, 128, pictures=2)
+    made["outboxes, rows of pictures"] = outboxes(32, 128, own=(2,))
+    made["outboxes, rows of heads"] = outboxes(32, 64, own=(1, 32))
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"halo, {way} {kind}": edges(way, kind) for way in ("send", "take") for kind in ("rows", "planes")}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
@@ -189,16 +190,18 @@ def normed_branch(width: int) -> Callable[[], object]:
     return lambda: adaln.launch(rows(2, 8, width), gated, shift, scale, Norm("rms", 1e-5, rows(width)))
 
 
-def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv", pictures: int = 0) -> Callable[[], object]:
+def outboxes(
+    heads: int, dim: int, meets: bool = False, parts: str = "qkv", own: tuple[int, ...] = ()
+) -> Callable[[], object]:
     """Return a launch of QK-norm and rotary into two readers' outboxes; meets: the kernel also waits for them.
 
-    pictures: how many have rotary rows of their own.
+    own: how many pictures have rotary rows of their own, or none; then how many heads.
     """
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
     boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
-    angles = torch.zeros(pictures, 8, dim // 2) if pictures else torch.zeros(8, dim // 2)
+    angles = torch.zeros(*own[:1], 8, *own[1:], dim // 2)
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
     q, k, v = (x if name in parts else None for name, x in zip("qkv", (q, k, v), strict=True))

@@ -18,6 +18,7 @@ from seqpar.adapter import masks
 from seqpar.adapter.attention import fitting
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.seats import arguments_of
+from seqpar.ranks.exact import linear
 from seqpar.ranks.shard import JointShard, Shard
 
 
@@ -26,7 +27,7 @@ class Exactly(TorchFunctionMode):
 
     Attention of split queries to keys that are whole on every rank is the planned local one, because torch's own may
     choose its tiles by the number of queries. Linear layers read contiguous rows, because torch adds the bias of others
-    after it has rounded the product, and only the tokens of several ranks lie apart.
+    after it has rounded the product, and only the tokens of several ranks lie apart; very few rows become more.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -43,7 +44,7 @@ class Exactly(TorchFunctionMode):
         """See `TorchFunctionMode`."""
         options = kwargs or {}
         if func is F.linear:
-            return func(args[0].contiguous(), *args[1:], **options)
+            return linear(*args, **options)
         if func is F.scaled_dot_product_attention and not options.get("is_causal"):
             out = self._attention(*arguments_of(*args, **options))
             return func(*args, **options) if out is None else out.transpose(1, 2)

@@ -15,8 +15,11 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 # cuBLAS and torch read these variables when the first product runs
+LEAST_RESULTS = 1024  # four times the numbers that fit into this workspace
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
@@ -45,3 +48,17 @@ def is_on() -> bool:
 
 def _set() -> bool:
     return all(os.environ.get(name) == value for name, value in SETTINGS.items())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a linear layer's output whose rows have the bits that they have among many rows.
+
+    x: (..., K); weight: (N, K). The least workspace that torch takes, 1 KiB, holds the partial sums of 64 results, for
+    which cuBLAS splits their sum: few rows become as many as need more.
+    """
+    rows, outputs = x[..., 0].numel(), len(weight)
+    more = -(-LEAST_RESULTS // outputs) - rows
+    if x.dim() < 2 or rows == 0 or more <= 0:
+        return F.linear(x.contiguous(), weight, bias)
+    flat = torch.cat([x.flatten(0, -2), x.new_zeros(more, x.shape[-1])])
+    return F.linear(flat, weight, bias)[:rows].unflatten(0, x.shape[:-1])

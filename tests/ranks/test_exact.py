@@ -112,6 +112,21 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
             choose_local(name, torch.device("cpu"), torch.float32, 64)
 
 
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (1, 1, 7), (3, 0), (40, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_of_a_product_become_more_and_have_the_same_values(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool
+) -> None:
+    x, weight, b = torch.randn(*shape, 6).double(), torch.randn(64, 6).double(), torch.randn(64).double()
+    wanted, seen = F.linear(x, weight, b if bias else None), list[int]()
+    own = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (seen.append(x[..., 0].numel() * 64), own(x, *rest))[1])
+    got = exact.linear(x, weight, b if bias else None)
+    assert got.shape == wanted.shape
+    torch.testing.assert_close(got, wanted)
+    assert 0 in shape or min(seen) >= exact.LEAST_RESULTS
+
+
 def differing_products(
     products: Sequence[tuple[int, int]] = PRODUCTS, cuts: Sequence[tuple[int, int]] = CUTS
 ) -> list[str]:
@@ -121,7 +136,7 @@ def differing_products(
         x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
         for name, b in (("", None), (" + bias", bias)):
             whole = F.linear(x, weight, b)
-            cut = {rows: F.linear(x[start : start + rows], weight, b) for rows, start in cuts}
+            cut = {rows: exact.linear(x[start : start + rows], weight, b) for rows, start in cuts}
             wrong += [
                 f"{k} -> {n}{name}, {rows} rows"
                 for rows, start in cuts

@@ -83,7 +83,8 @@ def _transformer() -> nn.Module:
 
 
 def _connectors() -> nn.Module:
-    both = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "num_layers": 1, "num_learnable_registers": 8}
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "num_layers": 1}
+    both: dict[str, Any] = {**sizes, "num_learnable_registers": 8}
     return LTX2TextConnectors(
         **{f"{name}_connector_{key}": value for name in ("video", "audio") for key, value in both.items()},
         caption_channels=WIDTH,

@@ -111,8 +111,8 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     def read(results: list[Any]) -> Counts:
         return {part: sum(counts.get(part, 0) for counts, *_ in results) for part in sizes}
 
-    ours = {part: sizes[part] - headers[part] for part in ("transformer", "vae")}
-    assert read(shared) == {**sizes, **ours}
+    ours = {part: sizes[part] - headers[part] for part in sizes}
+    assert read(shared) == ours
     assert read(old) == {part: 2 * size for part, size in sizes.items()}
     assert all(counts["transformer"] > 0.3 * ours["transformer"] for counts, *_ in shared)  # each rank a share
     encoder = sizes["text_encoder"]
@@ -233,10 +233,13 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(one: Any, other: Any) -> None:
-    """Fail if two results differ in their classes, in the names of their fields or in a bit."""
+    """Fail if two results differ in their classes, in the names of their fields or in their numbers.
+
+    The last bit of a product on a CPU depends on where in memory its weight begins.
+    """
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
     elif isinstance(one, tuple | dict):
         assert len(one) == len(other)
         assert not isinstance(one, dict) or [*one] == [*other]

@@ -204,6 +204,11 @@ class Body:
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self.module).__name__
+        for key in self._cuts.bools:
+            if (mask := arguments.get(key)) is not None and mask.is_floating_point():
+                raise ValueError(
+                    f"got a floating {key} for {name}, expected bool: attention adds its numbers to scores"
+                )
         for key, reason in self._cuts.refused.items():
             if arguments.get(key) is not None:
                 raise ValueError(f"got {key} for {name} on several ranks, expected None: {reason}")

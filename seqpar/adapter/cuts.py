@@ -125,8 +125,9 @@ class Cuts:
     masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
     one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
     `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
-    masks nothing. A mask of `JOINED` tokens of floating numbers, 0 and 1, masks nothing: as torch does, attention adds
-    the product of query's and key's number to their score.
+    masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
+    `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
+    tokens whose numbers are both 1.
     padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B,
     tokens), or the text itself, which is then valid unless all of it is zeros.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
@@ -146,6 +147,7 @@ class Cuts:
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
     forward: Callable[..., tuple[Tensor, ...]] | None = None
     passed: tuple[str, ...] = ()
+    bools: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason

@@ -180,7 +180,12 @@ class Ranks:
 
 
 def _are_same(one: object, other: object) -> bool:
-    """Return whether two objects are one, or tensors of one memory, which cuts make of one tensor for two blocks."""
+    """Return whether two objects are one, or tensors of one memory, which cuts make of one tensor for two blocks.
+
+    Tuples are the same if their parts are.
+    """
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     places = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other)]

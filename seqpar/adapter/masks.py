@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.adapter.cuts import JOINED, Cuts, Padding
+from seqpar.adapter.cuts import JOINED, Cuts
 from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
 BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
+ODD = 2  # a mask of a text that is not cut has other numbers than 0 and 1
 MOST = 1 << BITS - 2  # tokens of a text that may be cut
 
 
@@ -33,6 +34,7 @@ class FullMasks:
 
     def __init__(self, cuts: Cuts) -> None:
         self._names, self._kept, self._padding = (*cuts.masks, *cuts.padding), (*cuts.kept, *cuts.padding), cuts.padding
+        self._passed = cuts.passed
         # mask -> its count of writes when it was read, what `_code` returned
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
@@ -61,6 +63,9 @@ class FullMasks:
 
         number: what `among` returned on rank 0.
         """
+        for name, code in self._codes(number):
+            if name not in self._padding and code & ODD:
+                raise ValueError(f"got {name} with numbers other than 0 and 1, expected these, or bool")
         names = [name for name, code in self._codes(number) if code & 1]
         if not names:
             return form
@@ -77,18 +82,22 @@ class FullMasks:
             return 0
         writes, code = self._known.get(mask, (-1, 0))
         if writes != mask._version:
-            code = self._code(mask, self._padding.get(name))
+            code = self._code(name, mask)
             self._known[mask] = mask._version, code
         return code
 
-    def _code(self, mask: Tensor, padding: Padding | None) -> int:
+    def _code(self, name: str, mask: Tensor) -> int:
         """Return 1 for a mask that leaves no key out once its text is cut, plus twice (the tokens that stay, plus 1).
 
-        Tokens that stay are counted only where a text may be cut.
+        Tokens that stay are counted only where a text may be cut. The forward computes with the numbers of a mask that
+        it applies itself: 1 for a token, or what is added to scores, if there is a dim for queries.
         """
-        tokens = mask.shape[1]
+        tokens, padding = mask.shape[1], self._padding.get(name)
+        if name in self._passed:
+            return int(bool((mask == (1 if mask.dim() == 2 else 0)).all()))
         if padding is None or not 0 < tokens < MOST:
-            return int(bool((mask != 0).all()))
+            odd = mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
+            return ODD if odd else int(bool((mask != 0).all()))
         last, count = _last_and_count(mask)
         tokens = max(last, min(padding.least, tokens))
         return (tokens + 1) * 2 + (count == len(mask) * tokens)

@@ -284,7 +284,8 @@ def _krea2() -> Cuts:
         "text_fusion.refiner_blocks.*.attn": Joint(("text",), masked=True),
         "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
     }
-    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={"encoder_attention_mask": "text"})
+    mask = "encoder_attention_mask"
+    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={mask: "text"}, bools=(mask,))
 
 
 def _mochi() -> Cuts:

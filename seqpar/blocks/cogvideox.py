@@ -103,9 +103,9 @@ def _joined(call: BlockCall, text: Tensor, video: Tensor, rows: NormRows) -> Tok
     left, tokens = call.handed(video) or (None, None)
     if tokens is not None and left is text:
         return tokens
-    batch, counts = len(video), (text.shape[1], video.shape[1])
-    of_video = torch.arange(batch, dtype=torch.int32, device=video.device)[:, None]
-    index = torch.cat([(of_video + batch).expand(-1, counts[0]), of_video.expand(-1, counts[1])], dim=1)
+    counts, each = (text.shape[1], video.shape[1]), len(rows.shift) // 2  # one for all videos, or one a video
+    of_video = (torch.arange(len(video), dtype=torch.int32, device=video.device) % each)[:, None]
+    index = torch.cat([(of_video + each).expand(-1, counts[0]), of_video.expand(-1, counts[1])], dim=1)
     x = torch.cat([text, video], dim=1)
     h = norm_modulate(x, rows.shift, rows.scale, rows.norm, index_Bl=index)
     return Tokens(x, h, index)

@@ -81,13 +81,13 @@ def double(
     temb: Tensor,
     attention_mask: Tensor | None,
     freqs_cis: tuple[Tensor, Tensor],
-    *args: Any,
-    **kwargs: Any,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return video (B, l, E) and text (B, l', E) after a block.
 
     temb: (B, E). attention_mask: of the keys of all ranks. freqs_cis: cosines and sines of the video, (l, D), each
-    number twice. Other arguments are for models that replace tokens.
+    number twice. The last two arguments are for models that replace tokens.
     """
     return _double(_Masked(call, attention_mask), block, hidden_states, encoder_hidden_states, temb, freqs_cis)
 
@@ -134,8 +134,8 @@ def single(
     temb: Tensor,
     attention_mask: Tensor | None,
     image_rotary_emb: tuple[Tensor, Tensor],
-    *args: Any,
-    **kwargs: Any,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
     every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]

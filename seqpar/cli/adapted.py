@@ -17,7 +17,7 @@ from seqpar.adapter.sharing import Wished
 from seqpar.adapter.state import keep_fp32
 from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
-from seqpar.cli.job import outputs, scales
+from seqpar.cli.job import outputs, parse_size, scales
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
@@ -56,7 +56,11 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     bits = digest(made)
     paths = outputs(args, job)
     if ranks.is_main:
-        shown = _parameters(args, pipe, job, plan) | {"pixels": bits, "ms_per_step": per_step}
+        shown = _parameters(args, pipe, job, plan) | {
+            "made": _size(args, made[0]),
+            "pixels": bits,
+            "ms_per_step": per_step,
+        }
         for path, one in zip(paths, made, strict=True):
             (save_video(one, path, job.fps, shown) if job.video else save(one, path, shown))
         what, speed = _what(job), measured(per_step, loaded, time.perf_counter() - started)
@@ -114,6 +118,19 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
 def digest(made: list[Any]) -> str:
     """16 hex digits of a hash over all pixels, to compare runs."""
     return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in made)).hexdigest()[:16]
+
+
+def _size(args: Args, one: Any) -> dict[str, int]:
+    """Return the size of a picture or video that was made, after a line if it is not the one that was asked for."""
+    *frames, rows, columns, _ = np.asarray(one).shape
+    size = {"height": rows, "width": columns} | ({"frames": frames[0]} if frames else {})
+    asked = dict(zip(size, parse_size(args.size) or (), strict=False)) | (
+        {"frames": args.frames} if args.frames else {}
+    )
+    if any(size[name] != wanted for name, wanted in asked.items()):
+        shown = ", ".join(f"{count} {name}" for name, count in size.items())
+        print(f"seqpar: the pipeline made another size than was asked for: {shown}", flush=True)
+    return size
 
 
 def _what(job: Adapted) -> str:

@@ -62,7 +62,7 @@ class Options:
     frames: int | None = None
     """Number of frames, for models that make videos."""
     fps: int | None = None
-    """Frames a second of a video; the pipeline's own by default, or 16."""
+    """Frames a second of a video; the pipeline's own by default, or 16, which the summary says."""
     size: str | None = None
     """Size in pixels, as 256 or 256x384 (height x width); the size that the model was trained for by default."""
     mesh: str = "auto"

@@ -19,6 +19,7 @@ from seqpar.pipelines._family import Job, Order, family_of, planned
 from seqpar.pipelines._images import Picture, pictures_of_rank_0, read
 from seqpar.pipelines._lora import parse as parse_lora
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
+from seqpar.pipelines._videos import check_encoder
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.ranks.mesh import Mesh, default_dtype
@@ -101,6 +102,8 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
         job = planned(order, model)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
+        if video:
+            check_encoder()
         *others, last = outputs(args, job)
         check_writable(last, ".mp4" if video else ".png", others)
     aim, axes = parse_mesh(args.mesh)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from seqpar.types.keys import KeyMap, Source
-from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.jsons import read_json
 from seqpar.weights.loading import Pool
+
+FILES = ("model.safetensors", "model.safetensors.index.json")  # transformers reads others, and chooses among several
 
 
 def read_encoder(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -42,10 +44,10 @@ def _readable(folder: Path, dtype: torch.dtype) -> Checkpoint | None:
     config = read_json(folder / "config.json")
     if "quantization_config" in config or (folder / "adapter_config.json").exists():
         return None
-    path = find_checkpoint(folder, "model")
-    if ".safetensors" not in path.name:
+    files = [folder / name for name in FILES if (folder / name).is_file()]
+    if len(files) != 1:
         return None
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(files[0])
     numbers = {kept for kept in checkpoint.dtypes.values() if kept.is_floating_point}
     return checkpoint if numbers <= {dtype} else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._planned import Parts
-from seqpar.pipelines._takes_images import images_for
+from seqpar.pipelines._takes_images import draws_anew, images_for, sides
 
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
 RATE = "frame_rate"  # what pipelines call the frames a second that their models are told
@@ -34,6 +34,10 @@ def check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parame
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
     if "num_frames" not in parameters:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
+    if "enable_temporal_reasoning" in parameters:
+        order.refuse(f"expected none: {name} makes five frames, of which the last is its result", frames=order.frames)
+    if "strength" in parameters and not draws_anew(parameters):
+        order.refuse(f"expected none: that of {name} says how firmly a picture is kept", strength=order.strength)
     if not order.prompts:
         raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
     known, plain = ("self", "prompt", "image"), inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -52,7 +56,8 @@ def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds:
     parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = order.pictures
-    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
+    own = sides(order, parameters)
+    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps, **own}
     flags: dict[str, tuple[str, Any]] = {
         "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
         "guidance_scale": ("guidance", order.guidance),

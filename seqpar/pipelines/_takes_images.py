@@ -21,7 +21,9 @@ NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 SEVERAL = ("Flux2", "QwenImageEditPlus", "QwenImage21", "ZImageOmni", "GlmImage")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
-ONE_RESULT = "QwenImageEdit"  # how the names of those begin that take one prompt a call
+# how the names of those begin that take one prompt a call with a picture
+ONE_RESULT = ("QwenImageEdit", "CogVideoXImageToVideo", "HunyuanVideoImageToVideo", "HunyuanVideo15ImageToVideo")
+AREA = "max_area"  # the argument of pipelines (FLUX.1 Kontext) that keep the shape of a size, but not its pixels
 OTHERS = {
     "mask_image": "a mask, which no flag names",
     "control_image": "a picture that controls another, which no flag names",
@@ -52,6 +54,23 @@ def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
     return sister
 
 
+def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a pipeline draws a picture anew from some step on, as `strength` among its parameters says.
+
+    In one of videos (LTX) it says how firmly a picture is kept.
+    """
+    return "strength" in parameters and "num_frames" not in parameters
+
+
+def sides(order: Order, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
+    """Return what makes a pipeline with a size of its own keep that of the order, or the shape of its picture."""
+    if AREA not in parameters:
+        return {}
+    if order.size is not None:
+        return {AREA: order.size[0] * order.size[1]}
+    return dict(zip(SIDES, order.images[0].size, strict=True)) if order.images else {}
+
+
 def images_for(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
     """Return the pictures of an order as the pipeline of this name takes them: one, or a list.
 
@@ -59,7 +78,7 @@ def images_for(order: Order, name: str, parameters: Mapping[str, inspect.Paramet
     pipelines make it; one of them (Z-Image) does not.
     """
     images = [picture.image for picture in order.images]
-    if order.size is not None and "strength" in parameters:
+    if order.size is not None and draws_anew(parameters):
         height, width = order.size
         images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
     return images if name.startswith(SEVERAL) else images[0]
@@ -74,10 +93,12 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
     text = f"{picture}, {height}x{width} pixels"
     own = (parameters[side].default if side in parameters else None for side in SIDES)
     rows, columns = (arguments.get(side, default) for side, default in zip(SIDES, own, strict=True))
-    stretched = rows and columns and abs(rows / columns * width / height - 1) > SLIGHT
-    if stretched and ("strength" in parameters or "num_frames" in parameters):  # others keep its shape
-        return f"{text}, stretched to {rows}x{columns}; --size names another size"
-    return text
+    if not (draws_anew(parameters) or "num_frames" in parameters):  # others keep its shape
+        return text
+    if not (rows and columns):
+        return f"{text}, stretched if the pipeline's own size has another shape; --size names one"
+    stretched = abs(rows / columns * width / height - 1) > SLIGHT
+    return f"{text}, stretched to {rows}x{columns}; --size names another size" if stretched else text
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

@@ -21,6 +21,16 @@ QUALITY = {"crf": "17"}  # of libx264: a loss that is hard to see
 BT_709 = 1  # the number of the usual colours of videos, in ffmpeg's lists of primaries, transfers and matrices
 
 
+def check_encoder() -> None:
+    """Raise ValueError where PyAV has no encoder for the videos that are written here."""
+    import av  # loads ffmpeg's libraries, which pictures do not need
+
+    try:
+        av.Codec(CODEC, "w")
+    except ValueError as error:
+        raise ValueError(f"got PyAV without {CODEC}, expected this encoder for mp4 files; install av by pip") from error
+
+
 def save_video(frames_FHW3: Iterable[Any], path: Path, fps: float, parameters: Mapping[str, Any]) -> None:
     """Write frames in one atomic step; the file's comment holds every parameter as JSON.
 

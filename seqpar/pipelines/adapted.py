@@ -22,13 +22,13 @@ from seqpar.adapter.estimate import is_guided
 from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import Order
 from seqpar.pipelines._finite import counted, refuse_infinite, refuse_latents, watched_vae
-from seqpar.pipelines._flags import arguments_of, check_flags, check_frames, frame_rate, makes_videos
+from seqpar.pipelines._flags import FPS, RATE, arguments_of, check_flags, check_frames, frame_rate, makes_videos
 from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import Parts, Planned, built, grid_of, parts_of_folder, parts_of_preset, planned
 from seqpar.pipelines._random import random_pipeline
-from seqpar.pipelines._takes_images import shown_image, taking_images
+from seqpar.pipelines._takes_images import draws_anew, shown_image, taking_images
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
@@ -80,6 +80,8 @@ class Adapted:
         """Return (title, text) of the summary's lines about its pictures, and about texts of a known length."""
         parameters = self._parameters
         shown = [("image", shown_image(picture, self.arguments, parameters)) for picture in self.order.images]
+        if self.video and self.order.fps is None and RATE not in parameters:
+            shown.append(("fps", f"{FPS} frames a second, as most models: the files name no number; --fps does"))
         named, random = parameters.get("max_sequence_length"), isinstance(self.source, Preset)
         by = "of random numbers: no text encoder comes with this model" if random else "a prompt, encoded on rank 0"
         return shown if named is None else [*shown, ("text", f"{named.default} tokens {by}")]
@@ -88,7 +90,7 @@ class Adapted:
     def strength(self) -> float:
         """Return which part of the steps is made: all, but where a picture is changed."""
         own = self._parameters.get("strength")
-        return 1.0 if own is None else self.arguments.get("strength", own.default)
+        return self.arguments.get("strength", own.default) if own and draws_anew(self._parameters) else 1.0
 
     @property
     def steps(self) -> int:
@@ -170,6 +172,8 @@ class Adapted:
         """
         result, finite = self._run(pipe, on_step, mesh, on_decode, on_encode)
         results = list(result.frames if self.video else result.images)
+        if mesh.is_main and result.get("audio") is not None:
+            print("seqpar: the sound of the video is not written; `seqpar.load` returns a pipeline that gives it")
         if self.arguments.get("output_type") == "np":
             refuse_latents(finite, self.dtype)
             refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
@@ -272,7 +276,7 @@ def _planned(
     if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
         grid.check(order.size)
     guided = guidance[0].on and "pag_scale" not in parameters  # whose processors read the rows of all branches
-    if not order.images or "strength" in parameters:
+    if not order.images or draws_anew(parameters):
         return guidance, planned(transformer, grid, order, guided)
     # a picture's tokens stand beside those of the result, which may take its size
     run = planned(transformer, None if grid is None else replace(grid, trained=None), order, guided)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # cuBLAS and torch read these variables when the first product runs
-LEAST_RESULTS = 1024  # four times the numbers that fit into this workspace
+LEAST_RESULTS = 1024  # of a product; see `linear`
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
@@ -53,8 +53,9 @@ def _set() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a linear layer's output whose rows have the bits that they have among many rows.
 
-    x: (..., K); weight: (N, K). The least workspace that torch takes, 1 KiB, holds the partial sums of 64 results, for
-    which cuBLAS splits their sum: few rows become as many as need more.
+    x: (..., K); weight: (N, K). cuBLAS was seen to split the sums of 64 results, whose partial sums it can keep in the
+    least workspace that torch takes: 1 KiB, 256 numbers in fp32. Few rows become so many that there are four times as
+    many results as it has numbers.
     """
     rows, outputs = x[..., 0].numel(), len(weight)
     more = -(-LEAST_RESULTS // outputs) - rows

@@ -18,6 +18,7 @@ from seqpar.adapter.masks import FullMasks
 from seqpar.adapter.table import cuts_of
 from seqpar.engine.promises import Promise
 from seqpar.local import reference, sdpa
+from seqpar.ranks.mesh import Mesh
 from seqpar.types.masks import key_bias
 from tests.adapter.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 from tests.support.calls import Captures
@@ -299,3 +300,49 @@ def test_padding_at_the_end_of_texts_is_not_computed(ranks: Pool, world: int) ->
         for which, (wrong, text, masked) in results.items():
             assert wrong < TOLERANCE, which
             assert (text, masked) == CUT[which], which
+
+
+def numbered(name: str) -> tuple[str, Tensor]:
+    """Return the name of a model's mask, and a floating one with 0.5 for padding, or 0 for Krea 2."""
+    mask = "attention_mask" if name == "chroma" else "encoder_attention_mask"
+    tokens = MODELS[name].arguments()[mask]
+    return mask, torch.where(tokens != 0, 1.0, 0.0 if name == "krea2" else 0.5).double()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ltx", None),
+        ("ltx2", None),
+        ("chroma", "got attention_mask with numbers other than 0 and 1"),
+        ("krea2", "got a floating encoder_attention_mask"),
+    ],
+)
+def test_masks_of_other_numbers_are_right_or_refused(name: str, told: str | None) -> None:
+    """LTX takes them as what is added to scores; without a zero they must not count as masks that leave no key out."""
+    tiny, (mask, numbers) = MODELS[name], numbered(name)
+    module, arguments = tiny.build(), {**tiny.arguments(), mask: numbers}
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    if told is not None:
+        with pytest.raises(ValueError, match=told):
+            module(**arguments, return_dict=False)
+    else:
+        with StayDouble():
+            got = flat(module(**arguments, return_dict=False))
+        assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
+        assert error(got, tiny.whole(arguments={**arguments, mask: None})) > VISIBLE
+    seqpar.release(module)
+
+
+def test_additive_masks_of_ltx_are_right() -> None:
+    tiny = MODELS["ltx"]
+    module, arguments = tiny.build(), tiny.arguments()
+    text = arguments["encoder_hidden_states"].shape[1]
+    arguments["encoder_attention_mask"] = random((2, 1, text), 5).abs() * -3 - 0.1
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    with StayDouble():
+        got = flat(module(**arguments, return_dict=False))
+    assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
+    seqpar.release(module)

@@ -23,7 +23,7 @@ from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.cuts import Cuts, Joint
 from seqpar.adapter.fused import BlockHook, families
 from seqpar.adapter.table import CUTS
-from seqpar.blocks import z_image
+from seqpar.blocks import flux3, z_image
 from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_body import body_of, error
@@ -536,3 +536,22 @@ def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
     assert families_page.written() == families_page.PAGE.read_text()
     assert {file for file, *_ in families_page.FAMILIES} == set(plugins(seqpar.blocks))
+
+
+def test_one_timestep_of_cogvideox_is_that_of_every_video(ranks: Pool) -> None:
+    tiny, device = MODELS["cogvideox"], ranks.device
+    arguments = tiny.arguments(device)
+    arguments["timestep"] = arguments["timestep"][:1]
+    wanted = tiny.whole(None, arguments, device)
+    body = body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)
+    with StayDouble():
+        assert error(flat(body(arguments)), wanted) < TOLERANCE
+
+
+def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = flux3._by_token, list[int]()
+    monkeypatch.setattr(flux3, "_by_token", lambda parts: (calls.append(len(parts)), own(parts))[1])
+    tiny, device = MODELS["flux3_reference"], ranks.device
+    with StayDouble():
+        body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)(tiny.arguments(device))
+    assert calls == [1, 1, 1, 2]  # of text, image and reference alone, then of all

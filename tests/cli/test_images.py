@@ -18,9 +18,9 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._flags import FPS, arguments_of, frame_rate
+from seqpar.pipelines._flags import FPS, arguments_of, check_flags, frame_rate
 from seqpar.pipelines._images import Picture
-from seqpar.pipelines._takes_images import shown_image, taking_images
+from seqpar.pipelines._takes_images import shown_image, sides, taking_images
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
@@ -165,6 +165,38 @@ def test_a_picture_too_few_or_too_many_is_refused(name: str, changes: dict[str, 
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "LTXConditionPipeline",
+            {"strength": 0.5},
+            "got --strength 0.5 with --model x, expected none: that of LTXCond",
+        ),
+        (
+            "ChronoEditPipeline",
+            {"frames": 81},
+            "got --frames 81 with --model x, expected none: ChronoEditPipeline makes",
+        ),
+    ],
+)
+def test_a_flag_that_means_another_thing_to_a_pipeline_is_refused(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    parameters = inspect.signature(getattr(THEIRS, name).__call__).parameters
+    with pytest.raises(ValueError, match=r"^got") as error:
+        check_flags(order(images=(Picture("p", picture()),), **changes), name, parameters)
+    assert message in str(error.value)
+
+
+def test_the_area_of_a_size_is_kept_where_the_pipeline_has_its_own() -> None:
+    parameters = inspect.signature(THEIRS.FluxKontextPipeline.__call__).parameters
+    image = (Picture("p", picture()),)
+    height, width = image[0].size
+    assert sides(order(images=image, size=(512, 256)), parameters) == {"max_area": 512 * 256}
+    assert sides(order(images=image), parameters) == {"height": height, "width": width}
+
+
 @pytest.mark.parametrize(("name", "own", "tells"), [("LTXPipeline", 25, True), ("WanPipeline", FPS, False)])
 def test_a_model_is_told_the_frames_a_second_where_it_asks(name: str, own: int, tells: bool) -> None:
     call = inspect.signature(getattr(THEIRS, name).__call__).parameters
@@ -179,10 +211,11 @@ def test_a_model_is_told_the_frames_a_second_where_it_asks(name: str, own: int, 
         ("FluxImg2ImgPipeline", {"height": 640, "width": 800}, None),
         ("WanImageToVideoPipeline", {}, "480x832"),  # its default
         ("FluxKontextPipeline", {"height": 1024, "width": 1024}, None),  # which keeps the picture's shape
-        ("ZImageImg2ImgPipeline", {}, None),  # whose result has the picture's size
+        ("StableDiffusion3Img2ImgPipeline", {}, ""),  # whose own size the arguments do not tell
     ],
 )
 def test_a_picture_that_is_stretched_is_told(name: str, arguments: dict[str, int], stretched: str | None) -> None:
     call = inspect.signature(getattr(THEIRS, name).__call__).parameters
     text = shown_image(Picture("p", picture()), arguments, call)
-    assert text == "p, 64x80 pixels" + (f", stretched to {stretched}; --size names another size" if stretched else "")
+    told = {"": ", stretched if the pipeline's own size has another shape; --size names one", None: ""}
+    assert text == "p, 64x80 pixels" + told.get(stretched, f", stretched to {stretched}; --size names another size")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +40,29 @@ def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     assert (np.asarray(read(str(tmp_path / "x.png")).image) == np.rot90(NOISE, -1)).all()
 
 
+def test_what_is_transparent_becomes_white(tmp_path: Path) -> None:
+    seen = np.dstack([NOISE, np.full(NOISE.shape[:2], 255, np.uint8)])
+    seen[:9, :, 3] = 0
+    Image.fromarray(seen).save(tmp_path / "x.png")
+    got = np.asarray(read(str(tmp_path / "x.png")).image)
+    assert (got[:9] == 255).all()
+    assert (got[9:] == NOISE[9:]).all()
+
+
 def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep, program = tmp_path / "deep.png", tmp_path / "program.png"
     Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256).save(deep)
     program.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")  # for which Pillow starts Ghostscript
+    colours, pipe = tmp_path / "colours.png", tmp_path / "pipe.png"
+    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)  # one pixel of three values of 16 bits
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(7))), (b"IEND", b""))
+    checked = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in parts)
+    colours.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(checked))
+    os.mkfifo(pipe)
     messages = {
+        colours: "of more than 8 bits a value, expected 8",
+        pipe: "which is a pipe, expected a file",
+        deep / "x": "which cannot be read: Not a directory",
         deep: "of more than 8 bits a value, expected 8",
         program: "which is none, expected a picture as PNG, JPEG or WEBP",
         tmp_path: "which cannot be read: Is a directory",

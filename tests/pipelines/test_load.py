@@ -358,3 +358,11 @@ def test_encoders_are_those_that_transformers_loads(
     assert ours.config.to_dict() == theirs.config.to_dict()
     assert (ours.name_or_path, ours.dtype, ours.training) == (theirs.name_or_path, theirs.dtype, theirs.training)
     assert not theirs.can_generate() or ours.generation_config == theirs.generation_config
+
+
+def test_files_of_encoders_that_are_not_safetensors_are_left_to_transformers(tmp_path: Path) -> None:
+    encoder = made_encoder("T5EncoderModel", torch.float32)
+    encoder.config.save_pretrained(tmp_path)
+    torch.save(encoder.state_dict(), tmp_path / "pytorch_model.bin")
+    read = _encoder_files.read_encoder(type(encoder), tmp_path, torch.float32, torch.device("cpu"))
+    assert all(map(torch.equal, read.parameters(), encoder.parameters()))

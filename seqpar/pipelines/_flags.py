@@ -56,8 +56,7 @@ def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds:
     parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = order.pictures
-    own = sides(order, parameters)
-    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps, **own}
+    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps, **sides(order, parameters)}
     flags: dict[str, tuple[str, Any]] = {
         "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
         "guidance_scale": ("guidance", order.guidance),

@@ -172,7 +172,7 @@ class Adapted:
         """
         result, finite = self._run(pipe, on_step, mesh, on_decode, on_encode)
         results = list(result.frames if self.video else result.images)
-        if mesh.is_main and result.get("audio") is not None:
+        if mesh.is_main and getattr(result, "audio", None) is not None:
             print("seqpar: the sound of the video is not written; `seqpar.load` returns a pipeline that gives it")
         if self.arguments.get("output_type") == "np":
             refuse_latents(finite, self.dtype)

@@ -127,8 +127,9 @@ def test_plain_ulysses_is_attention_over_all_tokens(cpus: Pool) -> None:
     assert max(cpus.run(3, attended)) < 1e-12
 
 
-# they make several rows of modulation, or attend to the text alone in blocks before their own: `Work` counts neither
-BY_TOKEN = {"chroma1-hd", "krea-2", "qwen-image-edit", "wan2.2-ti2v-5b"}
+# they make several rows of modulation, attend to the text or the image alone in blocks before their own, pad the text,
+# or compute sound: `Work` counts none of it
+BY_TOKEN = {"chroma1-hd", "flux.3", "krea-2", "ltx-2", "qwen-image-edit", "wan2.2-ti2v-5b", "z-image"}
 
 
 @pytest.mark.parametrize("model", RELEASED)

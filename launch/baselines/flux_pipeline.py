@@ -17,7 +17,6 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor
 
 from launch.baselines.released import randomise
-from seqpar.weights.presets import FLUX_VAE
 
 STEPS = 28
 GUIDANCE = 3.5
@@ -40,6 +39,18 @@ T5: Mapping[str, Any] = {
     "feed_forward_proj": "gated-gelu",
     "vocab_size": 32128,
 }
+VAE: Mapping[str, Any] = {  # nothing of `seqpar` is imported here: `compare` uses this file with other versions of it
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 SCHEDULER: Mapping[str, Any] = {
     "shift": 3.0,
     "use_dynamic_shifting": True,
@@ -56,7 +67,7 @@ class Sizes:
 
     clip: Mapping[str, Any] = field(default_factory=lambda: CLIP)
     t5: Mapping[str, Any] = field(default_factory=lambda: T5)
-    vae: Mapping[str, Any] = field(default_factory=lambda: FLUX_VAE)
+    vae: Mapping[str, Any] = field(default_factory=lambda: VAE)
 
 
 SMALL = Sizes(
@@ -69,7 +80,7 @@ SMALL = Sizes(
         "vocab_size": 110,
     },
     {"d_model": 12, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 110},
-    {**FLUX_VAE, "block_out_channels": (4, 4, 4, 4), "latent_channels": 4, "norm_num_groups": 2},
+    {**VAE, "block_out_channels": (4, 4, 4, 4), "latent_channels": 4, "norm_num_groups": 2},
 )
 """The sizes of a pipeline around `Released.small()` of FLUX.1, for a CPU."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import seqpar
-from launch.benches import compare, faults
+from launch.benches import compare, compare_job, faults
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
@@ -34,6 +35,14 @@ def test_two_versions_are_timed_in_turn_and_their_bits_compared(
     assert all(ms > 0 for each in line["ms"].values() for ms in each)
     assert len(line["digests"]) == 1
     assert "same bits" in capsys.readouterr().out
+
+
+def test_what_ranks_of_another_version_import_needs_nothing_of_this_version() -> None:
+    named = set(re.findall(r'import_module\("(launch[.a-z_]+)"\)', Path(compare_job.__file__).read_text()))
+    assert named
+    for module in named:
+        path = ROOT / (module.replace(".", "/") + ".py")
+        assert not re.findall(r"^ *(?:from|import) (?:seqpar|launch\.benches)", path.read_text(), re.MULTILINE), path
 
 
 def timers(rank: int, world: int, device: torch.device) -> dict[str, tuple[float, str]]:

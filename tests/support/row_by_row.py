@@ -1,8 +1,8 @@
 """Arithmetic on a CPU whose rows do not depend on each other, as that of a GPU in exact mode: slow, for tests of bits.
 
 A CPU's matrix products, like a GPU's outside of exact mode, round a row otherwise if there are other rows beside it.
-Here every row is a product of its own, of inputs that begin at aligned addresses. A CPU also computes the last numbers
-of a tensor by other functions than those before, which fill its vectors; here all numbers fill them.
+Here every number of a result is a sum of its own. A CPU also computes the last numbers of a tensor by other functions
+than those before, which fill its vectors; here all numbers fill them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,33 @@ from seqpar.types.masks import is_kept
 
 aten = torch.ops.aten
 VECTORS = 64  # numbers; the vectors of every CPU divide it
-CURVES = {getattr(aten, name).default for name in ("silu", "gelu", "exp", "sin", "cos", "tanh", "sigmoid")}
+MOST = 1 << 20  # products in memory at a time
+CURVES = {getattr(aten, name).default for name in ("silu", "gelu", "exp", "log", "sin", "cos", "tanh", "sigmoid")}
+
+
+def _sums(x_XE: Tensor, y_YE: Tensor) -> Tensor:
+    """Return the sums (..., X, Y) of products of each row of x with each row of y; each is a sum by itself."""
+    made = x_XE.new_empty(*x_XE.shape[:-1], y_YE.shape[-2])
+    count = max(1, MOST // max(1, made[..., :1, :].numel() * x_XE.shape[-1]))  # rows at a time
+    for first in range(0, x_XE.shape[-2], count):
+        rows = slice(first, first + count)
+        made[..., rows, :] = (x_XE[..., rows, None, :] * y_YE[..., None, :, :]).sum(-1)
+    return made
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """Compute attention as `seqpar.types.protocols.Core` says, each query of each head by itself."""
-    group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
-    lse = q_BLHD.new_empty(len(q_BLHD), q_BLHD.shape[2], q_BLHD.shape[1])
-    for row, head in torch.cartesian_prod(torch.arange(len(q_BLHD)), torch.arange(q_BLHD.shape[2])).tolist():
-        k, v = (x[row, :, head // group].clone() for x in (k_BLGD, v_BLGD))
-        for query in range(q_BLHD.shape[1]):
-            scores = k.mv(q_BLHD[row, query, head].clone()) * k.shape[1] ** -0.5
-            if mask_BL is not None:
-                scores = scores.masked_fill(~is_kept(mask_BL[row]), -torch.inf)
-            out[row, query, head] = v.t().mv(scores.softmax(0))
-            lse[row, head, query] = scores.logsumexp(0)
-    return out, lse
+    group = q_BLHD.shape[2] // k_BLGD.shape[2]
+    q_BHLD = q_BLHD.transpose(1, 2)
+    k_BHLD, v_BHLD = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k_BLGD, v_BLGD))
+    scores = _sums(q_BHLD, k_BHLD) * q_BLHD.shape[3] ** -0.5
+    if mask_BL is not None:
+        scores = scores.masked_fill(~is_kept(mask_BL)[:, None, None], -torch.inf)
+    most = scores.amax(-1, keepdim=True)
+    weights = (scores - most).exp()
+    total = weights.sum(-1, keepdim=True)
+    out_BHLD = _sums(weights / total, v_BHLD.mT.contiguous())
+    return out_BHLD.transpose(1, 2).contiguous(), (most + total.log()).squeeze(-1)
 
 
 class RowByRow(TorchDispatchMode):
@@ -55,9 +66,7 @@ class RowByRow(TorchDispatchMode):
 
 
 def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:
-    columns_FE = y_EF.t().contiguous()
-    rows = [columns_FE.mv(row.clone()) for row in x_RE]
-    return torch.stack(rows) if rows else x_RE.new_zeros(0, y_EF.shape[1])
+    return _sums(x_RE, y_EF.mT.contiguous())
 
 
 def _addmm(bias: Tensor, x_RE: Tensor, y_EF: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -68,17 +77,13 @@ def _addmm(bias: Tensor, x_RE: Tensor, y_EF: Tensor, *, beta: float = 1, alpha: 
     return _mm(torch.cat([x_RE.new_ones(len(x_RE), 1), x_RE], dim=1), torch.cat([bias[None], y_EF]))
 
 
-def _bmm(x_BRE: Tensor, y_BEF: Tensor) -> Tensor:
-    return torch.stack([_mm(x, y) for x, y in zip(x_BRE, y_BEF, strict=True)])
-
-
 PRODUCTS: dict[Any, Any] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.addmm_.default: lambda x, *args, **kwargs: x.copy_(_addmm(x, *args, **kwargs)),
     aten.mm.out: lambda x, y, *, out: out.copy_(_mm(x, y)),
     aten.addmm.out: lambda *args, out, **kwargs: out.copy_(_addmm(*args, **kwargs)),
-    aten.bmm.default: _bmm,
+    aten.bmm.default: _mm,
 }
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.pool import Pool
+from tests.support.pool import Pool, quicken
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
+    quicken()
 
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
 torch.set_num_threads(1)

@@ -40,6 +40,14 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture
+def cpu_ranks(ranks: Pool) -> Pool:
+    """Return ranks on CPUs, for exact mode in fp64; on GPUs it is for 16 bits, and tests compare it with one GPU."""
+    if ranks.device == "cuda":
+        pytest.skip("a GPU has no attention in fp64 whose rows do not depend on their number")
+    return ranks
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a read-only diffusers transformer folder with random weights."""

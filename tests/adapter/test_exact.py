@@ -79,14 +79,6 @@ def computed(
     return results
 
 
-@pytest.fixture
-def cpu_ranks(ranks: Pool) -> Pool:
-    """Return ranks on CPUs, in fp64; on GPUs exact mode is for 16 bits, and compared with one GPU below."""
-    if ranks.device == "cuda":
-        pytest.skip("a GPU has no attention in fp64 whose rows do not depend on their number")
-    return ranks
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[Which, Outputs]:
     """Return the outputs of one rank."""

@@ -116,15 +116,15 @@ EXACT_LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "layout"), EXACT_LAYOUTS, ids=str)
-def test_in_exact_mode_latents_have_one_ranks_bits(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
+def test_in_exact_mode_latents_have_one_ranks_bits(cpu_ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
     wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
-    for got in ranks.run(world, exactly, layout, (5, 2)):
+    for got in cpu_ranks.run(world, exactly, layout, (5, 2)):
         assert torch.equal(got, wanted)
 
 
-def test_negative_control_out_of_exact_mode_bits_differ(ranks: Pool) -> None:
+def test_negative_control_out_of_exact_mode_bits_differ(cpu_ranks: Pool) -> None:
     wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
-    for got in ranks.run(2, exactly, ("kv_gather", 1, 1), (5, 2), False):
+    for got in cpu_ranks.run(2, exactly, ("kv_gather", 1, 1), (5, 2), False):
         assert not torch.equal(got, wanted)
 
 

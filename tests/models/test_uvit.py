@@ -337,10 +337,10 @@ def exactly(rank: int, world: int, device: torch.device, cfg: int, on: bool = Tr
         return guided(rank, world, device, cfg)
 
 
-def test_in_exact_mode_a_guided_run_has_one_ranks_bits(ranks: Pool) -> None:
+def test_in_exact_mode_a_guided_run_has_one_ranks_bits(cpu_ranks: Pool) -> None:
     want = exactly(0, 1, torch.device("cpu"), 1)
     for world, cfg, on in ((2, 2, True), (3, 1, True), (3, 1, False)):
-        for got in ranks.run(world, exactly, cfg, on):
+        for got in cpu_ranks.run(world, exactly, cfg, on):
             same = all(torch.equal(x, want[name]) for name, x in got.items())
             assert same is on  # the last one is a negative control
 

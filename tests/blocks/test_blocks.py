@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -126,7 +127,13 @@ def test_ranks_without_tokens_of_the_text_are_right(
     for results in ranks.run(world, with_few, strategy, transport, first):
         for name, (wrong, calls) in results.items():
             assert wrong < TOLERANCE, name
-            assert calls == 2 * blocks_of(MODELS[name]), name
+            assert calls == 2 * blocks_named(name), name
+
+
+@cache
+def blocks_named(name: str) -> list[str]:
+    """Return the classes of all blocks that a function computes in a call of a model of `MODELS`."""
+    return blocks_of(MODELS[name])
 
 
 def blocks_of(tiny: Tiny) -> list[str]:
@@ -141,11 +148,11 @@ def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str
     for results in ranks.run(world, fused, strategy, transport, first):
         for name, (outputs, calls) in results.items():
             assert error(outputs, truth(name, ranks.device)) < TOLERANCE, name
-            assert sorted(calls) == sorted(2 * blocks_of(MODELS[name])), name
+            assert sorted(calls) == sorted(2 * blocks_named(name)), name
 
 
 def test_every_family_is_tested() -> None:
-    assert {kind for name in FUSED for kind in blocks_of(MODELS[name])} == set(families())
+    assert {kind for name in FUSED for kind in blocks_named(name)} == set(families())
 
 
 def cast(value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
@@ -497,7 +504,7 @@ def act(module: Any, action: str) -> None:
     [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "hunyuan15"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")],
 )
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
-    count = len(blocks_of(MODELS[name]))
+    count = len(blocks_named(name))
     for told in ranks.run(world, story, name):
         for action, wrong, calls, computation in told:
             assert wrong < TOLERANCE, action

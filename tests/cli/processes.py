@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.support.forks import Forked, Main
 from tests.support.pool import server
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "seqpar.cli")
 SCRIPT = str(ROOT / "launch" / "sample.py")
 LIMIT_S = 120
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import time
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from seqpar.cli.exits import Report, kind_of
-from seqpar.cli.main import command
+from seqpar.cli.main import command, main
 from seqpar.cli.ranks import start, verdict, wanted
-from tests.cli.processes import COMMAND, LIMIT_S, environment, seqpar, torchrun
+from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
 from tests.cli.test_mistakes import words
+from tests.support.forks import Forked
+from tests.support.pool import server
 
 LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
 FAILURE = Report("failure", "error: full", 1.0)
@@ -49,27 +52,23 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds ranks in /proc")
 def test_ctrl_c_ends_all_ranks_with_one_line(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The one command of these tests that is not forked; `tests/faults` sends other signals to jobs that are."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests behind
-    temporary, pipe = tmp_path_factory.mktemp("temporary"), subprocess.PIPE
-    flags, env = ("sample", "--ranks", "2", *LONG, "--out", str(tmp_path / "x.png")), environment()
-    command = [*COMMAND, *flags]
-    with subprocess.Popen(
-        command, text=True, env=env | {"TMPDIR": str(temporary)}, stdout=pipe, stderr=pipe
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert any(line.startswith("graph") for line in process.stdout)
-            pids = ranks_of(process.pid)
-            assert len(pids) == 2
-            assert all(map(alive, pids))
-            process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-            signal.signal(signal.SIGINT, before)
-    assert process.returncode == 130
-    assert [line for line in told.replace("\r", "\n").splitlines() if line and "step/s" not in line] == ["stopped"]
+    """See `tests/faults` for other signals."""
+    temporary, folder = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("texts")
+    flags = ("sample", "--ranks", "2", *LONG, "--out", tmp_path / "x.png")
+    server()
+    process = Forked(main, flags, environment() | {"TMPDIR": str(temporary)}, folder / "output", folder / "errors")
+    end = time.monotonic() + LIMIT_S
+    while not ((folder / "output").exists() and "\ngraph" in (folder / "output").read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    pids = ranks_of(process.pid)
+    assert len(pids) == 2
+    assert all(map(alive, pids))
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    told = (folder / "errors").read_text().replace("\r", "\n")
+    assert [line for line in told.splitlines() if line and "step/s" not in line] == ["stopped"]
     assert gone(pids)
     assert not list(tmp_path.iterdir())
     assert not list(temporary.glob("seqpar-*"))  # nor the folder of reports

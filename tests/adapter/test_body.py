@@ -30,7 +30,7 @@ from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3

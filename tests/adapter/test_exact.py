@@ -31,7 +31,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 
 FUSED = (
     "Chroma",

@@ -25,6 +25,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-10
 VISIBLE = 1e-4
 SIZE = {"height": 20, "width": 12}  # 15 tokens for FLUX

@@ -24,7 +24,10 @@ from launch.benches.planted import main
 from tests.support.forks import Forked
 from tests.support.pool import server
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc"),
+]
 
 # short where a deadline must pass; else long, because ranks of a busy machine may be late. The bench allows 5 s more.
 SHORT = Deadlines(first=6.0, later=3.0, more=15.0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launch.baselines import flux_pipeline
+from launch.baselines.flux_pipeline import VAE
 
 NARROW = (8, 8, 8, 8)
 DETAIL = 0.1  # standard deviation of the latents' noise beside their low frequencies
@@ -66,7 +66,7 @@ class Decoder:
 
 DECODERS: Mapping[str, Decoder] = {
     "kl": Decoder(
-        "AutoencoderKL", flux_pipeline.VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16
+        "AutoencoderKL", VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16
     ),
     "qwen": Decoder("AutoencoderKLQwenImage", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 1),
     "wan": Decoder("AutoencoderKLWan", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 4),

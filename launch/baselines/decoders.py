@@ -65,9 +65,7 @@ class Decoder:
 
 
 DECODERS: Mapping[str, Decoder] = {
-    "kl": Decoder(
-        "AutoencoderKL", VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16
-    ),
+    "kl": Decoder("AutoencoderKL", VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16),
     "qwen": Decoder("AutoencoderKLQwenImage", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 1),
     "wan": Decoder("AutoencoderKLWan", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 4),
 }

@@ -99,6 +99,7 @@ def fused(
     rank: int, world: int, device: torch.device, strategy: str, transport: str, first: int
 ) -> dict[str, tuple[Outputs, list[str]]]:
     """Return the outputs of every second transformer on this rank, of its last call, and the functions of all."""
+    outputs: Outputs = ()
     results = {}
     for name in FUSED[first::2]:
         with counted() as calls:

@@ -7,7 +7,7 @@ than those before, which fill its vectors; here all numbers fill them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from seqpar.types.masks import is_kept
 aten = torch.ops.aten
 VECTORS = 64  # numbers; the vectors of every CPU divide it
 MOST = 1 << 20  # products in memory at a time
-CURVES = {getattr(aten, name).default for name in ("silu", "gelu", "exp", "log", "sin", "cos", "tanh", "sigmoid")}
+CURVES = {getattr(aten, name).default for name in ("silu", "gelu", "exp", "sin", "cos", "tanh", "sigmoid")}
 
 
 def _sums(x_XE: Tensor, y_YE: Tensor) -> Tensor:
@@ -37,6 +37,11 @@ def _sums(x_XE: Tensor, y_YE: Tensor) -> Tensor:
     return made
 
 
+def _filled(curve: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a curve of numbers that all fill vectors, so that their places do not count."""
+    return curve(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
+
+
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """Compute attention as `seqpar.types.protocols.Core` says, each query of each head by itself."""
     group = q_BLHD.shape[2] // k_BLGD.shape[2]
@@ -46,10 +51,10 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     if mask_BL is not None:
         scores = scores.masked_fill(~is_kept(mask_BL)[:, None, None], -torch.inf)
     most = scores.amax(-1, keepdim=True)
-    weights = (scores - most).exp()
+    weights = _filled(torch.exp, scores - most)  # also where no `RowByRow` is around
     total = weights.sum(-1, keepdim=True)
     out_BHLD = _sums(weights / total, v_BHLD.mT.contiguous())
-    return out_BHLD.transpose(1, 2).contiguous(), (most + total.log()).squeeze(-1)
+    return out_BHLD.transpose(1, 2).contiguous(), (most + _filled(torch.log, total)).squeeze(-1)
 
 
 class RowByRow(TorchDispatchMode):
@@ -60,8 +65,7 @@ class RowByRow(TorchDispatchMode):
     ) -> Any:
         """See `TorchDispatchMode`."""
         if func in CURVES and args[0].numel():
-            filled = F.pad(args[0].flatten(), (0, -args[0].numel() % VECTORS))
-            return func(filled, *args[1:], **(kwargs or {}))[: args[0].numel()].view(args[0].shape)
+            return _filled(lambda x: func(x, *args[1:], **(kwargs or {})), args[0])
         return PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
 

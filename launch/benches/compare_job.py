@@ -182,7 +182,9 @@ def flux(at: Setting, small_transformer: bool = False) -> Any:
     chosen = released.small() if at.small else released
     if small_transformer and not at.small:
         chosen = replace(released, config={**released.config, "num_layers": 1, "num_single_layers": 1})
-    sizes = parts.SMALL if at.small else parts.Sizes()
+    # two versions of FLUX.1 have to fit into 80 GB, and encoders are the same code in both
+    few = {**parts.T5, "num_layers": 2}
+    sizes = parts.SMALL if at.small else parts.Sizes(t5=few)
     return parts.pipeline(chosen.build(at.dtype, at.device), at.dtype, at.device, sizes)
 
 

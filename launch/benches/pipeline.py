@@ -13,7 +13,6 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import IO, Any, Literal
@@ -67,8 +66,13 @@ class Case:
 
     @cached_property
     def pipe(self) -> Any:
-        """Return diffusers' pipeline; rows share its encoders and decoder."""
-        transformer = self.released.build(self.dtype, self.mesh.device)
+        """Return diffusers' pipeline, whose parts and weights all rows share: a second Qwen-Image fits on few GPUs.
+
+        Our blocks move weights beside each other, which later rows leave where they are: no graph of a row reads
+        memory that another one has freed.
+        """
+        transformer: Any = self.released.build(self.dtype, self.mesh.device)
+        seqpar.release(seqpar.parallelize(transformer, self.mesh))
         return self.parts.pipeline(transformer, self.dtype, self.mesh.device, self.sizes)
 
     @property
@@ -123,8 +127,7 @@ def ours(case: Case) -> Iterator[Row]:
 
 @contextmanager
 def _ours(case: Case, way: str) -> Iterator[Timed]:
-    # weights of its own, because ours join those of diffusers in place, and other rows' graphs read them
-    pipe, args = case.around(deepcopy(case.pipe.transformer)), case.args
+    pipe, args = case.around(shared_copy(case.pipe.transformer)), case.args
     mesh = None if args.strategy == "auto" else case.mesh  # a mesh's axes would restrict the planner's choice
     seqpar.parallelize(pipe, mesh, strategy=args.strategy, transport=args.transport, native=way != "generic")
     if way == FP32:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.pool import Pool, quicken
+from tests.support.pool import Pool, give_back, quicken
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
@@ -38,6 +38,12 @@ def ranks() -> Iterator[Pool]:
     pool = Pool(DEVICE)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    yield
+    give_back()
 
 
 @pytest.fixture

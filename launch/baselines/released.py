@@ -77,6 +77,11 @@ class Released:
         size = self.size if tokens is None else squarest(tokens)
         return replace(self, size=size, text=self.text if text is None else text)
 
+    def shortened(self, layers: int | None) -> Released:
+        """Return the model with at most this number of blocks of each kind; None: all."""
+        fewer = {} if layers is None else {name: layers for name in LAYERS if self.config.get(name, 0) > layers}
+        return replace(self, config={**self.config, **fewer})
+
     def small(self) -> Released:
         """Return the model with few blocks and heads and a small state, which runs on a CPU."""
         return replace(

@@ -52,6 +52,8 @@ class Calls(Flags):
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""
     text: int | None = None
     """Number of text tokens, if not the model's usual one."""
+    layers: int | None = None
+    """Number of blocks of each kind, if not the model's own."""
     strategy: tuple[str, ...] = ("kv_first", "ulysses")
     """Strategies of our rows."""
     transport: str = "auto"
@@ -115,6 +117,8 @@ def main(args: Calls) -> None:
         raise ValueError(f"got --model {args.model}, expected one of {', '.join(RELEASED)}")
     if args.masked and not CUTS[RELEASED[args.model].theirs].masks:
         raise ValueError(f"got --masked for {args.model}, whose calls take no mask of padding; leave it out")
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"got --layers {args.layers}, expected at least 1")
     args.check()
     if args.exact:
         exact.turn_on()
@@ -123,11 +127,12 @@ def main(args: Calls) -> None:
     device = Mesh.joined().device
     mesh, known = Mesh.from_env(cfg=1, device=device), RELEASED[args.model]
     for tokens in args.tokens or (None,):
-        model = known.sized(tokens, args.text) if device.type == "cuda" else known.small().sized(tokens, args.text)
+        sized = known.sized(tokens, args.text) if device.type == "cuda" else known.small().sized(tokens, args.text)
+        model = sized.shortened(args.layers)
         case = Case(args, model, mesh, default_dtype(device))
         rows = [*ours(case), *((*peers(case), *cache_dit(case)) if args.peers else ())]
         about = {"model": model.name, "tokens": model.tokens, "text": model.text, "dtype": str(case.dtype)[6:]}
-        about |= {name: True for name in ("masked", "exact") if getattr(args, name)}
+        about |= {name: getattr(args, name) for name in ("masked", "exact", "layers") if getattr(args, name)}
         measure("calls", about, rows, mesh, args)
         torch._dynamo.reset()
 

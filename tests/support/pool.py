@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from seqpar.ranks.processes import close
 
+KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them
 PRELOADED = [
@@ -102,9 +103,7 @@ class Pool:
 
     def _leave(self) -> None:
         """End the old process group on all ranks at once, because NCCL waits for missing ranks."""
-        for _, pipe in self._ranks:
-            pipe.send_bytes(_pack(None))
-        if failed := [text for ok, text in map(self._answer, range(len(self._ranks))) if not ok]:
+        if failed := [text for ok, text in self._ask(len(self._ranks), _pack(None)) if not ok]:
             self.close()
             raise RankError("\n".join(failed))
 
@@ -178,7 +177,14 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
             answer = True, function(rank, world, where, *args)
         except BaseException:
             answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
+        give_back()
         pipe.send_bytes(_pack(answer))
+
+
+def give_back() -> None:
+    """Give back a GPU's memory that no tensor of this process uses any more, because other processes need it."""
+    if torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
 
 
 def _leave_group() -> str:

@@ -69,7 +69,7 @@ def test_new_members_pass_the_tests_of_the_old_ones_and_a_wrong_one_fails(copy: 
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     assert done.returncode == (1 if failed else 0), done.stdout[-4000:] + done.stderr[-2000:]
-    assert all(WRONG in line for line in failed), failed
+    assert not [line for line in failed if WRONG not in line]
     unequal = "tests/attention/test_streams.py::test_two_streams_equal_the_unsharded_block["
     assert any(unequal in line for line in failed) or torch.cuda.device_count() == 1, failed
     names = done.stdout.partition("new members tested: ")[2].partition("\n")[0].split(", ")

@@ -19,7 +19,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, guarded, kind_of, line_of
-from seqpar.local import sdpa
+from seqpar.local import reference
 from seqpar.ranks import processes
 from tests.support.forks import Forked
 from tests.support.pool import server
@@ -60,7 +60,8 @@ def test_the_code_tells_mistakes_from_what_went_wrong(error: Exception, kind: st
 def test_a_value_error_of_a_step_is_a_bug_and_one_of_the_arguments_or_the_caller_a_mistake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dit, noise, labels = DistributedDiT(diffusers_dit()), torch.zeros(1, 4, 4, 4), {"class_labels": torch.tensor([1])}
+    dit = DistributedDiT(diffusers_dit(), local="reference")
+    noise, labels = torch.zeros(1, 4, 4, 4), {"class_labels": torch.tensor([1])}
 
     def kind(on_step: Callable[[int], None], **settings: Any) -> tuple[str, str]:
         with pytest.raises((ValueError, RuntimeError)) as raised:
@@ -72,7 +73,7 @@ def test_a_value_error_of_a_step_is_a_bug_and_one_of_the_arguments_or_the_caller
 
     assert kind(lambda index: None, steps=0) == ("mistake", "got steps=0, expected a whole number from 1 to 10000")
     assert kind(failing, steps=2) == ("mistake", "got 3, expected 4")
-    monkeypatch.setattr(sdpa, "attend", failing)
+    monkeypatch.setattr(reference, "attend", failing)
     dit.release()
     assert kind(lambda index: None, steps=2) == ("bug", "step 1 failed: got 3, expected 4")
 

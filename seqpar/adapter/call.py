@@ -23,6 +23,7 @@ from seqpar.adapter.branches import Branches, Task
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.masks import FullMasks
 from seqpar.adapter.rows import STATE, Split, as_dtype, cut_rows, joined_rows
+from seqpar.engine.boundary import CancelledError
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
@@ -69,10 +70,12 @@ class Call:
         self._said: set[str] = set()
         self._masks, self._full = FullMasks(cuts or Cuts({}, {})), 0
         self._narrow: torch.dtype | None = None
+        self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.engine.boundary`
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
+        self.pass_boundary()
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
@@ -117,6 +120,16 @@ class Call:
         self._branches.cancel("got a result that was not read before release(), expected it to be read earlier")
         self.graphs.release()
         self.body.release()
+
+    def pass_boundary(self) -> None:
+        """Raise CancelledError, on all ranks alike, if the run is to end; then nothing of it is promised any more."""
+        if self.boundary is None:
+            return
+        try:
+            self.boundary()
+        except CancelledError:
+            self._branches.cancel("got a result of a run that was given up, expected none to be read")
+            raise
 
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""

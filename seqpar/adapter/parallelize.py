@@ -171,6 +171,7 @@ def _share_vae(
         for module in modules.values():
             call: Any = module.forward
             call.check_delivered()
+        next(iter(modules.values())).forward.pass_boundary()  # pyright: ignore[reportFunctionMemberAccess]
 
     lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
 

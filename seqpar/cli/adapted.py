@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
-from seqpar.adapter.state import keep_fp32
 from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
 from seqpar.cli.job import outputs, parse_size, scales
@@ -22,6 +20,7 @@ from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
 from seqpar.pipelines._encoders import at_first_call, forget_encoders
+from seqpar.pipelines._load import placed
 from seqpar.pipelines._pictures import save
 from seqpar.pipelines._videos import save_video
 from seqpar.pipelines.adapted import Adapted
@@ -69,12 +68,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
 
 def _parallelize(args: Args, pipe: Any, plan: Plan) -> str:
     """Let a pipeline compute as planned, with its state in fp32 if it can; return the state's dtype as text."""
-    sequence = plan.layout.sequence > 1
-    strategy = plan.strategy.name if sequence else "auto"
-    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
-    mesh, vae = settled(plan, None), VAE[args.vae]
-    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
-    reason = keep_fp32(pipe)
+    reason = placed(pipe, plan, settled(plan, None), VAE[args.vae])
     return "fp32, unless the pipeline itself rounds it" if reason is None else f"as the pipeline keeps it: {reason}"
 
 

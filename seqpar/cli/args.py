@@ -140,6 +140,26 @@ class FidelityArgs(Options):
 
 
 @dataclass(frozen=True)
+class ReplicaArgs:
+    """The ranks of a server, which make pictures for its front; `seqpar serve` starts them."""
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Models to hold, each as --model of `seqpar sample`."""
+    gpus: int | None = None
+    """Number of GPUs of this machine to use, one process each."""
+    ranks: int | None = None
+    """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
+    first_deadline_s: float = 120.0
+    """As for `seqpar sample`."""
+    deadline_s: float = 30.0
+    """As for `seqpar sample`."""
+    host_deadline_s: float = 1800.0
+    """Seconds that a rank waits for another that lives and works on its host."""
+
+
+@dataclass(frozen=True)
 class ConvertArgs:
     """Write the weights of a published checkpoint as safetensors in diffusers' layout."""
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs
+from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ReplicaArgs
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 
@@ -26,6 +26,7 @@ Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
 Fidelity = Annotated[FidelityArgs, tyro.conf.subcommand("fidelity")]
 Convert = Annotated[ConvertArgs, tyro.conf.subcommand("convert")]
+Replica = Annotated[ReplicaArgs, tyro.conf.subcommand("replica")]
 
 
 def main() -> None:
@@ -40,8 +41,8 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Plan | Fidelity | Convert
-    args: Args | PlanArgs | FidelityArgs | ConvertArgs = tyro.cli(
+    commands: Any = Sample | Plan | Fidelity | Convert | Replica
+    args: Args | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs = tyro.cli(
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
@@ -56,6 +57,10 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         run(as_dry_run(args))
     elif _is_start(args):
         start(words, wanted(args.gpus, args.ranks))
+    elif isinstance(args, ReplicaArgs):
+        from seqpar.cli.replica import run_replica
+
+        run_replica(args)
     elif isinstance(args, FidelityArgs):
         from seqpar.cli.fidelity import run_fidelity
 
@@ -66,7 +71,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         run(args)
 
 
-def _is_start(args: Args | FidelityArgs) -> bool:
+def _is_start(args: Args | FidelityArgs | ReplicaArgs) -> bool:
     """Return whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
     count, world = wanted(args.gpus, args.ranks), os.environ.get("WORLD_SIZE")  # set in each rank
     asked = args.gpus is not None or args.ranks is not None

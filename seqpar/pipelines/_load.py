@@ -22,6 +22,7 @@ from seqpar.pipelines import _lora
 from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import parts_of_folder
+from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.types.protocols import plugin
 from seqpar.weights.checkpoint import WEIGHTS
@@ -93,3 +94,15 @@ def checked(
     check_wish(kind.__name__, parts.vae, vae)
     _lora.check(adapters, kind, model_of(index), parts.config)
     return Folder(path, kind, index, file, adapters)
+
+
+def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: Wished = "auto") -> str | None:
+    """Let a loaded pipeline compute as planned, with its state in fp32 if it can; return why it cannot, or None.
+
+    mesh: that of the plan. Every rank must call this at the same time.
+    """
+    sequence = plan.layout.sequence > 1
+    strategy = plan.strategy.name if sequence else "auto"
+    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
+    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
+    return keep_fp32(pipe)

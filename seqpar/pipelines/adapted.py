@@ -151,9 +151,14 @@ class Adapted:
             folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
         if self.order.scheduler is not None:
-            own = _schedulers.build(dict(pipe.scheduler.config), self.order.scheduler)
-            pipe.scheduler = _schedulers.taking_mu(own)
+            pipe.scheduler = self.scheduler_of(pipe.scheduler)
         return pipe
+
+    def scheduler_of(self, own: Any) -> Any:
+        """Return the scheduler of this order's name with the settings of the pipeline's own; without a name that."""
+        if self.order.scheduler is None:
+            return own
+        return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.order.scheduler))
 
     def make(
         self,

@@ -279,8 +279,14 @@ def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] 
     """Wait for the device until it is done, or until `also` or the watch tells an error."""
     if device.type != "cuda":
         return
-    event, pause = torch.cuda.Event(), 0.0
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
+    over(event, watch, also)
+
+
+def over(event: torch.cuda.Event, watch: Watch | None, also: Callable[[], object] = lambda: None) -> None:
+    """Wait until the device has come to an event, or until `also` or the watch tells an error."""
+    pause = 0.0
     while not event.query() and also() is None and (watch is None or watch.failed is None):
         time.sleep(pause)
         pause = min(pause + 1e-6, 1e-3)

@@ -1,0 +1,16 @@
+"""One rank of a server: it checks the flags, and serves until the front asks it to finish."""
+
+from __future__ import annotations
+
+from seqpar.cli.args import ReplicaArgs
+from seqpar.cli.job import DTYPES
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.serve.ranks.loop import run
+
+
+def run_replica(args: ReplicaArgs) -> None:
+    """Serve the orders of a front. Every rank calls it."""
+    if not args.models:
+        raise ValueError("got no model, expected at least one to serve")
+    deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
+    run(args.models, DTYPES.get(args.dtype), deadlines)

@@ -1,0 +1,139 @@
+"""What every rank of a server does: load the models, then make the picture of one order after the other.
+
+Rank 0 alone speaks with the front; the order, and whether it is given up, come to all ranks from there, so that they
+never do different things. An error that all ranks raise alike is the answer to the order, and the ranks go on. Any
+other error ends this process: the others are ended by `seqpar.cli.ranks`, and the front starts new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from seqpar.engine.boundary import Boundary, CancelledError, Reason
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.mesh import Mesh, default_dtype
+from seqpar.serve.messages import Alive, Failed, Finish, Made, Order, Ready, Step
+from seqpar.serve.ranks.line import Line
+from seqpar.serve.ranks.models import Clock, Found, Resident
+
+SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
+IDLE_S = 60.0  # after which idle ranks exchange something, so that no wait for an order reaches a deadline
+
+
+@dataclass(frozen=True)
+class Served:
+    """The ranks and what they hold. line: rank 0's to the front."""
+
+    mesh: Mesh
+    models: Mapping[str, Resident]
+    line: Line | None
+    running: list[str] = field(default_factory=list)  # the id of the order that runs
+
+    def wants(self) -> Reason | None:
+        """Return why this rank wants the running order to end; only rank 0 hears of it."""
+        return None if self.line is None else self.line.why_given_up(self.running[0])
+
+    def tell(self, message: Ready | Step | Made | Failed | Alive) -> None:
+        """Send a message to the front; other ranks than rank 0 say nothing."""
+        if self.line is not None:
+            self.line.send(message)
+
+
+def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines) -> None:
+    """Load the models and serve orders until the front asks to finish, or has gone. Every rank calls it.
+
+    dtype: of the weights; None takes bf16 on GPUs and fp32 on CPUs.
+    """
+    path = os.environ.get(SOCKET)
+    if path is None:
+        raise ValueError(f"got no {SOCKET}, expected the path of a front's socket; start the ranks by `seqpar serve`")
+    mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
+    models = loaded(names, dtype or default_dtype(mesh.device), mesh)
+    line = mesh.together(lambda: Line(path) if mesh.is_main else None)
+    served = Served(mesh, models, line)
+    device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
+    facts = tuple(model.facts for model in models.values())
+    served.tell(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
+    while (order := _next(served, min(IDLE_S, deadlines.host_s / 3))) is not None:
+        _answer(served, order)
+    if line is not None:
+        line.close()
+
+
+def loaded(names: Sequence[str], dtype: torch.dtype, mesh: Mesh) -> dict[str, Resident]:
+    """Load all models, after a ValueError if together they do not fit into the memory of a rank."""
+    found = [Found.of(name, dtype, mesh) for name in dict.fromkeys(names)]
+    needed, memory = sum(each.memory for each in found), _total(mesh)
+    if needed > memory:
+        shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)
+        raise ValueError(
+            f"got models that need {needed / 2**30:.1f} GiB on each of {mesh.world.size} ranks ({shares}), expected at "
+            f"most {memory / 2**30:.1f} GiB; serve fewer of them, or use more GPUs"
+        )
+    return {each.name: each.load(mesh) for each in found}
+
+
+def _next(served: Served, idle_s: float) -> Order | None:
+    """Return the next order on every rank; None when the ranks are to finish."""
+    while True:
+        mine = None if served.line is None else served.line.next(idle_s)
+        found: Order | Finish | None = served.mesh.share(mine, Order | Finish | None)
+        if isinstance(found, Order):
+            return found
+        if isinstance(found, Finish):
+            return None
+        served.tell(Alive(_memory(served.mesh)))
+
+
+def _answer(served: Served, order: Order) -> None:
+    """Make the picture of an order and send it, or the reason why there is none."""
+    served.running[:] = [order.id]
+    try:
+        served.tell(_made(served, order))
+    except CancelledError as given_up:
+        served.tell(Failed(order.id, given_up.reason, "the request was cancelled or its time is over"))
+    except (ValueError, FloatingPointError) as error:  # which all ranks raise alike
+        why = "mistake" if isinstance(error, ValueError) else "failure"
+        served.tell(Failed(order.id, why, " ".join(str(error).split())))
+    if served.line is not None:
+        served.line.forget(order.id)
+
+
+def _made(served: Served, order: Order) -> Made:
+    """Return the picture of an order, on every rank."""
+    model = served.models.get(order.model)
+    if model is None:
+        raise ValueError(f"got model {order.model}, expected one of {', '.join(served.models)}")
+    clock = Clock()
+    picture, steps = model.make(
+        order,
+        Boundary(served.mesh, served.wants),
+        lambda index, count: served.tell(Step(order.id, index, count)),
+        clock,
+    )
+    pixels = np.ascontiguousarray(np.asarray(picture.convert("RGB"))).tobytes() if served.mesh.is_main else b""
+    memory = _memory(served.mesh)
+    return Made(order.id, picture.height, picture.width, pixels, steps, clock.parts_s, memory)
+
+
+def _memory(mesh: Mesh) -> tuple[int, ...]:
+    """Return the bytes that each rank uses: of its GPU, or of the host."""
+    if mesh.device.type == "cuda":
+        used = torch.cuda.memory_reserved(mesh.device)
+    else:
+        used = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return tuple(mesh.collect(used, int))
+
+
+def _total(mesh: Mesh) -> int:
+    """Return the bytes of memory that each rank can use at most."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.get_device_properties(mesh.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.world.size

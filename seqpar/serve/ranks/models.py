@@ -1,0 +1,171 @@
+"""The models of a server: each is loaded once, and makes a picture of an order on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+
+from seqpar.adapter.passing import passing
+from seqpar.engine.distributed import settled
+from seqpar.pipelines import class_labels
+from seqpar.pipelines._family import Job, family_of
+from seqpar.pipelines._family import Order as Asked
+from seqpar.pipelines._load import placed
+from seqpar.pipelines._pictures import to_pil
+from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.plan import Plan, make
+from seqpar.planner.predict import predict
+from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
+from seqpar.serve.messages import Model, Order
+
+Pass = Callable[[], None]
+Tell = Callable[[int, int], None]
+
+
+@dataclass
+class Clock:
+    """Takes the seconds of a picture's parts, by the host of this rank."""
+
+    parts_s: dict[str, float] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+
+    def ends(self, part: str) -> None:
+        """Add the seconds since the last part ended to a part."""
+        now = time.perf_counter()
+        self.parts_s[part], self.begun = self.parts_s.get(part, 0.0) + now - self.begun, now
+
+
+class Resident(Protocol):
+    """A loaded model. facts: what the front tells of it."""
+
+    facts: Model
+
+    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+        """Return the picture of an order and its number of steps, on every rank; every rank must call this alike.
+
+        boundary: passed between steps and parts. tell(index, count): called after each step.
+        Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checked model before any weight is read. example: the work of an order that names nothing."""
+
+    name: str
+    family: Any
+    source: Any
+    dtype: torch.dtype
+    example: Job | Adapted
+    plan: Plan
+
+    @staticmethod
+    def of(name: str, dtype: torch.dtype, ranks: Mesh) -> Found:
+        """Find and plan a model; the same ValueError on every rank for one that makes no pictures of orders."""
+        family, source = family_of(name)
+        if family is None:
+            raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures with")
+        texts = () if family is class_labels else ("a",)
+        example = ranks.together(lambda: family.check(Asked(name, dtype, prompts=texts), source))
+        if isinstance(example, Adapted) and example.video:
+            raise ValueError(f"got {name}, which makes videos, expected a model of pictures; use `seqpar sample`")
+        plan = make(example.work, example.load, dtype, ranks, Wish())
+        return Found(name, family, source, dtype, example, plan)
+
+    @property
+    def memory(self) -> int:
+        """Return the predicted bytes that a rank needs for the model and a run of the example."""
+        ranking = self.plan.ranking
+        return predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
+
+    def job(self, order: Order) -> Job | Adapted:
+        """Return the checked work of an order; ValueError for whatever does not fit."""
+        about = {"classes" if self.family is class_labels else "prompts": (order.prompt,)}
+        told = {"steps": order.steps} if order.steps is not None else {}
+        asked = Asked(
+            self.name,
+            self.dtype,
+            seed=order.seed,
+            size=order.size,
+            guidance=order.guidance,
+            true_guidance=order.true_guidance,
+            negative=order.negative_prompt,
+            scheduler=order.scheduler,
+            **about,
+            **told,
+        )
+        return self.family.check(asked, self.source)
+
+    def facts(self, size: tuple[int, int]) -> Model:
+        """Return what the front tells of the model, whose pictures have this size by default."""
+        is_classes, job = self.family is class_labels, self.example
+        names = tuple(job.captions) if is_classes and isinstance(job, Job) else ()
+        steps = job.steps if isinstance(job, Adapted) else job.evaluations
+        return Model(self.name, "classes" if is_classes else "texts", size, steps, str(self.plan.layout), names)
+
+    def load(self, ranks: Mesh) -> Resident:
+        """Read the weights; every rank must call this at the same time."""
+        if isinstance(self.example, Adapted):
+            return DiffusersModel(self, self.example, ranks)
+        return OwnModel(self, self.example)
+
+
+class OwnModel:
+    """A model with a loop of this package."""
+
+    def __init__(self, found: Found, example: Job) -> None:
+        self._found = found
+        self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
+        self.facts = found.facts(example.pixels)
+
+    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+        """See `Resident`."""
+        pipeline = self._pipeline
+        job = pipeline.dit.mesh.together(lambda: self._found.job(order))
+
+        def step(index: int) -> None:
+            tell(index + 1, job.evaluations)
+            boundary()
+
+        boundary()
+        latents = pipeline.latents(**job.settings, on_step=step)
+        clock.ends("steps")
+        (picture,) = to_pil(pipeline.decode(latents, lambda index: boundary()))
+        clock.ends("decode")
+        return picture, job.evaluations
+
+
+class DiffusersModel:
+    """A parallelized pipeline of diffusers, with its own loop."""
+
+    def __init__(self, found: Found, example: Adapted, ranks: Mesh) -> None:
+        self._found, self._mesh = found, settled(found.plan, None)
+        self._pipe = example.pipeline(ranks)
+        self._pipe.set_progress_bar_config(disable=True)
+        placed(self._pipe, found.plan, self._mesh)
+        self._scheduler = self._pipe.scheduler
+        self.facts = found.facts(example.pixels or (0, 0))
+
+    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+        """See `Resident`."""
+        job: Any = self._mesh.together(lambda: self._found.job(order))
+        self._pipe.scheduler = job.scheduler_of(self._scheduler)
+
+        def step(index: int) -> None:
+            clock.ends("encode and steps" if not index else "steps")
+            tell(index + 1, job.steps)
+
+        try:
+            with passing(self._pipe, boundary):
+                (picture,) = job.make(self._pipe, step, self._mesh)
+        finally:
+            self._pipe.scheduler = self._scheduler
+        clock.ends("decode")
+        return picture, job.steps

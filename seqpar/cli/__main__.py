@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.cli.main import main
+from seqpar.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -87,8 +87,7 @@ class Found:
 
     def job(self, order: Order) -> Job | Adapted:
         """Return the checked work of an order; ValueError for whatever does not fit."""
-        about = {"classes" if self.family is class_labels else "prompts": (order.prompt,)}
-        told = {"steps": order.steps} if order.steps is not None else {}
+        is_classes = self.family is class_labels
         asked = Asked(
             self.name,
             self.dtype,
@@ -98,9 +97,11 @@ class Found:
             true_guidance=order.true_guidance,
             negative=order.negative_prompt,
             scheduler=order.scheduler,
-            **about,
-            **told,
+            classes=(order.prompt,) if is_classes else (),
+            prompts=() if is_classes else (order.prompt,),
         )
+        if order.steps is not None:
+            asked = replace(asked, steps=order.steps)
         return self.family.check(asked, self.source)
 
     def facts(self, size: tuple[int, int]) -> Model:

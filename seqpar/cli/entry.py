@@ -1,0 +1,19 @@
+"""The `seqpar` command: the front of a server starts without torch, which all other commands import."""
+
+from __future__ import annotations
+
+import sys
+
+SERVE = "serve"
+
+
+def main() -> None:
+    """Run the command that the first word names."""
+    if sys.argv[1:2] == [SERVE]:
+        from seqpar.serve.front.command import main as serve
+
+        serve(sys.argv[2:])
+    else:
+        from seqpar.cli.main import main as other
+
+        other()

@@ -1,0 +1,117 @@
+"""Tests of a server's ranks: real processes with the built-in models, whose front is the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from seqpar.serve.messages import Failed, Made, Order
+from tests.cli.processes import seqpar
+from tests.support.driver import Driver, gone, replica
+
+pytestmark = pytest.mark.slow
+FROG = Order("frog", "builtin-text", "a green frog", seed=3, steps=6)
+CAT = Order("cat", "builtin", "cat", seed=3, steps=6)
+
+
+def named(order: Order, id: str, **changed: object) -> Order:
+    """Return an order with another id and other fields."""
+    return Order(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Return two ranks with both built-in models."""
+    with replica(tmp_path_factory.mktemp("serve"), 2, "builtin", "builtin-text") as made:
+        yield made
+        assert made.finish() == 0
+
+
+def picture(answer: Made | Failed | None) -> np.ndarray:
+    """Return the pixels of an answer, (height, width, 3)."""
+    assert isinstance(answer, Made), answer
+    return np.frombuffer(answer.pixels, np.uint8).reshape(answer.height, answer.width, 3)
+
+
+def test_what_is_loaded_is_told(driver: Driver) -> None:
+    classes, texts = driver.ready.models
+    assert (classes.name, classes.kind, classes.size) == ("builtin", "classes", (64, 64))
+    assert "cat" in classes.classes
+    assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
+    assert driver.ready.ranks == 2
+
+
+def test_a_picture_has_the_bits_of_the_commands(driver: Driver, tmp_path: Path) -> None:
+    """Height comes first; the command is given the same seed, size and steps."""
+    mine = picture(driver.ask(named(FROG, "tall", size=(64, 48))))
+    assert mine.shape == (64, 48, 3)
+    file = tmp_path / "frog.png"
+    words = ["--prompt", FROG.prompt, "--seed", "3", "--steps", "6", "--size", "64x48", "--ranks", "2"]
+    done = seqpar("sample", *words, "--out", file)
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(mine, np.asarray(Image.open(file)))
+    assert not np.array_equal(mine, picture(driver.ask(named(FROG, "other", size=(64, 48), seed=4))))
+
+
+@pytest.mark.parametrize("order", [FROG, CAT], ids=["a pipeline of diffusers", "our loop"])
+def test_a_cancel_ends_the_running_step_plus_one(driver: Driver, order: Order) -> None:
+    """What is loaded, and a scheduler of another name that was used for a time, stay as they were."""
+    first = picture(driver.ask(named(order, "first")))
+    for at in (1, 7):
+        id = f"{order.id} {at}"
+        other = named(order, id, steps=40, scheduler="FlowMatchEulerDiscreteScheduler" if order is FROG else None)
+        answer = driver.cancel_at(other, at)
+        assert isinstance(answer, Failed)
+        assert answer.why == "cancelled"
+        assert driver.steps[id][-1] <= at + 2  # the test's cancel, too, takes its time
+        assert np.array_equal(first, picture(driver.ask(named(order, f"{id} again"))))
+
+
+def test_a_deadline_ends_an_order_alone(driver: Driver) -> None:
+    answer = driver.ask(named(CAT, "late", steps=1000, deadline_s=0.3))
+    assert isinstance(answer, Failed)
+    assert answer.why == "deadline"
+    assert picture(driver.ask(named(CAT, "in time", deadline_s=60.0))).any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"prompt": "no such thing"}, "got class 'no such thing', expected one of cat, dog"),
+        ({"model": "builtin-text", "size": (63, 63)}, "got size 63x63, expected multiples of 8"),
+        ({"steps": 0}, "got 0 steps, expected 1 to 1000"),
+        ({"model": "none"}, "got model none, expected one of builtin, builtin-text"),
+        ({"negative_prompt": "a dog"}, "negative"),
+        ({"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
+        ({"guidance": float("nan")}, "guidance"),
+    ],
+)
+def test_a_mistake_is_the_answer_and_the_ranks_go_on(driver: Driver, changed: dict[str, object], text: str) -> None:
+    answer = driver.ask(named(CAT, "wrong", **changed))
+    assert isinstance(answer, Failed)
+    assert answer.why == "mistake"
+    assert text in answer.text
+    assert "\n" not in answer.text
+
+
+def test_idle_ranks_live_on_and_a_killed_one_ends_all_at_once(tmp_path: Path) -> None:
+    """They wait for longer than the deadline of the host, which ends ranks that hear nothing."""
+    with replica(tmp_path, 2, "builtin", "--host-deadline-s", "3", "--first-deadline-s", "3") as driver:
+        driver.idle(5)
+        assert picture(driver.ask(named(CAT, "after"))).any()
+        os.kill(driver.ranks()[1], signal.SIGKILL)
+        code, seconds, text = gone(driver)
+        assert (code, "rank 1 was ended by SIGKILL" in text) == (128 + signal.SIGKILL, True)
+        assert seconds < 30
+
+
+def test_ranks_without_a_front_end_by_themselves(tmp_path: Path) -> None:
+    with replica(tmp_path, 1, "builtin") as driver:
+        driver.line.close()
+        assert gone(driver)[0] == 0

@@ -1,0 +1,93 @@
+"""A front for tests: it starts the ranks of a server, gives them orders, and keeps all that they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from seqpar.cli.main import main
+from seqpar.serve.messages import Alive, Cancel, Failed, Finish, Made, Order, Ready, Step, ToFront, packed, read
+from seqpar.serve.ranks.loop import SOCKET
+from tests.cli.processes import environment
+from tests.support.forks import Forked
+from tests.support.pool import server
+
+LIMIT_S = 90  # for a message: loading on a busy machine takes the longest
+
+
+@dataclass
+class Driver:
+    """The connection with the ranks. ready: what they said first. steps: of each order that was told."""
+
+    line: socket.socket
+    process: Forked
+    ready: Ready
+    errors: Path
+    steps: dict[str, list[int]] = field(default_factory=dict)
+
+    def ask(self, order: Order, on_step: Callable[[Step], object] = lambda step: None) -> Made | Failed | None:
+        """Return the answer to an order; None if the ranks have gone."""
+        self.line.sendall(packed(order))
+        while (message := read(self.line, ToFront)) is not None:
+            if isinstance(message, (Made, Failed)):
+                assert message.id == order.id
+                return message
+            if isinstance(message, Step):
+                self.steps.setdefault(message.id, []).append(message.index)
+                on_step(message)
+        return None
+
+    def idle(self, times: int) -> None:
+        """Wait until the ranks have said so many times that they wait."""
+        for _ in range(times):
+            assert isinstance(read(self.line, ToFront), Alive)
+
+    def cancel_at(self, order: Order, index: int) -> Made | Failed | None:
+        """Give an order up when it tells of a step."""
+        return self.ask(order, lambda step: step.index == index and self.line.sendall(packed(Cancel(order.id))))
+
+    def finish(self) -> int | None:
+        """Ask the ranks to finish, and return the exit code."""
+        self.line.sendall(packed(Finish()))
+        return self.process.wait(LIMIT_S)
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks, in their order."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return sorted(map(int, children))
+
+
+@contextmanager
+def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
+    """Start ranks with the models and flags `words`, and yield when they are ready; at the end nothing of them runs."""
+    path = str(folder / "front")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(1)
+        listening.settimeout(LIMIT_S)
+        flags, errors = ["replica", *words, "--ranks", ranks], folder / "errors"
+        server()
+        process = Forked(main, flags, environment() | {SOCKET: path}, folder / "output", errors)
+        try:
+            line, _ = listening.accept()
+            line.settimeout(LIMIT_S)
+            ready = read(line, ToFront)
+            assert isinstance(ready, Ready), errors.read_text()
+            with line:
+                yield Driver(line, process, ready, errors)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGTERM)
+            process.wait(LIMIT_S)
+
+
+def gone(driver: Driver) -> tuple[int | None, float, str]:
+    """Return the exit code of ranks that end by themselves, the seconds until then, and what they said."""
+    start, code = time.monotonic(), driver.process.wait(LIMIT_S)
+    return code, time.monotonic() - start, driver.errors.read_text()

@@ -17,7 +17,7 @@ from seqpar.adapter.subjects import transformers_of
 def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     """Pass a boundary before each call of a parallelized pipeline's transformers, VAE and encoders, in this context.
 
-    boundary: such as `seqpar.engine.boundary.Boundary`. What it raises ends the pipeline's call, after which the
+    boundary: such as `seqpar.engine.boundary.StepBoundary`. What it raises ends the pipeline's call, after which the
     pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
     parallelized.
     """

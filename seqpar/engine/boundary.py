@@ -31,7 +31,7 @@ class CancelledError(BaseException):
         self.reason: Reason = reason
 
 
-class Boundary:
+class StepBoundary:
     """Called by every rank of a mesh at the same places of a run; raises CancelledError if one of them wants it.
 
     wants: returns why this rank wants the run to end, or None. It is asked once at each boundary.

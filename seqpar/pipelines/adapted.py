@@ -37,6 +37,7 @@ from seqpar.weights.parts import read_pipeline
 from seqpar.weights.presets import Preset
 
 PIPELINES = ()  # those of no other file
+ASKED = "prompts"
 MODELS = ()  # nor native models
 SIGMAS = "np.linspace(1.0, 1 / num_inference_steps"  # in the code of pipelines that give their scheduler sigmas
 

@@ -31,6 +31,7 @@ from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 __all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "check", "generate"]
 
 PIPELINES = ("DiTPipeline",)
+ASKED = "classes"
 MODELS = (LabelDiT,)
 GUIDANCE = 4.0  # scale if the user names none
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none

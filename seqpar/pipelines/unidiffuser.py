@@ -39,6 +39,7 @@ from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.weights.find import Blueprint, from_diffusers
 
 PIPELINES = ("UniDiffuserPipeline",)
+ASKED = "prompts"
 MODELS = (Model,)
 GUIDANCE = 8.0  # of diffusers; the original's scale s is this one minus 1
 DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pictures, as both implementations take

@@ -16,7 +16,7 @@ Kind = Literal["classes", "texts"]
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
-class Order(msgspec.Struct, frozen=True, tag="order"):
+class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     """One picture. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
 
     prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up.
@@ -45,7 +45,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """End all ranks when the running order has ended."""
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people."""
 
     name: str
@@ -59,7 +59,7 @@ class Model(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """All models are loaded on all ranks. device: "cpu" or the name of the GPU. loaded_s: seconds that it took."""
 
-    models: tuple[Model, ...]
+    models: tuple[ServedModel, ...]
     ranks: int
     device: str
     loaded_s: float
@@ -102,7 +102,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     memory: tuple[int, ...]
 
 
-ToRanks = Order | Cancel | Finish
+ToRanks = PictureOrder | Cancel | Finish
 ToFront = Ready | Step | Made | Failed | Alive
 
 

@@ -7,7 +7,7 @@ import torch
 
 import seqpar
 from seqpar.adapter.passing import passing
-from seqpar.engine.boundary import Boundary, CancelledError, Reason
+from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
 from tests.adapter.test_pipelines import CASES
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -38,7 +38,7 @@ def given_up(rank: int, world: int, device: torch.device, name: str, cfg: int) -
     count, ends, same = len(passes), list[int](), list[bool]()
     for place in sorted({1, 2, count // 2, count // 2 + 1, count}):
         wants = Wants(place if rank == world - 1 else None)
-        with pytest.raises(CancelledError), passing(pipe, Boundary(mesh, wants)):
+        with pytest.raises(CancelledError), passing(pipe, StepBoundary(mesh, wants)):
             case.pictures(pipe, rank)
         ends.append(wants.asked)
         same.append(torch.equal(first, case.pictures(pipe, rank)))

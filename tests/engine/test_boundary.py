@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar.engine.boundary import Boundary, CancelledError, Reason
+from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler
@@ -21,7 +21,7 @@ Wants = tuple[Reason | None, ...]
 def passed(rank: int, world: int, device: torch.device, every: tuple[Wants, ...]) -> tuple[int, str]:
     """Return how many boundaries this rank has passed, and why it did not pass the next. every: by place and rank."""
     places = iter(every)
-    boundary, count = Boundary(mesh_for("ulysses", world, device), lambda: next(places)[rank]), 0
+    boundary, count = StepBoundary(mesh_for("ulysses", world, device), lambda: next(places)[rank]), 0
     try:
         for count in range(len(every)):  # noqa: B007 (the last one counts)
             boundary()
@@ -46,7 +46,7 @@ def runs(rank: int, world: int, device: torch.device, cfg: int, at: int) -> tupl
     """
     mesh, steps = mesh_for("ulysses", world, device, cfg=cfg), list[int]()
     dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", "reference", "collective")
-    boundary = Boundary(mesh, lambda: "cancelled" if rank == 0 and len(steps) == at else None)
+    boundary = StepBoundary(mesh, lambda: "cancelled" if rank == 0 and len(steps) == at else None)
 
     def on_step(index: int) -> None:
         steps.append(index)

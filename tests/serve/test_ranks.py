@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpar.serve.messages import Failed, Made, Order
+from seqpar.serve.messages import Failed, Made, PictureOrder
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, gone, replica
 
 pytestmark = pytest.mark.slow
-FROG = Order("frog", "builtin-text", "a green frog", seed=3, steps=6)
-CAT = Order("cat", "builtin", "cat", seed=3, steps=6)
+FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=6)
+CAT = PictureOrder("cat", "builtin", "cat", seed=3, steps=6)
 
 
-def named(order: Order, id: str, **changed: object) -> Order:
+def named(order: PictureOrder, id: str, **changed: object) -> PictureOrder:
     """Return an order with another id and other fields."""
-    return Order(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
+    return PictureOrder(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_picture_has_the_bits_of_the_commands(driver: Driver, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("order", [FROG, CAT], ids=["a pipeline of diffusers", "our loop"])
-def test_a_cancel_ends_the_running_step_plus_one(driver: Driver, order: Order) -> None:
+def test_a_cancel_ends_the_running_step_plus_one(driver: Driver, order: PictureOrder) -> None:
     """What is loaded, and a scheduler of another name that was used for a time, stay as they were."""
     first = picture(driver.ask(named(order, "first")))
     for at in (1, 7):

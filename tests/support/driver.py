@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.cli.main import main
-from seqpar.serve.messages import Alive, Cancel, Failed, Finish, Made, Order, Ready, Step, ToFront, packed, read
+from seqpar.serve.messages import Alive, Cancel, Failed, Finish, Made, PictureOrder, Ready, Step, ToFront, packed, read
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked
@@ -31,7 +31,7 @@ class Driver:
     errors: Path
     steps: dict[str, list[int]] = field(default_factory=dict)
 
-    def ask(self, order: Order, on_step: Callable[[Step], object] = lambda step: None) -> Made | Failed | None:
+    def ask(self, order: PictureOrder, on_step: Callable[[Step], object] = lambda step: None) -> Made | Failed | None:
         """Return the answer to an order; None if the ranks have gone."""
         self.line.sendall(packed(order))
         while (message := read(self.line, ToFront)) is not None:
@@ -48,7 +48,7 @@ class Driver:
         for _ in range(times):
             assert isinstance(read(self.line, ToFront), Alive)
 
-    def cancel_at(self, order: Order, index: int) -> Made | Failed | None:
+    def cancel_at(self, order: PictureOrder, index: int) -> Made | Failed | None:
         """Give an order up when it tells of a step."""
         return self.ask(order, lambda step: step.index == index and self.line.sendall(packed(Cancel(order.id))))
 

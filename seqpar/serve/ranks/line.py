@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from seqpar.engine.boundary import Reason
-from seqpar.serve.messages import Cancel, Finish, Order, ToFront, ToRanks, packed, read
+from seqpar.serve.messages import Cancel, Finish, PictureOrder, ToFront, ToRanks, packed, read
 
 
 class Line:
@@ -23,7 +23,7 @@ class Line:
         """Connect to the front's socket. Raises OSError if nothing listens there."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._orders = queue.SimpleQueue[tuple[Order, float] | Finish]()
+        self._orders = queue.SimpleQueue[tuple[PictureOrder, float] | Finish]()
         self._written = queue.SimpleQueue[ToFront | None]()
         self._cancelled = set[str]()
         self._end = float("inf")  # when the running order is given up
@@ -36,7 +36,7 @@ class Line:
         """Queue a message for the front."""
         self._written.put(message)
 
-    def next(self, seconds: float) -> Order | Finish | None:
+    def next(self, seconds: float) -> PictureOrder | Finish | None:
         """Return the next order, or None after some seconds without one. Its deadline counts from its arrival."""
         try:
             found = self._orders.get(timeout=seconds)
@@ -70,7 +70,7 @@ class Line:
                 if isinstance(message, Cancel):
                     self._cancelled.add(message.id)
                 else:
-                    self._orders.put((message, time.monotonic()) if isinstance(message, Order) else message)
+                    self._orders.put((message, time.monotonic()) if isinstance(message, PictureOrder) else message)
         self._gone.set()
         self._orders.put(Finish())
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from seqpar.engine.boundary import Boundary, CancelledError, Reason
+from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.serve.messages import Alive, Failed, Finish, Made, Order, Ready, Step
+from seqpar.serve.messages import Alive, Failed, Finish, Made, PictureOrder, Ready, Step
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.models import Clock, Found, Resident
 
@@ -80,19 +80,19 @@ def loaded(names: Sequence[str], dtype: torch.dtype, mesh: Mesh) -> dict[str, Re
     return {each.name: each.load(mesh) for each in found}
 
 
-def _next(served: Served, idle_s: float) -> Order | None:
+def _next(served: Served, idle_s: float) -> PictureOrder | None:
     """Return the next order on every rank; None when the ranks are to finish."""
     while True:
         mine = None if served.line is None else served.line.next(idle_s)
-        found: Order | Finish | None = served.mesh.share(mine, Order | Finish | None)
-        if isinstance(found, Order):
+        found: PictureOrder | Finish | None = served.mesh.share(mine, PictureOrder | Finish | None)
+        if isinstance(found, PictureOrder):
             return found
         if isinstance(found, Finish):
             return None
         served.tell(Alive(_memory(served.mesh)))
 
 
-def _answer(served: Served, order: Order) -> None:
+def _answer(served: Served, order: PictureOrder) -> None:
     """Make the picture of an order and send it, or the reason why there is none."""
     served.running[:] = [order.id]
     try:
@@ -106,7 +106,7 @@ def _answer(served: Served, order: Order) -> None:
         served.line.forget(order.id)
 
 
-def _made(served: Served, order: Order) -> Made:
+def _made(served: Served, order: PictureOrder) -> Made:
     """Return the picture of an order, on every rank."""
     model = served.models.get(order.model)
     if model is None:
@@ -114,7 +114,7 @@ def _made(served: Served, order: Order) -> Made:
     clock = Clock()
     picture, steps = model.make(
         order,
-        Boundary(served.mesh, served.wants),
+        StepBoundary(served.mesh, served.wants),
         lambda index, count: served.tell(Step(order.id, index, count)),
         clock,
     )

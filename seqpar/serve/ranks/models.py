@@ -12,9 +12,8 @@ from PIL import Image
 
 from seqpar.adapter.passing import passing
 from seqpar.engine.distributed import settled
-from seqpar.pipelines import class_labels
 from seqpar.pipelines._family import Job, family_of
-from seqpar.pipelines._family import Order as Asked
+from seqpar.pipelines._family import Order
 from seqpar.pipelines._load import placed
 from seqpar.pipelines._pictures import to_pil
 from seqpar.pipelines.adapted import Adapted
@@ -22,7 +21,7 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from seqpar.serve.messages import Model, Order
+from seqpar.serve.messages import ServedModel, PictureOrder
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]
@@ -44,9 +43,9 @@ class Clock:
 class Resident(Protocol):
     """A loaded model. facts: what the front tells of it."""
 
-    facts: Model
+    facts: ServedModel
 
-    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
         """Return the picture of an order and its number of steps, on every rank; every rank must call this alike.
 
         boundary: passed between steps and parts. tell(index, count): called after each step.
@@ -72,8 +71,8 @@ class Found:
         family, source = family_of(name)
         if family is None:
             raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures with")
-        texts = () if family is class_labels else ("a",)
-        example = ranks.together(lambda: family.check(Asked(name, dtype, prompts=texts), source))
+        texts = () if family.ASKED == "classes" else ("a",)
+        example = ranks.together(lambda: family.check(Order(name, dtype, prompts=texts), source))
         if isinstance(example, Adapted) and example.video:
             raise ValueError(f"got {name}, which makes videos, expected a model of pictures; use `seqpar sample`")
         plan = make(example.work, example.load, dtype, ranks, Wish())
@@ -85,10 +84,10 @@ class Found:
         ranking = self.plan.ranking
         return predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
 
-    def job(self, order: Order) -> Job | Adapted:
+    def job(self, order: PictureOrder) -> Job | Adapted:
         """Return the checked work of an order; ValueError for whatever does not fit."""
-        is_classes = self.family is class_labels
-        asked = Asked(
+        is_classes = self.family.ASKED == "classes"
+        asked = Order(
             self.name,
             self.dtype,
             seed=order.seed,
@@ -104,12 +103,13 @@ class Found:
             asked = replace(asked, steps=order.steps)
         return self.family.check(asked, self.source)
 
-    def facts(self, size: tuple[int, int]) -> Model:
+    def facts(self, size: tuple[int, int]) -> ServedModel:
         """Return what the front tells of the model, whose pictures have this size by default."""
-        is_classes, job = self.family is class_labels, self.example
-        names = tuple(job.captions) if is_classes and isinstance(job, Job) else ()
+        is_classes, job = self.family.ASKED == "classes", self.example
+        files = job.loading["files"] if is_classes and isinstance(job, Job) else None
+        names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
-        return Model(self.name, "classes" if is_classes else "texts", size, steps, str(self.plan.layout), names)
+        return ServedModel(self.name, "classes" if is_classes else "texts", size, steps, str(self.plan.layout), names)
 
     def load(self, ranks: Mesh) -> Resident:
         """Read the weights; every rank must call this at the same time."""
@@ -126,7 +126,7 @@ class OwnModel:
         self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
         self.facts = found.facts(example.pixels)
 
-    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
         """See `Resident`."""
         pipeline = self._pipeline
         job = pipeline.dit.mesh.together(lambda: self._found.job(order))
@@ -154,7 +154,7 @@ class DiffusersModel:
         self._scheduler = self._pipe.scheduler
         self.facts = found.facts(example.pixels or (0, 0))
 
-    def make(self, order: Order, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order))
         self._pipe.scheduler = job.scheduler_of(self._scheduler)

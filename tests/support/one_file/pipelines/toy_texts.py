@@ -24,6 +24,7 @@ from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.weights.find import Blueprint, locate
 
+ASKED = "prompts"
 PIPELINES = ()
 MODELS = (Model,)
 TOKENS, WIDTH = 5, 6

@@ -7,7 +7,7 @@ import torch
 
 import seqpar
 from seqpar.adapter.passing import passing
-from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
+from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from tests.adapter.test_pipelines import CASES
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

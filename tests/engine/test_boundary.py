@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
+from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler

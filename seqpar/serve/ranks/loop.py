@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from seqpar.engine.boundary import StepBoundary, CancelledError, Reason
+from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.serve.messages import Alive, Failed, Finish, Made, PictureOrder, Ready, Step

@@ -12,8 +12,7 @@ from PIL import Image
 
 from seqpar.adapter.passing import passing
 from seqpar.engine.distributed import settled
-from seqpar.pipelines._family import Job, family_of
-from seqpar.pipelines._family import Order
+from seqpar.pipelines._family import Job, Order, family_of
 from seqpar.pipelines._load import placed
 from seqpar.pipelines._pictures import to_pil
 from seqpar.pipelines.adapted import Adapted
@@ -21,7 +20,7 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from seqpar.serve.messages import ServedModel, PictureOrder
+from seqpar.serve.messages import PictureOrder, ServedModel
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]

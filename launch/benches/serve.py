@@ -1,0 +1,350 @@
+"""Many clients of `seqpar serve` at once, with cancels, killed and stopped ranks: nothing may be lost or made twice.
+
+    python launch/bench.py serve --requests 500 --clients 32 --cancels 100 --kills 3 --stops 1 --out lines.jsonl
+
+It starts the server with the built-in models. Clients ask for pictures of 20 kinds; of one kind all must have the same
+bits, which for `commands` kinds are also compared with those that `seqpar sample` writes. Meanwhile jobs are cancelled
+by DELETE, and clients hang up, at random steps, and ranks get SIGKILL or SIGSTOP. At the end the clients' ledger is
+compared with the server's, and the front's memory, open files and threads with those in the middle.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from launch.benches.timing import append, command, environment
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900.0
+ROOM = 1.25  # memory, files and threads of the front at the end, in times of the middle
+THINGS = ("frog", "cat", "rocket", "apple", "house", "fish")
+COLOURS = ("red", "green", "blue")
+CLASSES = ("cat", "dog", "frog", "7")
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Ask a server for many pictures while jobs are cancelled and ranks end; fail if one is lost, doubled or wrong."""
+
+    ranks: int = 2
+    """Number of ranks, on GPUs where the machine has them."""
+    requests: int = 500
+    """Requests of all clients together."""
+    clients: int = 32
+    """Clients that ask at the same time, each for one picture after the other."""
+    cancels: int = 100
+    """Requests that are given up, half of them by DELETE and half by hanging up."""
+    kills: int = 3
+    """How often a rank gets SIGKILL."""
+    stops: int = 1
+    """How often a rank gets SIGSTOP, which is noticed after the deadline of an exchange."""
+    commands: int = 3
+    """Kinds of pictures that are compared with those of `seqpar sample`."""
+    seed: int = 0
+    """Seed of what is drawn: kinds, times of cancels and of kills."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asked and got. bits: of the picture. code: the answer's error, or "left" for who hung up."""
+
+    kind: int
+    id: str | None
+    status: int
+    code: str | None
+    bits: str | None
+    seconds: float
+
+
+@dataclass
+class Ledger:
+    """What all clients asked. used: numbers of the front's process in the middle and at the end."""
+
+    asked: list[Asked] = field(default_factory=list)
+    used: list[dict[str, int]] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+
+
+def kinds(count: int = 20) -> list[dict[str, Any]]:
+    """Return the bodies of requests of different kinds; the first ones are texts."""
+    made: list[dict[str, Any]] = []
+    for index in range(count - count // 3):
+        size = ("64x64", "48x64", "64x32")[index % 3]
+        words = f"a {COLOURS[index % len(COLOURS)]} {THINGS[index % len(THINGS)]}"
+        made.append({"model": "builtin-text", "prompt": words, "size": size, "steps": 3 + index % 4, "seed": index})
+    for index in range(count // 3):
+        name = CLASSES[index % len(CLASSES)]
+        made.append({"model": "builtin", "prompt": name, "steps": 4 + index, "seed": index, "guidance": 2.0 + index})
+    return made
+
+
+def main(args: Serve) -> None:
+    """Run the server and its clients, print the verdicts, append a line; exit with code 1 if one of them is wrong."""
+    ledger, begun = Ledger(), time.monotonic()
+    with _server(args.ranks) as (process, port, log):
+        _until_ready(port)
+        _run(args, ledger, process.pid, port)
+        jobs = _get(port, "/v1/jobs")["data"]
+        metrics = _text(port, "/metrics")
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(LIMIT_S)
+    said = [*_verdicts(args, ledger, jobs), ("the server ended with exit code 0", code == 0)]
+    ends = Counter(each.code or "picture" for each in ledger.asked)
+    line = {"bench": "serve", "case": {**asdict(args), "out": None}, "ends": dict(ends), "used": ledger.used}
+    line |= {"killed": ledger.killed, "seconds": time.monotonic() - begun, "restarts": _counted(metrics, "restarts")}
+    line |= {"verdicts": [{"text": text, "right": right} for text, right in said], "log_lines": len(log)}
+    append([line | {"command": command(), "env": environment(torch.device("cpu"))}], args.out)
+    for text, right in said:
+        print(f"{'ok    ' if right else 'FAILED'} {text}", flush=True)
+    if not all(right for _, right in said):
+        print("\n".join(log[-40:]), file=sys.stderr)
+        raise SystemExit(1)
+
+
+@contextmanager
+def _server(ranks: int) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
+    """Start a server; yield its process, its port and the lines of its log, to which more are added."""
+    count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
+    words = ["serve", "builtin", "builtin-text", *count, "--port", "0", "--queue", "256"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "seqpar.cli", *words], stderr=subprocess.PIPE, text=True, env=environ
+    )
+    stderr, lines, found = process.stderr, list[str](), threading.Event()
+    assert stderr is not None
+
+    def read() -> None:
+        for line in stderr:
+            lines.append(line.rstrip())
+            if '"event": "listening"' in line:
+                found.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        if not found.wait(LIMIT_S):
+            raise RuntimeError(f"got no server: {lines[-5:]}")
+        port = next(json.loads(line)["port"] for line in lines if '"event": "listening"' in line)
+        yield process, port, lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        reader.join(10)
+
+
+# Clients ----------------------------------------------------------------------------------------------------------
+
+
+def _run(args: Serve, ledger: Ledger, front: int, port: int) -> None:
+    """Let all clients ask, and trouble them, until every request has an answer."""
+    drawn, every = random.Random(args.seed), kinds()
+    left = set(drawn.sample(range(args.requests), args.cancels // 2))
+    todo = [(index, drawn.randrange(len(every)), index in left) for index in range(args.requests)]
+    lock, done = threading.Lock(), threading.Event()
+
+    def client() -> None:
+        while True:
+            with lock:
+                if not todo:
+                    return
+                _, kind, leaves = todo.pop(0)
+            asked = _ask(port, kind, every[kind], drawn.uniform(0.05, 2.0) if leaves else None)
+            with lock:
+                ledger.asked.append(asked)
+
+    clients = [threading.Thread(target=client, daemon=True) for _ in range(args.clients)]
+    trouble = threading.Thread(target=_trouble, args=(args, ledger, front, port, done), daemon=True)
+    for thread in (*clients, trouble):
+        thread.start()
+    for thread in clients:
+        thread.join(LIMIT_S)
+    done.set()
+    trouble.join(LIMIT_S)
+    ledger.used.append(_used(front))
+
+
+def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> Asked:
+    """Ask for a picture; leaves_s: seconds after which the client hangs up."""
+    start, line = time.monotonic(), HTTPConnection("127.0.0.1", port, timeout=leaves_s or LIMIT_S)
+    try:
+        line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
+        answer = line.getresponse()
+        told, id = json.loads(answer.read()), answer.getheader("x-request-id")
+    except (TimeoutError, HTTPException, OSError) as error:
+        code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
+        return Asked(kind, None, 0, code, None, time.monotonic() - start)
+    finally:
+        line.close()
+    seconds = time.monotonic() - start
+    if answer.status != 200:
+        return Asked(kind, id, answer.status, told["error"]["code"], None, seconds)
+    return Asked(kind, id, 200, None, _bits(base64.b64decode(told["data"][0]["b64_json"])), seconds)
+
+
+def _bits(png: bytes) -> str:
+    return hashlib.sha256(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).tobytes()).hexdigest()[:16]
+
+
+def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading.Event) -> None:
+    """Cancel jobs, and kill and stop ranks, spread evenly over the requests."""
+    drawn = random.Random(args.seed + 1)
+    signals = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
+    at = {round(args.requests * (index + 1) / (len(signals) + 1)): each for index, each in enumerate(signals)}
+    cancels = sorted(drawn.sample(range(args.requests), args.cancels - args.cancels // 2))
+    while not done.wait(0.05):
+        count = len(ledger.asked)
+        if count * 2 >= args.requests and not ledger.used:
+            ledger.used.append(_used(front))
+        while cancels and cancels[0] <= count:
+            _cancel_one(port, drawn)
+            cancels.pop(0)
+        for place in [place for place in at if place <= count]:
+            if (rank := _a_rank(front, drawn)) is not None:
+                number = at.pop(place)
+                os.kill(rank, number)
+                ledger.killed.append(signal.Signals(number).name)
+
+
+def _cancel_one(port: int, drawn: random.Random) -> None:
+    """Cancel the job that runs, or one that waits."""
+    open_jobs = [job["id"] for job in _get(port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
+    if open_jobs:
+        _get(port, f"/v1/jobs/{open_jobs[0] if drawn.random() < 0.7 else drawn.choice(open_jobs)}", "DELETE")
+
+
+def _a_rank(front: int, drawn: random.Random) -> int | None:
+    """Return the process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
+    ranks = []
+    for child in _children(front):
+        ranks += [each for each in _children(child) if "RANK" in _environment(each)]
+    return drawn.choice(ranks) if ranks else None
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except OSError:
+        return []
+
+
+def _environment(process: int) -> dict[str, str]:
+    try:
+        words = Path(f"/proc/{process}/environ").read_text().split("\0")
+    except OSError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+# Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def _verdicts(args: Serve, ledger: Ledger, jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield what was found, and whether it is right."""
+    asked = ledger.asked
+    yield f"{len(asked)} of {args.requests} requests have an answer", len(asked) == args.requests
+    strange = Counter(each.code for each in asked if each.code not in (None, "left", "cancelled"))
+    yield f"answers that are neither pictures nor given up: {dict(strange) or 'none'}", not strange
+    by_id = {job["id"]: job for job in jobs}
+    mine = {each.id: "completed" if each.bits else "cancelled" for each in asked if each.id is not None}
+    other = {id: by_id.get(id, {}).get("state") for id, state in mine.items() if by_id.get(id, {}).get("state") != state}
+    yield f"{len(mine)} jobs are known to clients and server alike, and {len(other)} differ", not other
+    rest = [job for job in jobs if job["id"] not in mine]
+    hung = sum(each.code == "left" for each in asked)
+    right = len(rest) == hung and all(job["state"] in ("cancelled", "completed") for job in rest)
+    yield f"{hung} clients hung up, and {len(rest)} jobs have no client", right
+    twice = len(jobs) - len(by_id)
+    yield f"{len(jobs)} jobs, {twice} of them twice", twice == 0 and len(jobs) == args.requests
+    bits = {kind: {each.bits for each in asked if each.kind == kind and each.bits} for kind in range(20)}
+    made = sum(each.bits is not None for each in asked)
+    yield f"{made} pictures of {sum(map(bool, bits.values()))} kinds, each with one set of bits", all(
+        len(each) <= 1 for each in bits.values()
+    )
+    for kind, body in list(enumerate(kinds()))[: args.commands]:
+        yield f"kind {kind} has the bits of seqpar sample", bits[kind] == {_of_command(body, args.ranks)}
+    wanted = args.kills + args.stops
+    yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == wanted
+    before, after = ledger.used[0], ledger.used[-1]
+    grown = {name: (before[name], after[name]) for name in after if after[name] > ROOM * before[name] + 16}
+    yield f"the front's memory (MiB), files and threads: {before}, at the end {after}", not grown
+
+
+def _of_command(body: dict[str, Any], ranks: int) -> str:
+    """Return the bits of the picture that `seqpar sample` writes; height comes first there."""
+    width, height = body["size"].split("x")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "picture.png")
+        words = ["--prompt", body["prompt"], "--seed", body["seed"], "--steps", body["steps"], "--out", file]
+        count = ["--gpus" if torch.cuda.is_available() else "--ranks", ranks]
+        every = ["sample", "--model", body["model"], "--size", f"{height}x{width}", *words, *count]
+        done = subprocess.run([sys.executable, "-m", "seqpar.cli", *map(str, every)], capture_output=True, check=False)
+        return _bits(file.read_bytes()) if done.returncode == 0 else done.stderr.decode()[-300:]
+
+
+def _used(process: int) -> dict[str, int]:
+    """Return the memory in MiB, the open files and the threads of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    facts = dict(line.split(":", 1) for line in status.splitlines())
+    files = len(os.listdir(f"/proc/{process}/fd"))
+    return {"memory": int(facts["VmRSS"].split()[0]) // 1024, "files": files, "threads": int(facts["Threads"])}
+
+
+def _until_ready(port: int) -> None:
+    end = time.monotonic() + LIMIT_S
+    while _status(port, "/ready") != 200:
+        if time.monotonic() > end:
+            raise RuntimeError(f"got a server that is not ready after {LIMIT_S} s")
+        time.sleep(0.2)
+
+
+def _status(port: int, path: str) -> int:
+    line = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        line.request("GET", path)
+        return line.getresponse().status
+    finally:
+        line.close()
+
+
+def _text(port: int, path: str, method: str = "GET") -> str:
+    line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        line.request(method, path)
+        return line.getresponse().read().decode()
+    finally:
+        line.close()
+
+
+def _get(port: int, path: str, method: str = "GET") -> Any:
+    return json.loads(_text(port, path, method))
+
+
+def _counted(metrics: str, name: str) -> float:
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if name in line and "_total" in line and not line.startswith("#")
+    )

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # promp
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
+python launch/bench.py serve                                             # a server: many clients, cancels, killed ranks
 python launch/bench.py faults                                            # jobs with faults in them: how they end
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
@@ -25,7 +26,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import calls, compare, decode, exchange, faults, measure, pipeline, soak, steps
+from launch.benches import calls, compare, decode, exchange, faults, measure, pipeline, serve, soak, steps
 from seqpar.cli.exits import guarded
 
 # flags of a bench -> the function that runs it
@@ -38,6 +39,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     exchange.Exchange: exchange.main,
     soak.Soak: soak.main,
     faults.Faults: faults.main,
+    serve.Serve: serve.main,
     measure.Rates: measure.main,
 }
 CLEAN_UP_S = 120.0  # after Ctrl-C: benches end the jobs that they have started, and remove their folders

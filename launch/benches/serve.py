@@ -11,37 +11,29 @@ compared with the server's, and the front's memory, open files and threads with 
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
+from launch.benches.serve_judge import Asked, Ledger, bits_of, kinds, used, verdicts
 from launch.benches.timing import append, command, environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
-ROOM = 1.25  # memory, files and threads of the front at the end, in times of the middle
-THINGS = ("frog", "cat", "rocket", "apple", "house", "fish")
-COLOURS = ("red", "green", "blue")
-CLASSES = ("cat", "dog", "frog", "7")
 
 
 @dataclass(frozen=True)
@@ -68,40 +60,6 @@ class Serve:
     """Append JSON lines here."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a client asked and got. bits: of the picture. code: the answer's error, or "left" for who hung up."""
-
-    kind: int
-    id: str | None
-    status: int
-    code: str | None
-    bits: str | None
-    seconds: float
-
-
-@dataclass
-class Ledger:
-    """What all clients asked. used: numbers of the front's process in the middle and at the end."""
-
-    asked: list[Asked] = field(default_factory=list)
-    used: list[dict[str, int]] = field(default_factory=list)
-    killed: list[str] = field(default_factory=list)
-
-
-def kinds(count: int = 20) -> list[dict[str, Any]]:
-    """Return the bodies of requests of different kinds; the first ones are texts."""
-    made: list[dict[str, Any]] = []
-    for index in range(count - count // 3):
-        size = ("64x64", "48x64", "64x32")[index % 3]
-        words = f"a {COLOURS[index % len(COLOURS)]} {THINGS[index % len(THINGS)]}"
-        made.append({"model": "builtin-text", "prompt": words, "size": size, "steps": 3 + index % 4, "seed": index})
-    for index in range(count // 3):
-        name = CLASSES[index % len(CLASSES)]
-        made.append({"model": "builtin", "prompt": name, "steps": 4 + index, "seed": index, "guidance": 2.0 + index})
-    return made
-
-
 def main(args: Serve) -> None:
     """Run the server and its clients, print the verdicts, append a line; exit with code 1 if one of them is wrong."""
     ledger, begun = Ledger(), time.monotonic()
@@ -112,7 +70,10 @@ def main(args: Serve) -> None:
         metrics = _text(port, "/metrics")
         process.send_signal(signal.SIGTERM)
         code = process.wait(LIMIT_S)
-    said = [*_verdicts(args, ledger, jobs), ("the server ended with exit code 0", code == 0)]
+    said = [
+        *verdicts(ledger, jobs, args.requests, args.kills + args.stops, args.commands, args.ranks),
+        ("the server ended with exit code 0", code == 0),
+    ]
     ends = Counter(each.code or "picture" for each in ledger.asked)
     line = {"bench": "serve", "case": {**asdict(args), "out": None}, "ends": dict(ends), "used": ledger.used}
     line |= {"killed": ledger.killed, "seconds": time.monotonic() - begun, "restarts": _counted(metrics, "restarts")}
@@ -184,7 +145,7 @@ def _run(args: Serve, ledger: Ledger, front: int, port: int) -> None:
         thread.join(LIMIT_S)
     done.set()
     trouble.join(LIMIT_S)
-    ledger.used.append(_used(front))
+    ledger.used.append(used(front))
 
 
 def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> Asked:
@@ -202,11 +163,7 @@ def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> 
     seconds = time.monotonic() - start
     if answer.status != 200:
         return Asked(kind, id, answer.status, told["error"]["code"], None, seconds)
-    return Asked(kind, id, 200, None, _bits(base64.b64decode(told["data"][0]["b64_json"])), seconds)
-
-
-def _bits(png: bytes) -> str:
-    return hashlib.sha256(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).tobytes()).hexdigest()[:16]
+    return Asked(kind, id, 200, None, bits_of(base64.b64decode(told["data"][0]["b64_json"])), seconds)
 
 
 def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading.Event) -> None:
@@ -218,7 +175,7 @@ def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading
     while not done.wait(0.05):
         count = len(ledger.asked)
         if count * 2 >= args.requests and not ledger.used:
-            ledger.used.append(_used(front))
+            ledger.used.append(used(front))
         while cancels and cancels[0] <= count:
             _cancel_one(port, drawn)
             cancels.pop(0)
@@ -257,59 +214,6 @@ def _environment(process: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-# Verdicts ---------------------------------------------------------------------------------------------------------
-
-
-def _verdicts(args: Serve, ledger: Ledger, jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Yield what was found, and whether it is right."""
-    asked = ledger.asked
-    yield f"{len(asked)} of {args.requests} requests have an answer", len(asked) == args.requests
-    strange = Counter(each.code for each in asked if each.code not in (None, "left", "cancelled"))
-    yield f"answers that are neither pictures nor given up: {dict(strange) or 'none'}", not strange
-    by_id = {job["id"]: job for job in jobs}
-    mine = {each.id: "completed" if each.bits else "cancelled" for each in asked if each.id is not None}
-    other = {id: by_id.get(id, {}).get("state") for id, state in mine.items() if by_id.get(id, {}).get("state") != state}
-    yield f"{len(mine)} jobs are known to clients and server alike, and {len(other)} differ", not other
-    rest = [job for job in jobs if job["id"] not in mine]
-    hung = sum(each.code == "left" for each in asked)
-    right = len(rest) == hung and all(job["state"] in ("cancelled", "completed") for job in rest)
-    yield f"{hung} clients hung up, and {len(rest)} jobs have no client", right
-    twice = len(jobs) - len(by_id)
-    yield f"{len(jobs)} jobs, {twice} of them twice", twice == 0 and len(jobs) == args.requests
-    bits = {kind: {each.bits for each in asked if each.kind == kind and each.bits} for kind in range(20)}
-    made = sum(each.bits is not None for each in asked)
-    yield f"{made} pictures of {sum(map(bool, bits.values()))} kinds, each with one set of bits", all(
-        len(each) <= 1 for each in bits.values()
-    )
-    for kind, body in list(enumerate(kinds()))[: args.commands]:
-        yield f"kind {kind} has the bits of seqpar sample", bits[kind] == {_of_command(body, args.ranks)}
-    wanted = args.kills + args.stops
-    yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == wanted
-    before, after = ledger.used[0], ledger.used[-1]
-    grown = {name: (before[name], after[name]) for name in after if after[name] > ROOM * before[name] + 16}
-    yield f"the front's memory (MiB), files and threads: {before}, at the end {after}", not grown
-
-
-def _of_command(body: dict[str, Any], ranks: int) -> str:
-    """Return the bits of the picture that `seqpar sample` writes; height comes first there."""
-    width, height = body["size"].split("x")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "picture.png")
-        words = ["--prompt", body["prompt"], "--seed", body["seed"], "--steps", body["steps"], "--out", file]
-        count = ["--gpus" if torch.cuda.is_available() else "--ranks", ranks]
-        every = ["sample", "--model", body["model"], "--size", f"{height}x{width}", *words, *count]
-        done = subprocess.run([sys.executable, "-m", "seqpar.cli", *map(str, every)], capture_output=True, check=False)
-        return _bits(file.read_bytes()) if done.returncode == 0 else done.stderr.decode()[-300:]
-
-
-def _used(process: int) -> dict[str, int]:
-    """Return the memory in MiB, the open files and the threads of a process."""
-    status = Path(f"/proc/{process}/status").read_text()
-    facts = dict(line.split(":", 1) for line in status.splitlines())
-    files = len(os.listdir(f"/proc/{process}/fd"))
-    return {"memory": int(facts["VmRSS"].split()[0]) // 1024, "files": files, "threads": int(facts["Threads"])}
 
 
 def _until_ready(port: int) -> None:

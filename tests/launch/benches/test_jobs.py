@@ -12,10 +12,11 @@ import torch
 
 import seqpar
 from launch.baselines import flux_pipeline
-from launch.benches import compare, compare_job, faults
+from launch.benches import compare, compare_job, faults, serve
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
+from launch.benches.serve import Serve
 from seqpar.weights.presets import FLUX_VAE
 from tests.faults.test_faults import forked
 from tests.support.pool import Pool, server
@@ -84,3 +85,15 @@ def test_a_job_with_a_fault_is_judged(
     assert jobs["jobs"] == 2
     table: Any = capsys.readouterr().out
     assert table.count("| right |") == 4  # each row is shown at once, and in the table
+
+
+@pytest.mark.timeout(600)
+def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    serve.main(Serve(requests=60, clients=8, cancels=12, kills=2, stops=0, commands=1, out=out))
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["restarts"] == 2
+    assert all(verdict["right"] for verdict in line["verdicts"])
+    assert "FAILED" not in capsys.readouterr().out

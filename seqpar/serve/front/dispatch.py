@@ -84,8 +84,8 @@ class Dispatch:
             self.metrics.cancels.inc()
             await asyncio.wait([answer], timeout=self.stuck_s)
             if not answer.done():
-                log.event("the ranks did not give an order up, and are killed", job.id, level=40, after_s=self.stuck_s)
-                self.replica.kill()
+                log.event("the ranks did not give an order up, and are ended", job.id, level=40, after_s=self.stuck_s)
+                self.replica.give_up()
         return await answer
 
     def _ended(self, job: Job) -> None:

@@ -15,15 +15,17 @@ class Metrics:
     """What is counted and measured. queued returns how many jobs wait, memory the bytes of each rank."""
 
     def __init__(self, queued: Callable[[], int], memory: Callable[[], tuple[int, ...]]) -> None:
-        self.registry, self._memory = CollectorRegistry(), memory
-        here = {"registry": self.registry}
-        Gauge("seqpar_queue_length", "Jobs that wait for their first picture", **here).set_function(queued)
-        self.ends = Counter("seqpar_jobs", "Jobs by how they ended", ["end"], **here)
-        self.seconds = Histogram("seqpar_part_seconds", "Parts of a picture", ["part"], buckets=BUCKETS, **here)
-        self.steps = Counter("seqpar_steps", "Denoising steps", **here)
-        self.cancels = Counter("seqpar_cancels", "Orders that were given up while they ran", **here)
-        self.restarts = Counter("seqpar_restarts", "Times that the ranks were started again", **here)
-        self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank", ["rank"], **here)
+        self._memory, registry = memory, CollectorRegistry()
+        length = Gauge("seqpar_queue_length", "Jobs that wait for their first picture", registry=registry)
+        length.set_function(queued)
+        parts, name = "Seconds of the parts of a picture", "seqpar_part_seconds"
+        self.ends = Counter("seqpar_jobs", "Jobs by how they ended", ["end"], registry=registry)
+        self.seconds = Histogram(name, parts, ["part"], buckets=BUCKETS, registry=registry)
+        self.steps = Counter("seqpar_steps", "Denoising steps", registry=registry)
+        self.cancels = Counter("seqpar_cancels", "Orders that were given up while they ran", registry=registry)
+        self.restarts = Counter("seqpar_restarts", "Times that the ranks were started again", registry=registry)
+        self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank", ["rank"], registry=registry)
+        self._registry = registry
 
     def made(self, made: Made) -> None:
         """Observe the parts of a picture."""
@@ -34,4 +36,4 @@ class Metrics:
         """Return everything in Prometheus' format."""
         for rank, count in enumerate(self._memory()):
             self._bytes.labels(str(rank)).set(count)
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)

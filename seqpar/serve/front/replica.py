@@ -36,7 +36,7 @@ from seqpar.serve.messages import (
 
 SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket
 RESTARTS, WITHIN_S = 3, 600.0  # so many ends of children in so many seconds end the front
-LEAVE_S = 7.0  # from SIGTERM to SIGKILL: the child itself gives its ranks 5 s
+LEAVE_S = 7.0  # for a child to end, and from SIGTERM to SIGKILL: it gives its own ranks 5 s
 LAST_WORDS_S = 1.0  # for what an ended child has written to be read
 TAIL, LONGEST_LINE = 20, 1 << 16  # lines of a child's output that are kept, and bytes of one
 
@@ -106,9 +106,9 @@ class Replica:
         """Ask the ranks to give an order up; its answer still comes."""
         self._send(Cancel(id_))
 
-    def kill(self) -> None:
-        """Kill the child at once; another one is started."""
-        self._signal(signal.SIGKILL)
+    def give_up(self) -> None:
+        """End the child, which does not do what it is told; another one is started."""
+        self._hang_up()
 
     async def finish(self, keeper: asyncio.Task[Ended]) -> None:
         """Let the ranks end after the running order, and kill what is left. keeper: the task of `keep`."""
@@ -200,11 +200,14 @@ class Replica:
             self._running.answer.set_exception(RanksEndedError())
 
     async def _end_group(self, ended: asyncio.Task[int]) -> None:
-        """End the child, and all processes of its group: by SIGTERM, and after some time by SIGKILL."""
-        self._signal(signal.SIGTERM)
+        """See that the child ends, with all processes of its group: of itself, by SIGTERM, or by SIGKILL.
+
+        A child whose ranks fail tells why and ends them, for which it needs time. Without its connection it ends, too.
+        """
         await asyncio.wait([ended], timeout=LEAVE_S)
-        self._signal(signal.SIGKILL)
-        await ended
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            await asyncio.wait([ended], timeout=LEAVE_S)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -71,8 +71,8 @@ async def generate(body: Generation, request: Request, front: Here, key: Key) ->
     """Make pictures. The id of the answer's header x-request-id is also the id of the job."""
     wanted = body.wanted(_model(front, body.model), _deadline(front, body))
     job = front.queue.add(request.state.id, key, wanted)
-    prompt = {"prompt": body.prompt} if front.show_prompts else {}
-    log.event("accepted", job.id, key=key, model=wanted.order.model, count=wanted.count, **prompt)
+    shown = body.prompt if front.show_prompts else "not shown"
+    log.event("accepted", job.id, key=key, model=wanted.order.model, count=wanted.count, prompt=shown)
     try:
         await _ended_or_left(request, front.queue, job)
         if job.problem is not None:

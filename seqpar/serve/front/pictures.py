@@ -70,7 +70,9 @@ def encoded(size: tuple[int, int], pixels: bytes, how: Format, about: Mapping[st
 
 def _new_pool() -> ProcessPoolExecutor:
     # spawned, because a fork would copy the listening sockets and every client's connection
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+    pool.submit(int)  # starts the process, which the first picture then need not wait for
+    return pool
 
 
 def _begin() -> None:

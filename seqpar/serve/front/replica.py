@@ -113,12 +113,14 @@ class Replica:
     async def finish(self, keeper: asyncio.Task[Ended]) -> None:
         """Let the ranks end after the running order, and kill what is left. keeper: the task of `keep`."""
         self._finishing = True
+        if keeper.done():
+            return
         self._send(Finish())
         if self._writer is None:  # it loads, and hears nothing
             self._signal(signal.SIGTERM)
         await asyncio.wait([keeper], timeout=LEAVE_S)
         self._signal(signal.SIGKILL)
-        await keeper
+        await asyncio.wait([keeper])
 
     async def _life(self) -> int:
         """Run one child until it ends or its connection does; return its exit code, 128 + n for a signal n."""

@@ -71,12 +71,12 @@ def test_a_link_leads_to_the_file(front: Running) -> None:
 
 
 def test_links_expire(tmp_path: Path) -> None:
-    with running(tmp_path, "--keep-s", "0", "--keep-bytes", "3000") as front, front.openai() as client:
+    with running(tmp_path, "--keep-s", "0", "--keep-bytes", "1000") as front, front.openai() as client:
         data: Any = client.images.generate(prompt="x", response_format="url").data
         with front.http() as http:
             assert http.get(data[0].url).status_code == 404
         with pytest.raises(openai.BadRequestError, match="ask for b64_json"):
-            client.images.generate(prompt="x", size="512x512", response_format="url")
+            client.images.generate(prompt="x", size="900x900", response_format="url")
 
 
 def test_old_files_go_first_and_other_keys_have_none() -> None:

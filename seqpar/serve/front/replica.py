@@ -130,6 +130,7 @@ class Replica:
             listener.listen(1)
             listener.setblocking(False)
             process = self._process = await self._start()
+            log.event("ranks started", process=process.pid)
             pumps = [asyncio.create_task(self._tell_lines(each)) for each in (process.stdout, process.stderr) if each]
             talk, ended = asyncio.create_task(self._talk(listener)), asyncio.create_task(process.wait())
             try:

@@ -1,0 +1,136 @@
+"""Hands one order after the other to the ranks, and what they made to the process that writes files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from seqpar.serve.front import log
+from seqpar.serve.front.errors import NO_RETRY, Problem, of_ranks
+from seqpar.serve.front.jobs import Job, Queue
+from seqpar.serve.front.metrics import Metrics
+from seqpar.serve.front.pictures import Pictures
+from seqpar.serve.front.replica import RanksEndedError, Replica
+from seqpar.serve.front.speeds import Speeds
+from seqpar.serve.messages import Failed, Made, Order
+
+ATTEMPTS = 2  # at a picture whose order ended all ranks
+STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What takes part in making pictures."""
+
+    queue: Queue
+    replica: Replica
+    pictures: Pictures
+    speeds: Speeds
+    metrics: Metrics
+    stuck_s: float = STUCK_S
+
+    async def forever(self) -> None:
+        """Order pictures, one at a time, as long as this task lives."""
+        async with asyncio.TaskGroup() as files:
+            while True:
+                await self.queue.some.wait()
+                await self.replica.ready.wait()
+                # nothing waits between here and the order's way to the ranks, so that they are ready
+                job = self.queue.begin() if self.replica.ready.is_set() else None
+                if job is not None:
+                    await self._one(job, files)
+
+    async def _one(self, job: Job, files: asyncio.TaskGroup) -> None:
+        """Have one picture of a job made."""
+        order = _order_of(job)
+        log.event("ordered", job.id, order=order.id)
+        try:
+            answer = await self._answer(job, order)
+        except RanksEndedError:
+            self._ended(job)
+            return
+        finally:
+            self.queue.current = None
+        answer = _checked(answer)
+        if isinstance(answer, Failed):
+            log.event("failed", job.id, why=answer.why, text=answer.text)
+            end = "cancelled" if answer.why == "cancelled" else "failed"
+            self.queue.end(job, end, of_ranks(answer.why, answer.text))
+            return
+        self.speeds.measured(order.model, answer.steps, answer.parts_s)
+        self.metrics.made(answer)
+        if job.ended is None:
+            index = job.ordered
+            self.queue.ordered(job)
+            files.create_task(self._write(job, index, order, answer))
+
+    async def _answer(self, job: Job, order: Order) -> Made | Failed:
+        """Return the ranks' answer to an order. If the job ends before, they are told to give the order up."""
+
+        def step(index: int) -> None:
+            job.step = index
+            self.metrics.steps.inc()
+
+        answer = asyncio.create_task(self.replica.run(order, step))
+        ended = asyncio.create_task(job.done.wait())
+        await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not answer.done():
+            self.replica.cancel(order.id)
+            self.metrics.cancels.inc()
+            await asyncio.wait([answer], timeout=self.stuck_s)
+            if not answer.done():
+                log.event("the ranks did not give an order up, and are ended", job.id, level=40, after_s=self.stuck_s)
+                self.replica.give_up()
+        return await answer
+
+    def _ended(self, job: Job) -> None:
+        """Count an order that ended all ranks; it is tried once more."""
+        job.attempts, job.step = job.attempts + 1, 0
+        log.event("the ranks ended while they made a picture", job.id, level=40, attempt=job.attempts)
+        if job.attempts >= ATTEMPTS:
+            text = f"got an order that ended all ranks {ATTEMPTS} times, so that it is not tried again; change it"
+            self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
+
+    async def _write(self, job: Job, index: int, order: Order, made: Made) -> None:
+        """Make the file of a picture; the job has ended well with the last one."""
+        begun = time.monotonic()
+        try:
+            size = made.height, made.width
+            file = await self.pictures.file_of(size, made.pixels, job.wanted.how, _about(order, made))
+        except (OSError, ValueError) as error:  # a process that died, or a file that Pillow does not write
+            log.event("no file was written", job.id, level=40, error=str(error))
+            self.queue.end(job, "failed", Problem(500, "failure", f"got no file of the picture: {error}"))
+            return
+        parts_s = {**made.parts_s, "file": time.monotonic() - begun}
+        self.metrics.seconds.labels("file").observe(parts_s["file"])
+        job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
+        job.files[index], job.size = file, size
+        if len(job.files) == job.wanted.count:
+            self.queue.end(job, "completed")
+
+
+def _order_of(job: Job) -> Order:
+    """Return the order of a job's next picture, whose id begins with the job's."""
+    first, left = job.wanted.order, job.deadline - asyncio.get_running_loop().time()
+    id_ = f"{job.id}/{job.ordered}/{job.attempts}"
+    return msgspec.structs.replace(first, id=id_, seed=first.seed + job.ordered, deadline_s=max(0.0, left))
+
+
+def _checked(answer: Made | Failed) -> Made | Failed:
+    """Return an answer, or a failure in place of a picture whose bytes are not of its size."""
+    if isinstance(answer, Failed) or len(answer.pixels) == 3 * answer.height * answer.width > 0:
+        return answer
+    text = f"got {len(answer.pixels)} bytes of a picture of {answer.width}x{answer.height}, which has another number"
+    return Failed(answer.id, "failure", text)
+
+
+def _about(order: Order, made: Made) -> dict[str, Any]:
+    """Return the parameters of a picture for its file: what was asked for, and what the model chose."""
+    told = {name: value for name, value in msgspec.structs.asdict(order).items() if value is not None}
+    left = {name: value for name, value in told.items() if name not in ("id", "deadline_s")}
+    return {**left, "steps": made.steps, "size": [made.height, made.width]}

@@ -1,0 +1,162 @@
+"""The body of a request for pictures, as OpenAI's with fields of ours, and the answers about models, jobs and pictures.
+
+Every number has a bound, and nothing is converted: "3" is no number here.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from seqpar.serve.front.jobs import Job, Priority, Queue, Wanted
+from seqpar.serve.front.pictures import Format, Kind
+from seqpar.serve.messages import Model, Order
+
+IGNORED = ("user", "quality", "style", "background", "moderation")  # fields of OpenAI that mean nothing here
+MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
+MOST_SEED = 2**63 - 1
+SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Nothing = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
+
+
+class Generation(BaseModel):
+    """A request for pictures. `null` is as good as leaving a field out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=32000)]
+    model: Annotated[str | None, Field(description="One of /v1/models; the first if left out.")] = None
+    n: Annotated[int, Field(ge=1, le=10, description="Number of pictures.")] = 1
+    size: Annotated[str, Field(description='"WIDTHxHEIGHT" in pixels, or "auto" for the size of the model.')] = "auto"
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Kind = "png"
+    output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
+    seed: Annotated[int | None, Field(ge=0, le=MOST_SEED, description="Of picture i: seed + i.")] = None
+    steps: Annotated[int | None, Field(ge=1, le=1000)] = None
+    guidance: Scale | None = None
+    true_guidance: Scale | None = None
+    negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
+    scheduler: Annotated[str | None, Field(pattern="^[A-Za-z0-9_]{1,64}$")] = None
+    deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
+    priority: Priority = "normal"
+    user: Nothing = None
+    quality: Nothing = None
+    style: Nothing = None
+    background: Nothing = None
+    moderation: Nothing = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[Any, Any]", value)
+        return {key: each for key, each in fields.items() if each is not None}
+
+    @field_validator("size")
+    @classmethod
+    def _is_size(cls, value: str) -> str:
+        match = SIZE.fullmatch(value)
+        if value != "auto" and (match is None or max(map(int, match.groups())) > MOST_SIDE):
+            raise ValueError(f'expected "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, as "1024x768"')
+        return value
+
+    @field_validator("prompt", "negative_prompt", "model")
+    @classmethod
+    def _is_text(cls, value: str | None) -> str | None:
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("expected a text without halves of surrogate pairs") from error
+        return value
+
+    @model_validator(mode="after")
+    def _seeds_fit(self) -> Generation:
+        if (self.seed or 0) + self.n - 1 > MOST_SEED:
+            raise ValueError(f"expected a seed of at most {MOST_SEED} for the last of {self.n} pictures")
+        return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the fields of the request that mean nothing here."""
+        return [name for name in IGNORED if name in self.model_fields_set]
+
+    def wanted(self, model: Model, longest_s: float) -> Wanted:
+        """Return what the request asks of a model. longest_s: the deadline if it names none, and the longest one."""
+        match = SIZE.fullmatch(self.size)
+        order = Order(
+            "",
+            model.name,
+            self.prompt,
+            secrets.randbelow(2**32) if self.seed is None else self.seed,
+            (int(match[2]), int(match[1])) if match else None,  # a message holds (height, width)
+            self.steps,
+            self.guidance,
+            self.true_guidance,
+            self.negative_prompt,
+            self.scheduler,
+        )
+        deadline_s = longest_s if self.deadline_s is None else self.deadline_s
+        how = Format(self.output_format, self.output_compression)
+        return Wanted(order, self.n, how, self.priority, self.steps or model.steps, deadline_s)
+
+
+def pictures(job: Job, links: Sequence[str] | None) -> dict[str, Any]:
+    """Return the answer with the pictures of a job that has ended well. links: where they are, else they are inside."""
+    seed, count = job.wanted.order.seed, job.wanted.count
+    height, width = job.size or (0, 0)
+    told = (
+        [{"url": link} for link in links]
+        if links is not None
+        else [{"b64_json": base64.b64encode(job.files[index]).decode()} for index in range(count)]
+    )
+    details = {"image_tokens": 0, "text_tokens": 0}
+    return {
+        "created": int(job.ended or job.arrived),
+        "data": [{**each, "seed": seed + index} for index, each in enumerate(told)],
+        "output_format": job.wanted.how.kind,
+        "size": f"{width}x{height}",
+        "usage": {
+            "input_tokens": 0,
+            "output_tokens": 0,
+            "total_tokens": 0,
+            "input_tokens_details": details,
+            "output_tokens_details": details,
+        },
+        "seqpar": {"id": job.id, "seconds": job.parts_s, "queue_s": (job.started or job.arrived) - job.arrived},
+    }
+
+
+def of_job(job: Job, queue: Queue) -> dict[str, Any]:
+    """Return what is known of a job. step: of the steps of the picture that runs. Times are Unix seconds."""
+    return {
+        "id": job.id,
+        "object": "job",
+        "state": job.state,
+        "model": job.wanted.order.model,
+        "priority": job.wanted.priority,
+        "pictures": job.ordered,
+        "of_pictures": job.wanted.count,
+        "position": queue.ahead(job),
+        "step": job.step,
+        "steps": job.wanted.steps,
+        "estimated_s": queue.estimate_s(job),
+        "arrived": job.arrived,
+        "started": job.started,
+        "ended": job.ended,
+        "error": None if job.problem is None else {"code": job.problem.code, "message": job.problem.text},
+    }
+
+
+def of_model(model: Model, created: int) -> dict[str, Any]:
+    """Return a model as OpenAI's list has it, with what is known of it here."""
+    height, width = model.size
+    about = {"kind": model.kind, "size": f"{width}x{height}", "steps": model.steps, "layout": model.layout}
+    about |= {"classes": model.classes}
+    return {"id": model.name, "object": "model", "created": created, "owned_by": "seqpar", "seqpar": about}

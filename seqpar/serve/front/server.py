@@ -1,0 +1,140 @@
+"""Puts the front together, runs it, and takes it apart: requests first, then the ranks, then the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from seqpar.serve.front import log
+from seqpar.serve.front.app import Front, create_app
+from seqpar.serve.front.command import ServeArgs
+from seqpar.serve.front.dispatch import Dispatch
+from seqpar.serve.front.errors import Problem
+from seqpar.serve.front.files import Files
+from seqpar.serve.front.gate import is_loopback
+from seqpar.serve.front.jobs import Job, Queue
+from seqpar.serve.front.keys import Keys, read_keys
+from seqpar.serve.front.metrics import Metrics
+from seqpar.serve.front.pictures import Pictures
+from seqpar.serve.front.replica import Ended, Replica
+from seqpar.serve.front.speeds import Speeds
+
+ANSWERS_S = 5.0  # for answers to reach their clients at the end
+ENDING = Problem(503, "ending", "the server ends and takes no more requests; ask another one, or later")
+
+
+class Server(uvicorn.Server):
+    """uvicorn without handlers of signals: ours let running requests end first."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave signals as they are."""
+        yield
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that runs."""
+
+    front: Front
+    dispatch: Dispatch
+    server: Server
+
+
+async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
+    """Serve until a signal, or until the ranks cannot go on. ValueError for wrong flags, OSError for a port in use."""
+    keys = None if args.keys is None else read_keys(args.keys)
+    if keys is None and not is_loopback(args.host):
+        raise ValueError(f"got --host {args.host} without --keys, expected keys where other machines can ask; add them")
+    folder = Path(tempfile.mkdtemp(prefix="seqpar-"))  # of mode 0700
+    try:
+        with _listening(args.host, args.port) as listener:
+            log.start()
+            host, port = listener.getsockname()[:2]
+            log.event("listening", host=host, port=port, models=args.models)
+            parts = _put_together(args, keys, child, folder)
+            try:
+                return await _serve(parts, listener, args.grace_s)
+            finally:
+                parts.dispatch.pictures.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; OSError names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(f"got --host {host} --port {port}, expected a free address: {error.strerror or error}") from error
+
+
+def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path) -> Parts:
+    speeds = Speeds()
+
+    def ended(job: Job) -> None:
+        end = job.state if job.problem is None else job.problem.code
+        metrics.ends.labels(end).inc()
+        log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
+
+    queue = Queue(args.queue, args.keep_s, speeds, ended)
+    replica = Replica(child, folder, lambda: metrics.restarts.inc())
+    metrics = Metrics(lambda: queue.length, lambda: replica.memory)
+    files = Files(args.keep_s, args.keep_bytes)
+    dispatch = Dispatch(queue, replica, Pictures(), speeds, metrics, args.stuck_s)
+    front = Front(queue, replica, files, metrics, args.deadline_s, args.show_prompts, int(time.time()))
+    app = create_app(front, keys, frozenset({args.host}))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=int(ANSWERS_S),
+    )
+    return Parts(front, dispatch, Server(config))
+
+
+async def _serve(parts: Parts, listener: socket.socket, grace_s: float) -> Ended:
+    """Run all tasks until the first ends or a signal comes; then end what runs in order."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    keeper = asyncio.create_task(parts.front.replica.keep())
+    server = asyncio.create_task(parts.server.serve([listener]))
+    orders, stopped = asyncio.create_task(parts.dispatch.forever()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([keeper, server, orders, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            log.event("ending", grace_s=grace_s)
+            await _drained(parts.front.queue, grace_s)
+    finally:
+        parts.front.queue.close(ENDING, also_running=True)
+        await parts.front.replica.finish(keeper)
+        parts.server.should_exit = True
+        await server
+        stopped.cancel()
+        orders.cancel()
+    await asyncio.wait([orders])
+    if not orders.cancelled():
+        orders.result()  # raises what ended it: a bug, whose traceback ends this process
+    return keeper.result()
+
+
+async def _drained(queue: Queue, grace_s: float) -> None:
+    """Take no more requests, and wait until those that run have ended, or for the time they are given."""
+    queue.close(ENDING, also_running=False)
+    if running := [asyncio.create_task(job.done.wait()) for job in queue.active]:
+        await asyncio.wait(running, timeout=grace_s)

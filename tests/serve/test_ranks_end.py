@@ -1,0 +1,135 @@
+"""Ranks that die, that are deaf, that talk nonsense; the end of the server; and mistakes in its flags."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from seqpar.serve.front.command import main
+from seqpar.serve.front.keys import read_keys
+from tests.support.front import Running, running, until
+
+PATH = "/v1/images/generations"
+
+
+def status_of(front: Running, prompt: str) -> int:
+    """Return the status of a request for a picture."""
+    with front.http() as http:
+        return http.post(PATH, json={"prompt": prompt}).status_code
+
+
+def test_an_order_is_tried_once_more(tmp_path: Path) -> None:
+    with running(tmp_path) as front:
+        assert status_of(front, "die-once first") == 200
+        assert front.prompts == ["die-once first"] * 2
+        with front.http() as http:
+            assert "seqpar_restarts_total 1.0" in http.get("/metrics").text
+        assert status_of(front, "nonsense") == 500 or front.process.poll() == 1
+
+
+def test_an_order_that_ends_ranks_twice_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
+    with running(tmp_path) as front:
+        with front.openai(retries=5) as client, pytest.raises(openai.InternalServerError) as error:
+            client.images.generate(prompt="die")
+        assert error.value.response.headers["x-should-retry"] == "false"
+        assert front.prompts == ["die"] * 2
+        line = front.event("ranks", line="about to die")
+        assert line["request"] == error.value.request_id
+        assert status_of(front, "a cat") == 200
+        assert status_of(front, "die") == 503  # the third end: the server gives up
+        assert front.wait() == 1
+        assert "error: the ranks ended 3 times in 10 minutes; see the log" in front.lines
+
+
+def test_ranks_that_give_nothing_up_are_ended(tmp_path: Path) -> None:
+    with running(tmp_path, "--stuck-s", "0.1") as front, front.http() as http:
+        answer = http.post(PATH, json={"prompt": "deaf", "deadline_s": 0.5})
+        assert answer.status_code == 504
+        front.event("the ranks did not give an order up, and are ended")
+        os.kill(int(front.event("ranks started")["process"]), signal.SIGKILL)
+        assert status_of(front, "a cat") == 200
+
+
+def test_ranks_that_never_were_ready_end_the_server(tmp_path: Path) -> None:
+    (tmp_path / "refuse").touch()
+    with running(tmp_path, wait=False) as front:
+        assert front.wait() == 2
+    assert "error: got no model, expected one" in front.lines
+
+
+def test_requests_before_the_ranks_are_ready(tmp_path: Path) -> None:
+    (tmp_path / "slow-start").touch()
+    with running(tmp_path, wait=False) as front, front.http() as http:
+        answers = [http.get("/ready"), http.get("/v1/models"), http.post(PATH, json={"prompt": "x"})]
+        assert [(each.status_code, each.json()["error"]["code"]) for each in answers] == [(503, "not_ready")] * 3
+        assert http.get("/health").status_code == 200
+        (tmp_path / "slow-start").unlink()
+        front.ready()
+
+
+@pytest.mark.parametrize(("held", "grace", "status"), [("hold end", "60", 200), ("wait", "0", 503)])
+def test_what_runs_may_end_and_what_waits_may_not(tmp_path: Path, held: str, grace: str, status: int) -> None:
+    with running(tmp_path, "--grace-s", grace) as front, ThreadPoolExecutor(2) as pool, front.http() as http:
+        runs = pool.submit(status_of, front, held)
+        until(lambda: front.prompts == [held])
+        waits = pool.submit(status_of, front, "waits")
+        until(lambda: len(http.get("/v1/jobs").json()["data"]) == 2)
+        front.process.send_signal(signal.SIGINT)
+        assert waits.result() == 503
+        if grace != "0":
+            assert http.get("/ready").status_code == status_of(front, "new") == 503
+        (tmp_path / "end").touch()
+        assert runs.result() == status
+        assert front.wait() == 0
+    assert front.lines[-1] == "torch was not loaded"
+    assert front.heard[-1]["type"] == "finish"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "got --host 0.0.0.0 without --keys, expected keys"),
+        (["--gpus", "1", "--ranks", "1"], "expected one of them"),
+        (["--ranks", "0"], "got --ranks 0, expected at least 1"),
+        (["--port", "70000"], "got --port 70000, expected at most 65535"),
+        (["--deadline-s", "nan"], "got --deadline-s nan, expected at least 0"),
+        (["--keys", "/nowhere"], "got --keys /nowhere, expected a file that can be read"),
+    ],
+)
+def test_mistakes_in_flags(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words, ["false"]) == 2
+    line = capfd.readouterr().err
+    assert line.startswith("error: ")
+    assert said in line
+    assert line.count("\n") == 1
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with running(tmp_path, wait=False) as front:
+        port = str(front.event("listening")["port"])
+        with running(tmp_path, "--port", port, wait=False) as second:
+            assert second.wait() == 1
+    assert any(f"--port {port}, expected a free address" in line for line in second.lines)
+
+
+@pytest.mark.parametrize("text", ["", "no colon", "a:\n", ":b", "a:b\na:c", "a:b\nc:b"])
+def test_files_of_keys(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(ValueError, match="got .*, expected ") as error:
+        read_keys(file)
+    assert "colon" not in str(error.value)
+    file.write_text("a:b")
+    keys = read_keys(file)
+    assert (keys.name_of("b"), keys.name_of("a"), keys.name_of("")) == ("a", None, None)
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match="with mode 640, expected 600; run: chmod 600"):
+        read_keys(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640

@@ -7,7 +7,7 @@ else of a block changes: it runs on one rank's tokens in the same way as on all 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,13 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from diffusers.models.transformers.transformer_lumina2 import Lumina2TransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from seqpar.types.protocols import Attend, Given, Prepare, Projected
 from tests.support.meshes import random
 
 DIM = 8
 BATCH = 2
+INHERITED: Any = Tensor.__base__  # whose methods tensors have
 LAYERS = 2  # a block runs twice: its second run gets the first one's results and uses the same buffers
 
 
@@ -36,27 +36,40 @@ def bound(on_cpus: float, on_gpus: float = 1e-4) -> float:
     return on_cpus if device == "cpu" else on_gpus
 
 
-class StayDouble(TorchFunctionMode):
+class StayDouble:
     """Keep fp64 where a block would round to fp32 internally (rotary, norms, gates).
 
     Two runs that differ in the last bit of fp64 may round to neighbouring fp32 numbers, 1e-7 apart: that would hide
     every smaller error. (It also hides roundings in our own code, which tests/attention/test_strategies.py tests.)
+    The two methods that round are replaced in the whole process; a function mode would make every other one slow, too.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See `TorchFunctionMode`."""
-        rounds = func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,))
-        return args[0] if rounds and args[0].dtype == torch.float64 else func(*args, **(kwargs or {}))
+    depth = 0
+
+    def __enter__(self) -> None:
+        """Replace the methods, unless they are replaced already."""
+        if StayDouble.depth == 0:
+            Tensor.float, Tensor.to = _float, _to
+        StayDouble.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Let tensors inherit their own methods again."""
+        StayDouble.depth -= 1
+        if StayDouble.depth == 0:
+            del Tensor.float, Tensor.to
+
+
+def _float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x if x.dtype == torch.float64 else INHERITED.float(x, *args, **kwargs)
+
+
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    rounds = len(args) == 1 and args[0] is torch.float32 and x.dtype == torch.float64
+    return x if rounds else INHERITED.to(x, *args, **kwargs)
 
 
 class InDouble:
-    """A body that keeps fp64 also where a promise is read, because torch leaves a function mode while it handles."""
+    """A body that keeps fp64."""
 
     def __init__(self, body: Any) -> None:
         self._body = body

@@ -27,6 +27,8 @@ import torch.distributed as dist
 
 from seqpar.ranks.processes import close
 
+# objects that are made, and looks at them, before Python looks for garbage: tests make many models and drop them
+SELDOM = 50_000, 20, 20
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them
 PRELOADED = [
@@ -155,14 +157,29 @@ def quicken() -> None:
         keep_language()
 
 
+def share_device() -> None:
+    """Let all groups of this process have one device of gloo: each device has a thread that looks for work all the time."""
+    make: Any = dist.ProcessGroupGloo.__init__
+    devices = [dist.ProcessGroupGloo.create_default_device()]
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = devices, timeout
+        make(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = init
+
+
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores
     gc.freeze()  # what the server has imported is no garbage, and need not be looked through
+    gc.set_threshold(*SELDOM)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
         quicken()
+        share_device()
     joined = ""
     while True:
         question = _unpack(pipe.recv_bytes())

@@ -22,6 +22,7 @@ from tests.support.meshes import random
 
 DIM = 8
 BATCH = 2
+TENSORS: Any = Tensor
 INHERITED: Any = Tensor.__base__  # whose methods tensors have
 LAYERS = 2  # a block runs twice: its second run gets the first one's results and uses the same buffers
 
@@ -49,14 +50,14 @@ class StayDouble:
     def __enter__(self) -> None:
         """Replace the methods, unless they are replaced already."""
         if StayDouble.depth == 0:
-            Tensor.float, Tensor.to = _float, _to
+            TENSORS.float, TENSORS.to = _float, _to
         StayDouble.depth += 1
 
     def __exit__(self, *_: object) -> None:
         """Let tensors inherit their own methods again."""
         StayDouble.depth -= 1
         if StayDouble.depth == 0:
-            del Tensor.float, Tensor.to
+            del TENSORS.float, TENSORS.to
 
 
 def _float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

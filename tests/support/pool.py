@@ -152,22 +152,26 @@ def server() -> Any:
 def quicken() -> None:
     """Make the interpreter of kernels faster in this process, where Triton exists."""
     if importlib.util.find_spec("triton"):
-        from tests.support.interpreter import keep_language  # here, because Triton must load after its variable is set
+        from tests.support.interpreter import (  # here, because Triton must load after its variable is set
+            keep_language,
+            keep_types,
+        )
 
         keep_language()
+        keep_types()
 
 
 def share_device() -> None:
-    """Let all groups of this process have one device of gloo: each device has a thread that looks for work all the time."""
-    make: Any = dist.ProcessGroupGloo.__init__
-    devices = [dist.ProcessGroupGloo.create_default_device()]
+    """Let all groups of this process have one device of gloo, because each one has a thread that looks for work."""
+    gloo: Any = dist.ProcessGroupGloo
+    own, devices = gloo.__init__, [gloo.create_default_device()]
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        options = gloo._Options()
         options._devices, options._timeout = devices, timeout
-        make(self, store, rank, size, options)
+        own(self, store, rank, size, options)
 
-    dist.ProcessGroupGloo.__init__ = init
+    gloo.__init__ = init
 
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:

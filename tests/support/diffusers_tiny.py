@@ -84,6 +84,13 @@ def truth(name: str, device: str) -> tuple[Tensor, ...]:
     return tuple(x.cpu() for x in MODELS[name].whole(device=device))
 
 
+@cache
+def short_truth(name: str, device: str) -> tuple[Tensor, ...]:
+    """Return the outputs of an unchanged transformer of `MODELS` for a text of two tokens, in host memory."""
+    tiny = MODELS[name]
+    return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device)), device))
+
+
 def moved(value: Any, device: torch.device | str) -> Any:
     """Return tensors in nested lists, tuples and dictionaries on a device, and other values unchanged."""
     if isinstance(value, Tensor):

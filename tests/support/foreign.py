@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,8 +24,6 @@ from tests.support.meshes import random
 
 DIM = 8
 BATCH = 2
-TENSORS: Any = Tensor
-INHERITED: Any = Tensor.__base__  # whose methods tensors have
 LAYERS = 2  # a block runs twice: its second run gets the first one's results and uses the same buffers
 
 
@@ -50,7 +50,7 @@ class StayDouble:
     def __enter__(self) -> None:
         """Replace the methods, unless they are replaced already."""
         if StayDouble.depth == 0:
-            TENSORS.float, TENSORS.to = _float, _to
+            TENSORS.float, TENSORS.to = KEEPING
         StayDouble.depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -60,13 +60,30 @@ class StayDouble:
             del TENSORS.float, TENSORS.to
 
 
-def _float(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x if x.dtype == torch.float64 else INHERITED.float(x, *args, **kwargs)
+class Keeping:
+    """A method of tensors that does not round fp64 to fp32, and equals its own for whoever knows torch's functions."""
+
+    def __init__(self, own: Any, *asked: Any) -> None:
+        self._own, self._asked = own, asked
+
+    def __get__(self, x: Tensor | None, kind: type) -> Any:
+        """Return the method of a tensor, or this as the function that takes it."""
+        return self if x is None else partial(self, x)
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor itself where the method would round it."""
+        rounds = x.dtype == torch.float64 and len(args) == len(self._asked) and all(map(is_, args, self._asked))
+        return x if rounds else self._own(x, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._own
+
+    def __hash__(self) -> int:
+        return hash(self._own)
 
 
-def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    rounds = len(args) == 1 and args[0] is torch.float32 and x.dtype == torch.float64
-    return x if rounds else INHERITED.to(x, *args, **kwargs)
+TENSORS: Any = Tensor
+KEEPING = Keeping(Tensor.float), Keeping(Tensor.to, torch.float32)
 
 
 class InDouble:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.pool import Pool, give_back, quicken
+from tests.support.pool import SELDOM, Pool, give_back, quicken
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
@@ -77,6 +77,7 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     result = yield
     gc.freeze()
+    gc.set_threshold(*SELDOM)
     gc.enable()
     return result
 

@@ -200,7 +200,8 @@ def _kill(alive: Iterable[Process]) -> None:
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, ...; none if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # all processes are looked at many times a second
+            return file.read().rpartition(b")")[2].decode().split()
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -118,7 +118,7 @@ def drawn(rank: int, world: int, device: torch.device, name: str, axes: dict[str
         seqpar.parallelize(pipe, None if axes is None else make_mesh(device, **axes))
         for module in transformers_of(pipe).values():
             in_double(module)
-        pictures = case.pictures(pipe, rank).clone()
+        pictures = case.pictures(pipe, rank, steps=2).clone()
         made = str(pipe.transformer.forward.mesh)
         seqpar.release(pipe)
     return pictures, made

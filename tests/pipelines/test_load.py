@@ -128,6 +128,8 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
 def encoded_first(rank: int, world: int, device: torch.device, folder: str, first: bool) -> tuple[Any, ...]:
     """Return how many encoders were whole while a transformer was placed, how many are so now, and two pictures."""
     mesh, whole = mesh_of(device, ulysses=world), list[int]()
+    gc.collect()
+    gc.freeze()  # older objects need not be looked through each time
 
     def call(pipe: Any, prompt: str = "a red cat") -> Any:
         return pipe(prompt, generator=pipelines.seeded(0), **ASKED).images[0]

@@ -15,7 +15,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.foreign import StayDouble
 from tests.support.meshes import random
@@ -46,6 +46,7 @@ class Tiny:
         kind: Any = getattr(diffusers, self.kind)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transformer_hunyuan_video15, "HunyuanVideo15ByT5TextProjection", narrow)
+            patch.setattr(nn.Linear, "reset_parameters", lambda layer: None)  # all weights are drawn below
             module = kind(**self.config).double().eval().requires_grad_(False)
         for weight in module.parameters():
             fan = math.prod(weight.shape[1:]) if weight.dim() > 1 else 4
@@ -81,6 +82,13 @@ def narrow(inputs: int, hidden: int, outputs: int, own: Any = BYT5) -> Any:
 def truth(name: str, device: str) -> tuple[Tensor, ...]:
     """Return the outputs of an unchanged transformer of `MODELS`, computed on "cpu" or "cuda", in host memory."""
     return tuple(x.cpu() for x in MODELS[name].whole(device=device))
+
+
+@cache
+def short_truth(name: str, device: str) -> tuple[Tensor, ...]:
+    """Return the outputs of an unchanged transformer of `MODELS` for a text of two tokens, in host memory."""
+    tiny = MODELS[name]
+    return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device)), device))
 
 
 def moved(value: Any, device: torch.device | str) -> Any:

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from seqpar.ranks.processes import close
 
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
+# objects that are made, and looks at them, before Python looks for garbage: tests make many models and drop them
+SELDOM = 50_000, 20, 20
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them
 PRELOADED = [
@@ -149,19 +151,38 @@ def server() -> Any:
 def quicken() -> None:
     """Make the interpreter of kernels faster in this process, where Triton exists."""
     if importlib.util.find_spec("triton"):
-        from tests.support.interpreter import keep_language  # here, because Triton must load after its variable is set
+        from tests.support.interpreter import (  # here, because Triton must load after its variable is set
+            keep_language,
+            keep_types,
+        )
 
         keep_language()
+        keep_types()
+
+
+def share_device() -> None:
+    """Let all groups of this process have one device of gloo, because each one has a thread that looks for work."""
+    gloo: Any = dist.ProcessGroupGloo
+    own, devices = gloo.__init__, [gloo.create_default_device()]
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._timeout = devices, timeout
+        own(self, store, rank, size, options)
+
+    gloo.__init__ = init
 
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores
     gc.freeze()  # what the server has imported is no garbage, and need not be looked through
+    gc.set_threshold(*SELDOM)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
         quicken()
+        share_device()
     joined = ""
     while True:
         question = _unpack(pipe.recv_bytes())

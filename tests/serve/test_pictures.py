@@ -118,5 +118,9 @@ def test_models_and_documentation(front: Running) -> None:
         answer = http.post("/v1/images/generations", json={"prompt": "x", "quality": "hd", "user": "me", "seed": None})
         assert (answer.status_code, answer.headers["x-ignored"]) == (200, "user, quality")
         numbers = http.get("/metrics").text
-    for line in ('seqpar_jobs_total{end="completed"}', "seqpar_queue_length 0.0", 'seqpar_memory_bytes{rank="1"} 2000.0'):
+    for line in (
+        'seqpar_jobs_total{end="completed"}',
+        "seqpar_queue_length 0.0",
+        'seqpar_memory_bytes{rank="1"} 2000.0',
+    ):
         assert line in numbers

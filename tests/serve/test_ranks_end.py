@@ -30,7 +30,8 @@ def test_an_order_is_tried_once_more(tmp_path: Path) -> None:
         assert front.prompts == ["die-once first"] * 2
         with front.http() as http:
             assert "seqpar_restarts_total 1.0" in http.get("/metrics").text
-        assert status_of(front, "nonsense") == 500 or front.process.poll() == 1
+        assert status_of(front, "nonsense") in (500, 503)  # with it the ranks end a third time
+        assert front.wait() == 1
 
 
 def test_an_order_that_ends_ranks_twice_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
@@ -48,9 +49,12 @@ def test_an_order_that_ends_ranks_twice_fails_and_the_next_one_does_not(tmp_path
 
 
 def test_ranks_that_give_nothing_up_are_ended(tmp_path: Path) -> None:
-    with running(tmp_path, "--stuck-s", "0.1") as front, front.http() as http:
-        answer = http.post(PATH, json={"prompt": "deaf", "deadline_s": 0.5})
-        assert answer.status_code == 504
+    with running(tmp_path, "--stuck-s", "0.1") as front, ThreadPoolExecutor(1) as pool, front.http() as http:
+        answer = pool.submit(status_of, front, "deaf")
+        until(lambda: front.prompts == ["deaf"])
+        (job,) = http.get("/v1/jobs").json()["data"]
+        http.delete(f"/v1/jobs/{job['id']}")
+        assert answer.result() == 499
         front.event("the ranks did not give an order up, and are ended")
         os.kill(int(front.event("ranks started")["process"]), signal.SIGKILL)
         assert status_of(front, "a cat") == 200
@@ -88,7 +92,7 @@ def test_what_runs_may_end_and_what_waits_may_not(tmp_path: Path, held: str, gra
         assert runs.result() == status
         assert front.wait() == 0
     assert front.lines[-1] == "torch was not loaded"
-    assert front.heard[-1]["type"] == "finish"
+    assert "finish" in [each["type"] for each in front.heard]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +122,14 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert any(f"--port {port}, expected a free address" in line for line in second.lines)
 
 
-@pytest.mark.parametrize("text", ["", "no colon", "a:\n", ":b", "a:b\na:c", "a:b\nc:b"])
+@pytest.mark.parametrize("text", ["", "secret", "a:\n", ":b", "a:b\na:c", "a:b\nc:b"])
 def test_files_of_keys(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     file.chmod(0o600)
-    with pytest.raises(ValueError, match="got .*, expected ") as error:
+    with pytest.raises(ValueError, match=r"got .*, expected ") as error:
         read_keys(file)
-    assert "colon" not in str(error.value)
+    assert "secret" not in str(error.value).replace(str(file), "")
     file.write_text("a:b")
     keys = read_keys(file)
     assert (keys.name_of("b"), keys.name_of("a"), keys.name_of("")) == ("a", None, None)

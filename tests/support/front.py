@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,8 +87,7 @@ class Running:
 
     def ready(self) -> None:
         """Wait until the ranks are ready."""
-        with self.http() as client:
-            until(lambda: client.get("/ready").status_code == 200)
+        self.event("ready")
 
 
 T = TypeVar("T")
@@ -100,15 +99,15 @@ def until(found: Callable[[], T | None]) -> T:
     while not (result := found()):
         if time.monotonic() > end:
             raise TimeoutError("what the test waits for did not come")
-        time.sleep(0.005)
+        time.sleep(0.02)
     return result
 
 
 @contextmanager
-def running(folder: Path, *words: str, wait: bool = True, environment: Mapping[str, str] = {}) -> Generator[Running]:  # noqa: B006
+def running(folder: Path, *words: str, wait: bool = True) -> Generator[Running]:
     """Start a front whose fake ranks use a folder; kill it at the end. wait: until the ranks are ready."""
     command = [sys.executable, "-c", f"CHILD = {CHILD!r}\n{RUN}", "--port", "0", *words]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "FAKE_FOLDER": str(folder), **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "FAKE_FOLDER": str(folder)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=variables)
     front = Running(process, folder)
     stderr = process.stderr

@@ -19,6 +19,7 @@ from seqpar.adapter import cuts
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_changes import Captures
+from tests.support.double import StayDoubleCompiled
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -81,7 +82,7 @@ def test_compiled_blocks_are_used(capfd: pytest.CaptureFixture[str]) -> None:
     module, given = tiny(), arguments("dev")
     truth, body = theirs(module, given), body_of(module)
     compiled(module)
-    assert max(error(ours(body, given), truth) for _ in range(2)) < TOLERANCE
+    assert max(error(ours(body, given, StayDoubleCompiled), truth) for _ in range(2)) < TOLERANCE
     assert "4 of 4 blocks are diffusers' own, because they are compiled" in capfd.readouterr().out
 
 

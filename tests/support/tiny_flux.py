@@ -16,7 +16,7 @@ from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from tests.support.foreign import StayDouble
+from tests.support.double import StayDouble, StayDoubleCompiled
 from tests.support.meshes import random
 
 TOLERANCE = 1e-12
@@ -85,9 +85,9 @@ def theirs(module: nn.Module, given: dict[str, Any]) -> Tensor:
         return module(**given).sample
 
 
-def ours(body: Body, given: dict[str, Any]) -> Tensor:
-    """Return what the body computes; for fp64 it keeps fp64."""
-    with torch.no_grad(), StayDouble():
+def ours(body: Body, given: dict[str, Any], stays: type[StayDouble | StayDoubleCompiled] = StayDouble) -> Tensor:
+    """Return what the body computes; for fp64 it keeps fp64. stays: how."""
+    with torch.no_grad(), stays():
         return body(given)[0]
 
 

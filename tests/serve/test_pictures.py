@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from seqpar.serve.front.errors import ProblemError
-from seqpar.serve.front.files import Files
+from seqpar.serve.front.files import FileStore
 from seqpar.serve.front.pictures import Format, encoded
 from seqpar.serve.front.speeds import Speeds
 from tests.support.fake_replica import pixels_of
@@ -81,7 +81,7 @@ def test_links_expire(tmp_path: Path) -> None:
 
 def test_old_files_go_first_and_other_keys_have_none() -> None:
     now = [0.0]
-    files = Files(keep_s=10, keep_bytes=10, now=lambda: now[0])
+    files = FileStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
     first, second = files.keep("a", "png", [b"1234", b"5678"])
     assert files.get("b", first) is None
     now[0] = 5.0

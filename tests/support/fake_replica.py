@@ -24,9 +24,9 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     Made,
-    Model,
-    Order,
+    PictureOrder,
     Ready,
+    ServedModel,
     Step,
     ToFront,
     ToRanks,
@@ -35,7 +35,7 @@ from seqpar.serve.messages import (
 )
 
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
-MODELS = tuple(Model(name, "texts", SIZE, STEPS, "one rank") for name in ("toy", "other"))
+MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank") for name in ("toy", "other"))
 
 
 def pixels_of(seed: int, height: int, width: int) -> bytes:
@@ -57,7 +57,7 @@ class Fake:
         """Send a message."""
         self.line.sendall(packed(message))
 
-    def hear(self, seconds: float | None) -> Order | Finish | None:
+    def hear(self, seconds: float | None) -> PictureOrder | Finish | None:
         """Return the next order or end within some seconds."""
         if not select.select([self.line], [], [], seconds)[0]:
             return None
@@ -68,9 +68,9 @@ class Fake:
             file.write(json.dumps(msgspec.to_builtins(message)) + "\n")
         if isinstance(message, Cancel):
             self.cancelled.add(message.id)
-        return message if isinstance(message, Order | Finish) else None
+        return message if isinstance(message, PictureOrder | Finish) else None
 
-    def until(self, order: Order, held: Callable[[], bool]) -> bool:
+    def until(self, order: PictureOrder, held: Callable[[], bool]) -> bool:
         """Wait while something holds; return False if the order is given up before."""
         while held():
             if isinstance(self.hear(0.01), Finish):
@@ -80,7 +80,7 @@ class Fake:
         return True
 
 
-def obeyed(fake: Fake, order: Order, words: list[str]) -> Failed | None:
+def obeyed(fake: Fake, order: PictureOrder, words: list[str]) -> Failed | None:
     """Do what the prompt says; return how the order fails, if it does."""
     match words:
         case ["wait"]:
@@ -105,7 +105,7 @@ def obeyed(fake: Fake, order: Order, words: list[str]) -> Failed | None:
     return Failed(order.id, "cancelled", "given up") if order.id in fake.cancelled else None
 
 
-def answer(fake: Fake, order: Order) -> ToFront:
+def answer(fake: Fake, order: PictureOrder) -> ToFront:
     """Return the answer to an order."""
     steps, (height, width) = order.steps or STEPS, order.size or SIZE
     fake.tell(Step(order.id, 1, steps))

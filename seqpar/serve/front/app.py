@@ -13,14 +13,14 @@ from starlette.types import ASGIApp
 
 from seqpar.serve.front import log, schema
 from seqpar.serve.front.errors import Problem, ProblemError, handle_errors
-from seqpar.serve.front.files import Files
+from seqpar.serve.front.files import FileStore
 from seqpar.serve.front.gate import GENERATIONS, Gate
-from seqpar.serve.front.jobs import Job, Queue
+from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.keys import Keys
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.replica import Replica
 from seqpar.serve.front.schema import Generation
-from seqpar.serve.messages import Model
+from seqpar.serve.messages import ServedModel
 
 JSON, TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,7 +31,7 @@ class Front:
 
     queue: Queue
     replica: Replica
-    files: Files
+    files: FileStore
     metrics: Metrics
     longest_s: float
     show_prompts: bool
@@ -89,7 +89,7 @@ async def generate(body: Generation, request: Request, front: Here, key: Key) ->
     return Response(text, media_type=JSON, headers=headers)
 
 
-async def _ended_or_left(request: Request, queue: Queue, job: Job) -> None:
+async def _ended_or_left(request: Request, queue: Queue, job: ServedJob) -> None:
     """Wait until a job has ended; it is cancelled when its client leaves before."""
 
     async def left() -> None:
@@ -105,7 +105,7 @@ async def _ended_or_left(request: Request, queue: Queue, job: Job) -> None:
         queue.cancel(job, "the client left before the pictures were made")
 
 
-def _model(front: Front, name: str | None) -> Model:
+def _model(front: Front, name: str | None) -> ServedModel:
     """Return a model by its name, the first one for None."""
     if front.queue.closed is not None:
         raise ProblemError(front.queue.closed)

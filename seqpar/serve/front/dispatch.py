@@ -11,12 +11,12 @@ import msgspec
 
 from seqpar.serve.front import log
 from seqpar.serve.front.errors import NO_RETRY, Problem, of_ranks
-from seqpar.serve.front.jobs import Job, Queue
+from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import RanksEndedError, Replica
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Failed, Made, Order
+from seqpar.serve.messages import Failed, Made, PictureOrder
 
 ATTEMPTS = 2  # at a picture whose order ended all ranks
 STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
@@ -44,7 +44,7 @@ class Dispatch:
                 if job is not None:
                     await self._one(job, files)
 
-    async def _one(self, job: Job, files: asyncio.TaskGroup) -> None:
+    async def _one(self, job: ServedJob, files: asyncio.TaskGroup) -> None:
         """Have one picture of a job made."""
         order = _order_of(job)
         log.event("ordered", job.id, order=order.id)
@@ -68,7 +68,7 @@ class Dispatch:
             self.queue.ordered(job)
             files.create_task(self._write(job, index, order, answer))
 
-    async def _answer(self, job: Job, order: Order) -> Made | Failed:
+    async def _answer(self, job: ServedJob, order: PictureOrder) -> Made | Failed:
         """Return the ranks' answer to an order. If the job ends before, they are told to give the order up."""
 
         def step(index: int) -> None:
@@ -88,7 +88,7 @@ class Dispatch:
                 self.replica.give_up()
         return await answer
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: ServedJob) -> None:
         """Count an order that ended all ranks; it is tried once more."""
         job.attempts, job.step = job.attempts + 1, 0
         log.event("the ranks ended while they made a picture", job.id, level=40, attempt=job.attempts)
@@ -96,7 +96,7 @@ class Dispatch:
             text = f"got an order that ended all ranks {ATTEMPTS} times, so that it is not tried again; change it"
             self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
-    async def _write(self, job: Job, index: int, order: Order, made: Made) -> None:
+    async def _write(self, job: ServedJob, index: int, order: PictureOrder, made: Made) -> None:
         """Make the file of a picture; the job has ended well with the last one."""
         begun = time.monotonic()
         try:
@@ -114,7 +114,7 @@ class Dispatch:
             self.queue.end(job, "completed")
 
 
-def _order_of(job: Job) -> Order:
+def _order_of(job: ServedJob) -> PictureOrder:
     """Return the order of a job's next picture, whose id begins with the job's."""
     first, left = job.wanted.order, job.deadline - asyncio.get_running_loop().time()
     id_ = f"{job.id}/{job.ordered}/{job.attempts}"
@@ -129,7 +129,7 @@ def _checked(answer: Made | Failed) -> Made | Failed:
     return Failed(answer.id, "failure", text)
 
 
-def _about(order: Order, made: Made) -> dict[str, Any]:
+def _about(order: PictureOrder, made: Made) -> dict[str, Any]:
     """Return the parameters of a picture for its file: what was asked for, and what the model chose."""
     told = {name: value for name, value in msgspec.structs.asdict(order).items() if value is not None}
     left = {name: value for name, value in told.items() if name not in ("id", "deadline_s")}

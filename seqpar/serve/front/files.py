@@ -21,7 +21,7 @@ class File:
     until: float
 
 
-class Files:
+class FileStore:
     """The files that can be fetched. Only a random name leads to one, and only with the key that made it."""
 
     def __init__(self, keep_s: float, keep_bytes: int, now: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.pictures import Format
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Order
+from seqpar.serve.messages import PictureOrder
 
 State = Literal["queued", "running", "completed", "failed", "cancelled"]
 Priority = Literal["high", "normal", "low"]
@@ -28,7 +28,7 @@ UNKNOWN_S = 10.0  # Retry-After before the first picture of a model has been mea
 class Wanted:
     """What a request asks for. order: its first picture, without an id. steps: of each picture."""
 
-    order: Order
+    order: PictureOrder
     count: int
     how: Format
     priority: Priority
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Job:
+class ServedJob:
     """A request and how far it is. number: of its arrival. Times are of the wall clock, `deadline` is of the loop."""
 
     id: str
@@ -68,15 +68,15 @@ class Job:
 class Queue:
     """All jobs. on_end is called once for each job, when it has ended."""
 
-    def __init__(self, bound: int, keep_s: float, speeds: Speeds, on_end: Callable[[Job], None]) -> None:
+    def __init__(self, bound: int, keep_s: float, speeds: Speeds, on_end: Callable[[ServedJob], None]) -> None:
         self._bound, self._keep_s, self._speeds, self._on_end = bound, keep_s, speeds, on_end
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ServedJob] = {}
         self._number = 0
-        self.current: Job | None = None  # whose order is with the ranks
+        self.current: ServedJob | None = None  # whose order is with the ranks
         self.some = asyncio.Event()  # set while there are pictures to order
         self.closed: Problem | None = None  # set when no request is taken any more
 
-    def add(self, id_: str, key: str, wanted: Wanted) -> Job:
+    def add(self, id_: str, key: str, wanted: Wanted) -> ServedJob:
         """Take a request; ProblemError if the queue is full or closed."""
         if self.closed is not None:
             raise ProblemError(self.closed)
@@ -86,7 +86,7 @@ class Queue:
         loop = asyncio.get_running_loop()
         self._forget()
         self._number += 1
-        job = Job(id_, key, self._number, wanted, loop.time() + wanted.deadline_s)
+        job = ServedJob(id_, key, self._number, wanted, loop.time() + wanted.deadline_s)
         job.timer = loop.call_at(job.deadline, self._expire, job)
         self._jobs[id_] = job
         self._look()
@@ -98,16 +98,16 @@ class Queue:
         return sum(job.state == "queued" for job in self._jobs.values())
 
     @property
-    def active(self) -> list[Job]:
+    def active(self) -> list[ServedJob]:
         """Return the jobs that have not ended."""
         return [job for job in self._jobs.values() if job.ended is None]
 
-    def of_key(self, key: str) -> Iterator[Job]:
+    def of_key(self, key: str) -> Iterator[ServedJob]:
         """Return the jobs of a key, in order of arrival."""
         self._forget()
         return (job for job in self._jobs.values() if job.key == key)
 
-    def get(self, id_: str, key: str) -> Job:
+    def get(self, id_: str, key: str) -> ServedJob:
         """Return a job of a key; ProblemError if the key has none of that id."""
         self._forget()
         job = self._jobs.get(id_)
@@ -115,19 +115,19 @@ class Queue:
             raise ProblemError(Problem(404, "unknown_job", "got the id of no job of yours, expected one of /v1/jobs"))
         return job
 
-    def begin(self) -> Job | None:
+    def begin(self) -> ServedJob | None:
         """Return the job whose picture is next, which now runs, or None."""
         self.current = next(iter(self._to_order()), None)
         if self.current is not None and self.current.state == "queued":
             self.current.state, self.current.started = "running", time.time()
         return self.current
 
-    def ordered(self, job: Job) -> None:
+    def ordered(self, job: ServedJob) -> None:
         """Note that the order of a job's picture has ended well."""
         job.ordered, job.attempts, job.step = job.ordered + 1, 0, 0
         self._look()
 
-    def end(self, job: Job, state: State, problem: Problem | None = None) -> None:
+    def end(self, job: ServedJob, state: State, problem: Problem | None = None) -> None:
         """End a job, unless it has ended already."""
         if job.ended is None:
             job.state, job.problem, job.ended = state, problem, time.time()
@@ -137,7 +137,7 @@ class Queue:
             self._look()
             self._on_end(job)
 
-    def cancel(self, job: Job, text: str) -> None:
+    def cancel(self, job: ServedJob, text: str) -> None:
         """End a job that nobody waits for any more."""
         self.end(job, "cancelled", Problem(499, "cancelled", text))
 
@@ -148,26 +148,26 @@ class Queue:
             if also_running or job.state == "queued":
                 self.end(job, "failed", problem)
 
-    def ahead(self, job: Job) -> int | None:
+    def ahead(self, job: ServedJob) -> int | None:
         """Return how many jobs go before a job: 0 if it runs, None if it has ended."""
         if job.ended is not None:
             return None
         return 0 if job.state == "running" else sum(other is not job for other in self._before(job))
 
-    def estimate_s(self, job: Job) -> float | None:
+    def estimate_s(self, job: ServedJob) -> float | None:
         """Return in how many seconds a job will have ended; None if it has, or if something was not yet measured."""
         if job.ended is not None:
             return None
         ahead = [self._rest_s(other) for other in self._before(job)]
         return None if None in ahead else sum(each for each in ahead if each is not None)
 
-    def _before(self, job: Job) -> list[Job]:
+    def _before(self, job: ServedJob) -> list[ServedJob]:
         """Return the jobs up to and with this one. The one that runs comes first for its order that is begun."""
         current = [self.current] if self.current is not None and self.current is not job else []
         waiting = [other for other in self._to_order() if other.place < job.place and other is not self.current]
         return [*current, *waiting, job]
 
-    def _rest_s(self, job: Job) -> float | None:
+    def _rest_s(self, job: ServedJob) -> float | None:
         wanted = job.wanted
         one = self._speeds.estimate(wanted.order.model, wanted.steps)
         left = self._speeds.estimate(wanted.order.model, wanted.steps - job.step)
@@ -178,14 +178,14 @@ class Queue:
         rest = None if self.current is None else self._rest_s(self.current)
         return {"retry-after": str(max(1, round(UNKNOWN_S if rest is None else rest)))}
 
-    def _to_order(self) -> list[Job]:
+    def _to_order(self) -> list[ServedJob]:
         jobs = (job for job in self.active if job.ordered < job.wanted.count)
         return sorted(jobs, key=lambda job: job.place)
 
     def _look(self) -> None:
         self.some.set() if self._to_order() else self.some.clear()
 
-    def _expire(self, job: Job) -> None:
+    def _expire(self, job: ServedJob) -> None:
         text = f"got no pictures within {job.wanted.deadline_s:g} s; ask with a longer deadline_s, or for fewer steps"
         self.end(job, "failed", Problem(504, "deadline", text, "deadline_s", {"x-should-retry": "false"}))
 

@@ -25,7 +25,7 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     Made,
-    Order,
+    PictureOrder,
     Ready,
     Step,
     ToFront,
@@ -57,7 +57,7 @@ class RanksEndedError(Exception):
 class Running:
     """The order that is with the ranks. step is called with the number of each step."""
 
-    order: Order
+    order: PictureOrder
     answer: asyncio.Future[Made | Failed]
     step: Callable[[int], None]
 
@@ -92,7 +92,7 @@ class Replica:
             log.event("the ranks are started again", level=30, code=code)
             self._on_restart()
 
-    async def run(self, order: Order, step: Callable[[int], None]) -> Made | Failed:
+    async def run(self, order: PictureOrder, step: Callable[[int], None]) -> Made | Failed:
         """Send an order and return its answer. Raises RanksEndedError. The ranks must be ready and have no order."""
         running = Running(order, asyncio.get_running_loop().create_future(), step)
         self._running = running

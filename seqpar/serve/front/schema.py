@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from seqpar.serve.front.jobs import Job, Priority, Queue, Wanted
+from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import Format, Kind
-from seqpar.serve.messages import Model, Order
+from seqpar.serve.messages import PictureOrder, ServedModel
 
 IGNORED = ("user", "quality", "style", "background", "moderation")  # fields of OpenAI that mean nothing here
 MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
@@ -87,10 +87,10 @@ class Generation(BaseModel):
         """Return the fields of the request that mean nothing here."""
         return [name for name in IGNORED if name in self.model_fields_set]
 
-    def wanted(self, model: Model, longest_s: float) -> Wanted:
+    def wanted(self, model: ServedModel, longest_s: float) -> Wanted:
         """Return what the request asks of a model. longest_s: the deadline if it names none, and the longest one."""
         match = SIZE.fullmatch(self.size)
-        order = Order(
+        order = PictureOrder(
             "",
             model.name,
             self.prompt,
@@ -107,7 +107,7 @@ class Generation(BaseModel):
         return Wanted(order, self.n, how, self.priority, self.steps or model.steps, deadline_s)
 
 
-def pictures(job: Job, links: Sequence[str] | None) -> dict[str, Any]:
+def pictures(job: ServedJob, links: Sequence[str] | None) -> dict[str, Any]:
     """Return the answer with the pictures of a job that has ended well. links: where they are, else they are inside."""
     seed, count = job.wanted.order.seed, job.wanted.count
     height, width = job.size or (0, 0)
@@ -133,7 +133,7 @@ def pictures(job: Job, links: Sequence[str] | None) -> dict[str, Any]:
     }
 
 
-def of_job(job: Job, queue: Queue) -> dict[str, Any]:
+def of_job(job: ServedJob, queue: Queue) -> dict[str, Any]:
     """Return what is known of a job. step: of the steps of the picture that runs. Times are Unix seconds."""
     return {
         "id": job.id,
@@ -154,7 +154,7 @@ def of_job(job: Job, queue: Queue) -> dict[str, Any]:
     }
 
 
-def of_model(model: Model, created: int) -> dict[str, Any]:
+def of_model(model: ServedModel, created: int) -> dict[str, Any]:
     """Return a model as OpenAI's list has it, with what is known of it here."""
     height, width = model.size
     about = {"kind": model.kind, "size": f"{width}x{height}", "steps": model.steps, "layout": model.layout}

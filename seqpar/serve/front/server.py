@@ -20,9 +20,9 @@ from seqpar.serve.front.app import Front, create_app
 from seqpar.serve.front.command import ServeArgs
 from seqpar.serve.front.dispatch import Dispatch
 from seqpar.serve.front.errors import Problem
-from seqpar.serve.front.files import Files
+from seqpar.serve.front.files import FileStore
 from seqpar.serve.front.gate import is_loopback
-from seqpar.serve.front.jobs import Job, Queue
+from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.keys import Keys, read_keys
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 
 
 @dataclass(frozen=True)
-class Parts:
+class Assembly:
     """All that runs."""
 
     front: Front
@@ -80,10 +80,10 @@ def _listening(host: str, port: int) -> socket.socket:
         raise OSError(f"got --host {host} --port {port}, expected a free address: {error.strerror or error}") from error
 
 
-def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path) -> Parts:
+def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path) -> Assembly:
     speeds = Speeds()
 
-    def ended(job: Job) -> None:
+    def ended(job: ServedJob) -> None:
         end = job.state if job.problem is None else job.problem.code
         metrics.ends.labels(end).inc()
         log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
@@ -91,7 +91,7 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
     queue = Queue(args.queue, args.keep_s, speeds, ended)
     replica = Replica(child, folder, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
-    files = Files(args.keep_s, args.keep_bytes)
+    files = FileStore(args.keep_s, args.keep_bytes)
     dispatch = Dispatch(queue, replica, Pictures(), speeds, metrics, args.stuck_s)
     front = Front(queue, replica, files, metrics, args.deadline_s, args.show_prompts, int(time.time()))
     app = create_app(front, keys, frozenset({args.host}))
@@ -104,10 +104,10 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
         server_header=False,
         timeout_graceful_shutdown=int(ANSWERS_S),
     )
-    return Parts(front, dispatch, Server(config))
+    return Assembly(front, dispatch, Server(config))
 
 
-async def _serve(parts: Parts, listener: socket.socket, grace_s: float) -> Ended:
+async def _serve(parts: Assembly, listener: socket.socket, grace_s: float) -> Ended:
     """Run all tasks until the first ends or a signal comes; then end what runs in order."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,10 +21,11 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
     parallelized.
     """
-    calls = [module.forward for module in transformers_of(pipe).values()]
+    forwards: list[Any] = [module.forward for module in transformers_of(pipe).values()]
+    calls = [forward for forward in forwards if isinstance(forward, Call)]
+    if len(calls) < len(forwards):
+        raise ValueError(f"got {type(pipe).__name__} that is not parallelized, expected the result of parallelize")
     for call in calls:
-        if not isinstance(call, Call):
-            raise ValueError(f"got {type(pipe).__name__} that is not parallelized, expected the result of parallelize")
         call.boundary = boundary
     parts = [part for name, part in pipe.components.items() if name.startswith(ENCODERS)]
     handles = [part.register_forward_pre_hook(lambda *_: boundary()) for part in parts if isinstance(part, nn.Module)]

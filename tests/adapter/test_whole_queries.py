@@ -113,7 +113,7 @@ def test_a_mask_that_differs_between_tokens_runs_on_one_rank_alone(ranks: Pool) 
     mask = torch.ones(2, 45, 45, device=ranks.device).double().tril()
     arguments = MODELS["ltx2"].arguments(ranks.device) | {"video_self_attention_mask": mask}
     (outputs,) = ranks.run(1, with_mask_of_queries)
-    wanted = [x.cpu() for x in MODELS["ltx2"].whole(arguments=arguments, device=ranks.device)]
+    wanted = tuple(x.cpu() for x in MODELS["ltx2"].whole(arguments=arguments, device=ranks.device))
     assert error(outputs, wanted) < TOLERANCE
     for message in ranks.run(2, with_mask_of_queries):
         assert "expected one row of keys for each batch row" in message

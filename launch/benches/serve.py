@@ -90,7 +90,7 @@ def main(args: Serve) -> None:
 def _server(ranks: int) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
     """Start a server; yield its process, its port and the lines of its log, to which more are added."""
     count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
-    words = ["serve", "builtin", "builtin-text", *count, "--port", "0", "--queue", "256"]
+    words = ["serve", "builtin", "builtin-text", *count, "--port", "0", "--queue", "256", "--restarts", "1000"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     process = subprocess.Popen(
         [sys.executable, "-m", "seqpar.cli", *words], stderr=subprocess.PIPE, text=True, env=environ

@@ -50,6 +50,8 @@ class ServeArgs:
     """Bytes of all files behind links; the oldest go first."""
     show_prompts: bool = False
     """Write prompts into the log."""
+    restarts: int = 3
+    """Ends of the ranks within ten minutes that end the server with exit code 1."""
     stuck_s: float = 300.0
     """Ranks that do not answer for so long after their order was given up are ended and started again."""
 
@@ -84,7 +86,17 @@ def _checked(args: ServeArgs) -> ServeArgs:
     """Return the flags, with the default models if none is named; ValueError for one that means nothing."""
     if args.gpus is not None and args.ranks is not None:
         raise ValueError(f"got --gpus {args.gpus} and --ranks {args.ranks}, expected one of them")
-    least = {"gpus": 1, "ranks": 1, "port": 0, "queue": 1, "deadline_s": 0, "grace_s": 0, "keep_s": 0, "keep_bytes": 0}
+    least = {
+        "gpus": 1,
+        "ranks": 1,
+        "port": 0,
+        "queue": 1,
+        "deadline_s": 0,
+        "grace_s": 0,
+        "keep_s": 0,
+        "keep_bytes": 0,
+        "restarts": 1,
+    }
     for name, bound in {**least, "stuck_s": 0}.items():
         value: float | None = getattr(args, name)
         if value is not None and not bound <= value < float("inf"):

@@ -35,7 +35,7 @@ from seqpar.serve.messages import (
 )
 
 SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket
-RESTARTS, WITHIN_S = 3, 600.0  # so many ends of children in so many seconds end the front
+WITHIN_S = 600.0  # seconds in which too many ends of children end the front
 LEAVE_S = 7.0  # for a child to end, and from SIGTERM to SIGKILL: it gives its own ranks 5 s
 LAST_WORDS_S = 1.0  # for what an ended child has written to be read
 TAIL, LONGEST_LINE = 20, 1 << 16  # lines of a child's output that are kept, and bytes of one
@@ -63,10 +63,13 @@ class Running:
 
 
 class Replica:
-    """The child and its connection. on_restart is called when a child is started again."""
+    """The child and its connection. most: ends of children in ten minutes that end the front.
 
-    def __init__(self, command: Sequence[str], folder: Path, on_restart: Callable[[], None]) -> None:
-        self._command, self._path, self._on_restart = command, folder / "ranks", on_restart
+    on_restart is called when a child is started again.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, most: int, on_restart: Callable[[], None]) -> None:
+        self._command, self._path, self._most, self._on_restart = command, folder / "ranks", most, on_restart
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._running: Running | None = None
@@ -78,7 +81,7 @@ class Replica:
 
     async def keep(self) -> Ended:
         """Start the child, and start it again when it ends; return when that must not go on."""
-        loop, ends = asyncio.get_running_loop(), deque[float](maxlen=RESTARTS)
+        loop, ends = asyncio.get_running_loop(), deque[float](maxlen=self._most)
         while True:
             code = await self._life()
             if self._finishing:
@@ -86,8 +89,8 @@ class Replica:
             if self.known is None:
                 return Ended(code or 1, self._last_words(code))
             ends.append(loop.time())
-            if len(ends) == RESTARTS and ends[-1] - ends[0] < WITHIN_S:
-                text = f"error: the ranks ended {RESTARTS} times in {WITHIN_S / 60:g} minutes; see the log"
+            if len(ends) == self._most and ends[-1] - ends[0] < WITHIN_S:
+                text = f"error: the ranks ended {self._most} times in {WITHIN_S / 60:g} minutes; see the log"
                 return Ended(1, text)
             log.event("the ranks are started again", level=30, code=code)
             self._on_restart()

@@ -89,7 +89,7 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
         log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
 
     queue = Queue(args.queue, args.keep_s, speeds, ended)
-    replica = Replica(child, folder, lambda: metrics.restarts.inc())
+    replica = Replica(child, folder, args.restarts, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
     files = FileStore(args.keep_s, args.keep_bytes)
     dispatch = Dispatch(queue, replica, Pictures(), speeds, metrics, args.stuck_s)

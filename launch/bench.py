@@ -7,8 +7,8 @@ torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # promp
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
-python launch/bench.py serve                                             # a server: many clients, cancels, killed ranks
 python launch/bench.py faults                                            # jobs with faults in them: how they end
+python launch/bench.py serve                                             # a server: many clients, cancels, killed ranks
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 

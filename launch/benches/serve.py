@@ -115,6 +115,7 @@ def _server(ranks: int) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]
         if process.poll() is None:
             process.kill()
         reader.join(10)
+        stderr.close()
 
 
 # Clients ----------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ SERVE = "serve"
 
 
 def main() -> None:
-    """Run the command that the first word names."""
+    """Run the command that the first word names, and end with its exit code."""
     if sys.argv[1:2] == [SERVE]:
         from seqpar.serve.front.command import main as serve
 
-        serve(sys.argv[2:])
+        raise SystemExit(serve(sys.argv[2:]))
     else:
         from seqpar.cli.main import main as other
 

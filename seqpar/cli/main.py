@@ -1,5 +1,7 @@
 """The `seqpar` command: `sample` makes pictures, `plan` predicts layouts, `fidelity` compares, `convert` converts.
 
+`seqpar serve` has a help of its own: it answers HTTP, and starts `seqpar replica`.
+
     seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
     seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
     seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207

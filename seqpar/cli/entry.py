@@ -13,7 +13,6 @@ def main() -> None:
         from seqpar.serve.front.command import main as serve
 
         raise SystemExit(serve(sys.argv[2:]))
-    else:
-        from seqpar.cli.main import main as other
+    from seqpar.cli.main import main as other
 
-        other()
+    other()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from string import printable
 from typing import Any
 
@@ -16,7 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from launch.baselines.released import randomise
+from launch.baselines.released import RELEASED, randomise
 
 STEPS = 28
 GUIDANCE = 3.5
@@ -130,6 +131,16 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
     )
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def saved(folder: Path, dtype: torch.dtype) -> None:
+    """Write the pipeline with released sizes, or tiny ones on a machine without GPUs, unless the folder is there."""
+    if (folder / "model_index.json").is_file():
+        return
+    on_gpu = torch.cuda.is_available()
+    device, known = torch.device("cuda" if on_gpu else "cpu"), RELEASED["flux.1-dev"]
+    transformer = (known if on_gpu else known.small()).build(dtype, device)
+    pipeline(transformer, dtype, device, None if on_gpu else SMALL).save_pretrained(folder)
 
 
 def encoded(pipe: Any, prompt: str, length: int) -> dict[str, Any]:

@@ -15,13 +15,10 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -30,10 +27,8 @@ from typing import Any
 import torch
 
 from launch.benches.serve_judge import Asked, Ledger, bits_of, kinds, used, verdicts
+from launch.benches.served import LIMIT_S, a_rank, counted, get, server, text_of, until_ready
 from launch.benches.timing import append, command, environment
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,11 @@ class Serve:
 def main(args: Serve) -> None:
     """Run the server and its clients, print the verdicts, append a line; exit with code 1 if one of them is wrong."""
     ledger, begun = Ledger(), time.monotonic()
-    with _server(args.ranks) as (process, port, log):
-        _until_ready(port)
+    with server(("builtin", "builtin-text"), args.ranks, ("--queue", "256")) as (process, port, log):
+        until_ready(port)
         _run(args, ledger, process.pid, port)
-        jobs = _get(port, "/v1/jobs")["data"]
-        metrics = _text(port, "/metrics")
+        jobs = get(port, "/v1/jobs")["data"]
+        metrics = text_of(port, "/metrics")
         process.send_signal(signal.SIGTERM)
         code = process.wait(LIMIT_S)
     said = [
@@ -76,7 +71,7 @@ def main(args: Serve) -> None:
     ]
     ends = Counter(each.code or "picture" for each in ledger.asked)
     line = {"bench": "serve", "case": {**asdict(args), "out": None}, "ends": dict(ends), "used": ledger.used}
-    line |= {"killed": ledger.killed, "seconds": time.monotonic() - begun, "restarts": _counted(metrics, "restarts")}
+    line |= {"killed": ledger.killed, "seconds": time.monotonic() - begun, "restarts": counted(metrics, "restarts")}
     line |= {"verdicts": [{"text": text, "right": right} for text, right in said], "log_lines": len(log)}
     append([line | {"command": command(), "env": environment(torch.device("cpu"))}], args.out)
     for text, right in said:
@@ -84,38 +79,6 @@ def main(args: Serve) -> None:
     if not all(right for _, right in said):
         print("\n".join(log[-40:]), file=sys.stderr)
         raise SystemExit(1)
-
-
-@contextmanager
-def _server(ranks: int) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    """Start a server; yield its process, its port and the lines of its log, to which more are added."""
-    count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
-    words = ["serve", "builtin", "builtin-text", *count, "--port", "0", "--queue", "256", "--restarts", "1000"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "seqpar.cli", *words], stderr=subprocess.PIPE, text=True, env=environ
-    )
-    stderr, lines, found = process.stderr, list[str](), threading.Event()
-    assert stderr is not None
-
-    def read() -> None:
-        for line in stderr:
-            lines.append(line.rstrip())
-            if '"event": "listening"' in line:
-                found.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        if not found.wait(LIMIT_S):
-            raise RuntimeError(f"got no server: {lines[-5:]}")
-        port = next(json.loads(line)["port"] for line in lines if '"event": "listening"' in line)
-        yield process, port, lines
-    finally:
-        if process.poll() is None:
-            process.kill()
-        reader.join(10)
-        stderr.close()
 
 
 # Clients ----------------------------------------------------------------------------------------------------------
@@ -181,7 +144,7 @@ def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading
             _cancel_one(port, drawn)
             cancels.pop(0)
         for place in [place for place in at if place <= count]:
-            if (rank := _a_rank(front, drawn)) is not None:
+            if (rank := a_rank(front, drawn)) is not None:
                 number = at.pop(place)
                 os.kill(rank, number)
                 ledger.killed.append(signal.Signals(number).name)
@@ -189,67 +152,6 @@ def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading
 
 def _cancel_one(port: int, drawn: random.Random) -> None:
     """Cancel the job that runs, or one that waits."""
-    open_jobs = [job["id"] for job in _get(port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
+    open_jobs = [job["id"] for job in get(port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
     if open_jobs:
-        _get(port, f"/v1/jobs/{open_jobs[0] if drawn.random() < 0.7 else drawn.choice(open_jobs)}", "DELETE")
-
-
-def _a_rank(front: int, drawn: random.Random) -> int | None:
-    """Return the process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
-    ranks = []
-    for child in _children(front):
-        ranks += [each for each in _children(child) if "RANK" in _environment(each)]
-    return drawn.choice(ranks) if ranks else None
-
-
-def _children(process: int) -> list[int]:
-    try:
-        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
-    except OSError:
-        return []
-
-
-def _environment(process: int) -> dict[str, str]:
-    try:
-        words = Path(f"/proc/{process}/environ").read_text().split("\0")
-    except OSError:
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-def _until_ready(port: int) -> None:
-    end = time.monotonic() + LIMIT_S
-    while _status(port, "/ready") != 200:
-        if time.monotonic() > end:
-            raise RuntimeError(f"got a server that is not ready after {LIMIT_S} s")
-        time.sleep(0.2)
-
-
-def _status(port: int, path: str) -> int:
-    line = HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        line.request("GET", path)
-        return line.getresponse().status
-    finally:
-        line.close()
-
-
-def _text(port: int, path: str, method: str = "GET") -> str:
-    line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-    try:
-        line.request(method, path)
-        return line.getresponse().read().decode()
-    finally:
-        line.close()
-
-
-def _get(port: int, path: str, method: str = "GET") -> Any:
-    return json.loads(_text(port, path, method))
-
-
-def _counted(metrics: str, name: str) -> float:
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in metrics.splitlines()
-        if name in line and "_total" in line and not line.startswith("#")
-    )
+        get(port, f"/v1/jobs/{open_jobs[0] if drawn.random() < 0.7 else drawn.choice(open_jobs)}", "DELETE")

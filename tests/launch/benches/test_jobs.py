@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 import seqpar
 from launch.baselines import flux_pipeline
-from launch.benches import compare, compare_job, faults, serve
+from launch.benches import compare, compare_job, faults, latency, serve
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
+from launch.benches.latency import Latency
 from launch.benches.serve import Serve
 from seqpar.weights.presets import FLUX_VAE
 from tests.faults.test_faults import forked
@@ -97,3 +99,16 @@ def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
     assert line["restarts"] == 2
     assert all(verdict["right"] for verdict in line["verdicts"])
     assert "FAILED" not in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    args = Latency(model="flux.1-dev", folder=tmp_path / "flux", steps=4, size="64x64", pictures=4, out=out)
+    latency.main(replace(args, waiting=20, cancels=2, arrivals=4))
+    parts = {line["part"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert list(parts) == ["start", "alone", "busy", "full", "cancelled", "killed", "open"]
+    assert 0 < parts["alone"]["rest_s"] < parts["alone"]["seconds"]
+    assert parts["full"]["waiting"] == 20
+    assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
+    assert len(parts["open"]["every"]) == 4

@@ -1,0 +1,240 @@
+"""What a server costs: its share of a picture's time, a full queue, cancels, a killed rank, latencies at a load.
+
+    python launch/bench.py latency --model flux.1-dev --folder /tmp/flux --ranks 2 --size 1024x1024 --out lines.jsonl
+
+Each part asks a server that the bench starts. `flux.1-dev` is written to the folder at its released sizes with random
+weights (24 GB and 9.5 GB; tiny ones on a machine without GPUs), so that no checkpoint is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import torch
+
+from launch.baselines.flux_pipeline import saved
+from launch.benches.served import a_rank, asked, get, server, status, until_ready
+from launch.benches.timing import append, command, environment
+from seqpar.ranks.mesh import default_dtype
+
+FLUX = "flux.1-dev"
+NOTICE_S = 0.01  # between two looks at a server
+FIRST = 3  # pictures before anything is measured: kernels are compiled, graphs captured
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Measure a server: its own cost, a full queue, cancels, a killed rank, and latencies at a load."""
+
+    model: str = "builtin-text"
+    """A model of `seqpar sample` that makes pictures of prompts, or flux.1-dev."""
+    folder: Path = Path("flux.1-dev")
+    """Where flux.1-dev is written, unless it is there."""
+    ranks: int = 2
+    """Number of ranks, on GPUs where the machine has them."""
+    steps: int = 28
+    """Denoising steps of each picture."""
+    size: str = "auto"
+    """WIDTHxHEIGHT of each picture."""
+    pictures: int = 12
+    """Pictures of each part."""
+    waiting: int = 1000
+    """Requests that wait while steps are timed."""
+    cancels: int = 8
+    """Runs that are cancelled at random times."""
+    kills: int = 1
+    """How often a rank is killed."""
+    arrivals: int = 40
+    """Requests that arrive at random times."""
+    load: float = 0.8
+    """Requests that arrive while a picture is made."""
+    seed: int = 0
+    """Seed of what is drawn."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server that is measured, and how it is asked. front: its process."""
+
+    args: Latency
+    port: int
+    front: int
+    drawn: random.Random
+
+    def body(self, **other: Any) -> dict[str, Any]:
+        """Return the body of a request."""
+        shape = {"size": self.args.size, "steps": self.args.steps, "seed": 1}
+        return {"prompt": "a red fox in deep snow", **shape, **other}
+
+    def picture(self, **other: Any) -> tuple[float, dict[str, float]]:
+        """Make a picture; return the client's seconds and those of the ranks, by part."""
+        start = time.monotonic()
+        answer = asked(self.port, self.body(**other))
+        return time.monotonic() - start, answer["seqpar"]["seconds"]
+
+
+Part = Callable[[Bench], dict[str, Any]]
+
+
+def main(args: Latency) -> None:
+    """Run all parts one after the other; print what each found, and append a line for each."""
+    folder = str(args.folder)
+    if args.model == FLUX:
+        saved(args.folder, default_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    model, begun = folder if args.model == FLUX else args.model, time.monotonic()
+    with server((model,), args.ranks, ("--queue", str(args.waiting + 64))) as (process, port, _):
+        until_ready(port)
+        bench = Bench(args, port, process.pid, random.Random(args.seed))
+        _told(args, "start", {"seconds": time.monotonic() - begun})
+        for _ in range(FIRST):
+            bench.picture()
+        for part in (_alone, _busy, _full, _cancelled, _killed, _open):
+            _told(args, part.__name__.strip("_"), part(bench))
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _told(args: Latency, part: str, facts: dict[str, Any]) -> None:
+    shown = ", ".join(f"{key} {value:.4g}" for key, value in facts.items() if isinstance(value, int | float))
+    print(f"{part}: {shown}", flush=True)
+    line = {"bench": "latency", "part": part, **facts, "case": {**asdict(args), "folder": None, "out": None}}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    append([line | {"command": command(), "env": environment(device)}], args.out)
+
+
+def _alone(bench: Bench) -> dict[str, Any]:
+    """One client, one picture after the other: its seconds, and what is left of them without the ranks'."""
+    every = [bench.picture() for _ in range(bench.args.pictures)]
+    ranks = [sum(parts.values()) for _, parts in every]
+    rest = median(seconds - made for (seconds, _), made in zip(every, ranks, strict=True))
+    return {
+        "seconds": median(seconds for seconds, _ in every),
+        "ranks_s": median(ranks),
+        "rest_s": rest,
+        "step_ms": 1e3 * median(parts["steps"] for _, parts in every) / bench.args.steps,
+        "every": every,
+    }
+
+
+def _busy(bench: Bench) -> dict[str, Any]:
+    """Four clients, so that the queue is never empty: the share of time in which the ranks make no picture.
+
+    PNGs are encoded while the next picture is made, so that this is the front's cost without encoding.
+    """
+    ends, ranks_s = list[float](), list[float]()
+
+    def client(_: int) -> None:
+        parts = bench.picture()[1]
+        ends.append(time.monotonic())
+        ranks_s.append(sum(parts.values()))
+
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(client, range(bench.args.pictures)))
+    wall, made = max(ends) - min(ends), fmean(ranks_s) * (len(ranks_s) - 1)
+    return {"wall_s": wall, "ranks_s": made, "front_percent": 100 * (wall / made - 1)}
+
+
+def _full(bench: Bench) -> dict[str, Any]:
+    """Steps of pictures that go first, while many requests wait."""
+    held = [_waits(bench) for _ in range(bench.args.waiting)]
+    try:
+        every = [bench.picture(priority="high") for _ in range(bench.args.pictures)]
+    finally:
+        for line in held:
+            line.close()
+    _until(lambda: not _open_jobs(bench))
+    steps = [1e3 * parts["steps"] / bench.args.steps for _, parts in every]
+    return {"waiting": len(held), "step_ms": median(steps), "seconds": median(seconds for seconds, _ in every)}
+
+
+def _waits(bench: Bench) -> socket.socket:
+    """Send a request of low priority whose answer nobody reads."""
+    line, text = socket.create_connection(("127.0.0.1", bench.port)), json.dumps(bench.body(priority="low"))
+    head = f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
+    line.sendall(f"{head}content-type: application/json\r\n\r\n{text}".encode())
+    return line
+
+
+def _cancelled(bench: Bench) -> dict[str, Any]:
+    """Seconds from a DELETE at a random time of a run to the begin of the next order."""
+    every = [_one_cancel(bench) for _ in range(bench.args.cancels)]
+    return {"median_s": median(every), "most_s": max(every), "every": every}
+
+
+def _one_cancel(bench: Bench) -> float:
+    first, next_one = _waits(bench), None
+    try:
+        (job,) = _until(lambda: [each for each in _open_jobs(bench) if each["state"] == "running"])
+        at = bench.drawn.randrange(bench.args.steps - 1)
+        _until(lambda: get(bench.port, f"/v1/jobs/{job['id']}")["step"] >= at)
+        next_one = _waits(bench)
+        waits = _until(lambda: [each for each in _open_jobs(bench) if each["id"] != job["id"]])[0]["id"]
+        asked_at = time.time()
+        get(bench.port, f"/v1/jobs/{job['id']}", "DELETE")
+        begun = _until(lambda: get(bench.port, f"/v1/jobs/{waits}")["started"])
+        get(bench.port, f"/v1/jobs/{waits}", "DELETE")
+        return begun - asked_at
+    finally:
+        for line in (first, next_one):
+            if line is not None:
+                line.close()
+
+
+def _killed(bench: Bench) -> dict[str, Any]:
+    """Seconds from a SIGKILL of one rank to the notice of it, to ready, and to the next picture."""
+    found: dict[str, list[float]] = {"noticed_s": [], "ready_s": [], "picture_s": []}
+    for _ in range(bench.args.kills):
+        rank = _until(lambda: a_rank(bench.front, bench.drawn))
+        start = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        _until(lambda: status(bench.port, "/ready") != 200)
+        found["noticed_s"].append(time.monotonic() - start)
+        until_ready(bench.port)
+        found["ready_s"].append(time.monotonic() - start)
+        bench.picture()
+        found["picture_s"].append(time.monotonic() - start)
+    return {name: max(times) for name, times in found.items() if times} | {"every": found}
+
+
+def _open(bench: Bench) -> dict[str, Any]:
+    """Latencies of requests that arrive at random times, however many wait, beside what queueing theory says.
+
+    Waiting for one server with a constant time: the mean is load / (2 (1 - load)) pictures (Pollaczek, Khinchine).
+    """
+    bench.picture()
+    service = fmean(bench.picture()[0] for _ in range(3))
+    seconds, clients = list[float](), list[threading.Thread]()
+    for _ in range(bench.args.arrivals):
+        time.sleep(bench.drawn.expovariate(bench.args.load / service))
+        clients.append(threading.Thread(target=lambda: seconds.append(bench.picture()[0])))
+        clients[-1].start()
+    for client in clients:
+        client.join()
+    cuts, load = quantiles(seconds, n=20, method="inclusive"), bench.args.load
+    facts = {"service_s": service, "mean_s": fmean(seconds), "p50_s": median(seconds), "p95_s": cuts[-1]}
+    return facts | {"theory_mean_s": service * (1 + load / (2 * (1 - load))), "every": seconds}
+
+
+def _open_jobs(bench: Bench) -> list[dict[str, Any]]:
+    return [job for job in get(bench.port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
+
+
+def _until(look: Callable[[], Any]) -> Any:
+    """Return what `look` finds, as soon as it is something."""
+    while not (found := look()):
+        time.sleep(NOTICE_S)
+    return found

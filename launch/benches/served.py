@@ -1,0 +1,133 @@
+"""A server that benches start and ask: `seqpar serve` as a child of the bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900.0
+
+
+@contextmanager
+def server(
+    models: Sequence[str], ranks: int, words: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
+    """Start a server on ranks, on GPUs where the machine has them; yield process, port and the lines of its log.
+
+    words: further flags. More lines are added to the log as they come.
+    """
+    count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
+    every = ["serve", *models, *count, "--port", "0", "--restarts", "1000", *words]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "seqpar.cli", *every], stderr=subprocess.PIPE, text=True, env=environ
+    )
+    stderr, lines, found = process.stderr, list[str](), threading.Event()
+    assert stderr is not None
+
+    def read() -> None:
+        for line in stderr:
+            lines.append(line.rstrip())
+            if '"event": "listening"' in line:
+                found.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        if not found.wait(LIMIT_S):
+            raise RuntimeError(f"got no server: {lines[-5:]}")
+        port = next(json.loads(line)["port"] for line in lines if '"event": "listening"' in line)
+        yield process, port, lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        reader.join(10)
+        stderr.close()
+
+
+def a_rank(front: int, drawn: random.Random) -> int | None:
+    """Return the process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
+    ranks = []
+    for child in _children(front):
+        ranks += [each for each in _children(child) if "RANK" in _environment(each)]
+    return drawn.choice(ranks) if ranks else None
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except OSError:
+        return []
+
+
+def _environment(process: int) -> dict[str, str]:
+    try:
+        words = Path(f"/proc/{process}/environ").read_text().split("\0")
+    except OSError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def until_ready(port: int) -> None:
+    end = time.monotonic() + LIMIT_S
+    while status(port, "/ready") != 200:
+        if time.monotonic() > end:
+            raise RuntimeError(f"got a server that is not ready after {LIMIT_S} s")
+        time.sleep(0.2)
+
+
+def status(port: int, path: str) -> int:
+    line = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        line.request("GET", path)
+        return line.getresponse().status
+    finally:
+        line.close()
+
+
+def text_of(port: int, path: str, method: str = "GET") -> str:
+    line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        line.request(method, path)
+        return line.getresponse().read().decode()
+    finally:
+        line.close()
+
+
+def asked(port: int, body: dict[str, Any]) -> Any:
+    """Return the answer to a request for pictures. Raises RuntimeError for anything but pictures."""
+    line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
+        answer = line.getresponse()
+        text = answer.read().decode()
+    finally:
+        line.close()
+    if answer.status != 200:
+        raise RuntimeError(f"got {answer.status} {text[:300]}, expected pictures")
+    return json.loads(text)
+
+
+def get(port: int, path: str, method: str = "GET") -> Any:
+    return json.loads(text_of(port, path, method))
+
+
+def counted(metrics: str, name: str) -> float:
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if name in line and "_total" in line and not line.startswith("#")
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import IO, Any, Literal
@@ -25,13 +25,16 @@ from launch.baselines import flux_pipeline, qwen_pipeline
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from seqpar.adapter.passing import passing
 from seqpar.adapter.state import keep_fp32
+from seqpar.engine.boundary import StepBoundary
 from seqpar.pipelines._pictures import write_png
 from seqpar.ranks.mesh import Mesh, default_dtype
 
 # the parts besides a transformer, how a prompt becomes the arguments of a call, and latents a picture
 FP32 = "fused blocks, fp32 state"  # as `seqpar sample`
-WAYS = (FP32, "fused blocks", "generic")
+BOUNDARY = f"{FP32}, step boundary"  # as `seqpar serve`
+WAYS = (FP32, BOUNDARY, "fused blocks", "generic")
 PARTS: dict[str, Any] = {"flux.1-dev": flux_pipeline, "qwen-image": qwen_pipeline}
 LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")
 Writer = Callable[[Any, IO[bytes]], object]
@@ -130,10 +133,12 @@ def _ours(case: Case, way: str) -> Iterator[Timed]:
     pipe, args = case.around(shared_copy(case.pipe.transformer)), case.args
     mesh = None if args.strategy == "auto" else case.mesh  # a mesh's axes would restrict the planner's choice
     seqpar.parallelize(pipe, mesh, strategy=args.strategy, transport=args.transport, native=way != "generic")
-    if way == FP32:
+    if way in (FP32, BOUNDARY):
         keep_fp32(pipe)
+    boundary = passing(pipe, StepBoundary(case.mesh, lambda: None)) if way == BOUNDARY else nullcontext()
     try:
-        yield _timed(case, pipe, write_png)
+        with boundary:
+            yield _timed(case, pipe, write_png)
     finally:
         seqpar.release(pipe)
 

@@ -47,8 +47,9 @@ def server(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        if not found.wait(LIMIT_S):
-            raise RuntimeError(f"got no server: {lines[-5:]}")
+        while not found.wait(1.0):
+            if process.poll() is not None:
+                raise RuntimeError(f"got no server, but exit code {process.poll()}: {lines[-5:]}")
         port = next(json.loads(line)["port"] for line in lines if '"event": "listening"' in line)
         yield process, port, lines
     finally:
@@ -82,6 +83,7 @@ def _environment(process: int) -> dict[str, str]:
 
 
 def until_ready(port: int) -> None:
+    """Wait until the ranks are ready. Raises OSError if the server has ended."""
     end = time.monotonic() + LIMIT_S
     while status(port, "/ready") != 200:
         if time.monotonic() > end:

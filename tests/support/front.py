@@ -37,6 +37,7 @@ class Running:
     process: subprocess.Popen[str]
     folder: Path
     lines: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None  # of stderr, alive as long as there may be more lines
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -47,7 +48,11 @@ class Running:
         """Return the first line of the log of this name and facts, as soon as there is one."""
 
         def found() -> dict[str, Any] | None:
-            return next((each for each in self.events if {**each, **facts, "event": name} == each), None)
+            has_ended = self.reader is not None and not self.reader.is_alive()
+            line = next((each for each in self.events if {**each, **facts, "event": name} == each), None)
+            if line is None and has_ended:
+                raise RuntimeError(f"the front has ended without {name}: {self.lines[-5:]}")
+            return line
 
         return until(found)
 
@@ -107,12 +112,13 @@ def until(found: Callable[[], T | None]) -> T:
 def running(folder: Path, *words: str, wait: bool = True) -> Generator[Running]:
     """Start a front whose fake ranks use a folder; kill it at the end. wait: until the ranks are ready."""
     command = [sys.executable, "-c", f"CHILD = {CHILD!r}\n{RUN}", "--port", "0", *words]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "FAKE_FOLDER": str(folder)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": path, "FAKE_FOLDER": str(folder)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=variables)
     front = Running(process, folder)
     stderr = process.stderr
     assert stderr is not None
-    reader = threading.Thread(target=lambda: front.lines.extend(line.rstrip("\n") for line in stderr))
+    reader = front.reader = threading.Thread(target=lambda: front.lines.extend(line.rstrip("\n") for line in stderr))
     reader.start()
     try:
         if wait:

@@ -69,18 +69,19 @@ class Halves:
             if beside is not None and index == 0:  # a gather cannot start to send without waiting
                 beside()
             k_half, v_half = exchange.deliver().transpose(0, 1).split((groups, groups), dim=2)
-            mask = None if mask_BL is None else mask_BL[:, self._places(index)]
+            # slices, because a list of places would be copied from the host, which no CUDA graph can capture
+            mask = None if mask_BL is None else torch.cat([mask_BL[:, part] for part in self._places(index)], dim=1)
             dtype = q.dtype if index == len(halves) - 1 else None
             out, lse = merge(out, lse, *self._local(q, k_half, v_half, mask), dtype=dtype)
         assert out is not None
         return split_out(out, streams)
 
-    def _places(self, index: int) -> list[int]:
-        """Return the places of the keys of a half in the joined order."""
+    def _places(self, index: int) -> list[slice]:
+        """Return the places of the keys of a half in the joined order, those of one rank after the other."""
         halves, where = halves_of(self._sizes), []
         for rank, start in enumerate(starts(self._sizes)):
             begin = start + sum(half[rank] for half in halves[:index])
-            where += range(begin, begin + halves[index][rank])
+            where.append(slice(begin, begin + halves[index][rank]))
         return where
 
     def _exchanges(self, k_BlGD: Tensor) -> list[Gather]:

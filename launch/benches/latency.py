@@ -67,6 +67,20 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """The client's seconds of a picture, those of the process that wrote the file, and those of the ranks, by part."""
+
+    seconds: float
+    file_s: float
+    parts_s: dict[str, float]
+
+    @property
+    def ranks_s(self) -> float:
+        """Return the seconds of the ranks."""
+        return sum(self.parts_s.values())
+
+
+@dataclass(frozen=True)
 class Bench:
     """A server that is measured, and how it is asked. front: its process."""
 
@@ -80,11 +94,11 @@ class Bench:
         shape = {"size": self.args.size, "steps": self.args.steps, "seed": 1}
         return {"prompt": "a red fox in deep snow", **shape, **other}
 
-    def picture(self, **other: Any) -> tuple[float, dict[str, float]]:
-        """Make a picture; return the client's seconds and those of the ranks, by part."""
+    def picture(self, **other: Any) -> Picture:
+        """Make a picture."""
         start = time.monotonic()
-        answer = asked(self.port, self.body(**other))
-        return time.monotonic() - start, answer["seqpar"]["seconds"]
+        parts = asked(self.port, self.body(**other))["seqpar"]["seconds"]
+        return Picture(time.monotonic() - start, parts.pop("file"), parts)
 
 
 Part = Callable[[Bench], dict[str, Any]]
@@ -117,39 +131,39 @@ def _told(args: Latency, part: str, facts: dict[str, Any]) -> None:
 
 
 def _alone(bench: Bench) -> dict[str, Any]:
-    """One client, one picture after the other: its seconds, and what is left of them without the ranks'."""
+    """One client, one picture after the other; front_s: what neither the ranks nor the writing of files took."""
     every = [bench.picture() for _ in range(bench.args.pictures)]
-    ranks = [sum(parts.values()) for _, parts in every]
-    rest = median(seconds - made for (seconds, _), made in zip(every, ranks, strict=True))
+    front_s = median(each.seconds - each.ranks_s - each.file_s for each in every)
+    seconds = median(each.seconds for each in every)
+    parts = {f"{part}_s": median(each.parts_s[part] for each in every) for part in every[0].parts_s}
     return {
-        "seconds": median(seconds for seconds, _ in every),
-        "ranks_s": median(ranks),
-        "rest_s": rest,
-        "step_ms": 1e3 * median(parts["steps"] for _, parts in every) / bench.args.steps,
-        "every": every,
+        "seconds": seconds,
+        **parts,
+        "file_s": median(each.file_s for each in every),
+        "front_s": front_s,
+        "front_percent": 100 * front_s / seconds,
+        "every": list(map(asdict, every)),
     }
 
 
 def _busy(bench: Bench) -> dict[str, Any]:
-    """Four clients, so that the queue is never empty: the share of time in which the ranks make no picture.
-
-    PNGs are encoded while the next picture is made, so that this is the front's cost without encoding.
-    """
-    ends, ranks_s = list[float](), list[float]()
+    """Four clients, so that the queue is never empty: seconds between two pictures, and those of the ranks in them."""
+    ends, every = list[float](), list[Picture]()
 
     def client(_: int) -> None:
-        parts = bench.picture()[1]
+        every.append(bench.picture())
         ends.append(time.monotonic())
-        ranks_s.append(sum(parts.values()))
 
     with ThreadPoolExecutor(4) as clients:
-        list(clients.map(client, range(bench.args.pictures)))
-    wall, made = max(ends) - min(ends), fmean(ranks_s) * (len(ranks_s) - 1)
-    return {"wall_s": wall, "ranks_s": made, "front_percent": 100 * (wall / made - 1)}
+        list(clients.map(client, range(bench.args.pictures + 4)))
+    between = (max(ends) - min(ends)) / (len(ends) - 1)
+    ranks_s = fmean(each.ranks_s for each in every)
+    return {"between_s": between, "ranks_s": ranks_s, "front_percent": 100 * (between / ranks_s - 1)}
 
 
 def _full(bench: Bench) -> dict[str, Any]:
-    """Steps of pictures that go first, while many requests wait."""
+    """Steps of pictures that go first, with nobody else and while many requests wait."""
+    alone = [bench.picture(priority="high") for _ in range(bench.args.pictures)]
     held = [_waits(bench) for _ in range(bench.args.waiting)]
     try:
         every = [bench.picture(priority="high") for _ in range(bench.args.pictures)]
@@ -157,8 +171,9 @@ def _full(bench: Bench) -> dict[str, Any]:
         for line in held:
             line.close()
     _until(lambda: not _open_jobs(bench))
-    steps = [1e3 * parts["steps"] / bench.args.steps for _, parts in every]
-    return {"waiting": len(held), "step_ms": median(steps), "seconds": median(seconds for seconds, _ in every)}
+    times = {"steps_s": every, "alone_s": alone}
+    shown = {name: median(each.parts_s["steps"] for each in pictures) for name, pictures in times.items()}
+    return {"waiting": len(held), **shown, "ratio": shown["steps_s"] / shown["alone_s"]}
 
 
 def _waits(bench: Bench) -> socket.socket:
@@ -216,11 +231,11 @@ def _open(bench: Bench) -> dict[str, Any]:
     Waiting for one server with a constant time: the mean is load / (2 (1 - load)) pictures (Pollaczek, Khinchine).
     """
     bench.picture()
-    service = fmean(bench.picture()[0] for _ in range(3))
+    service = fmean(bench.picture().seconds for _ in range(3))
     seconds, clients = list[float](), list[threading.Thread]()
     for _ in range(bench.args.arrivals):
         time.sleep(bench.drawn.expovariate(bench.args.load / service))
-        clients.append(threading.Thread(target=lambda: seconds.append(bench.picture()[0])))
+        clients.append(threading.Thread(target=lambda: seconds.append(bench.picture().seconds)))
         clients[-1].start()
     for client in clients:
         client.join()

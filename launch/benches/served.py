@@ -35,28 +35,26 @@ def server(
     process = subprocess.Popen(
         [sys.executable, "-m", "seqpar.cli", *every], stderr=subprocess.PIPE, text=True, env=environ
     )
-    stderr, lines, found = process.stderr, list[str](), threading.Event()
+    lines, stderr = list[str](), process.stderr
     assert stderr is not None
-
-    def read() -> None:
-        for line in stderr:
-            lines.append(line.rstrip())
-            if '"event": "listening"' in line:
-                found.set()
-
-    reader = threading.Thread(target=read, daemon=True)
+    reader = threading.Thread(target=lambda: lines.extend(line.rstrip() for line in stderr), daemon=True)
     reader.start()
     try:
-        while not found.wait(1.0):
-            if process.poll() is not None:
-                raise RuntimeError(f"got no server, but exit code {process.poll()}: {lines[-5:]}")
-        port = next(json.loads(line)["port"] for line in lines if '"event": "listening"' in line)
-        yield process, port, lines
+        yield process, _port(process, lines), lines
     finally:
         if process.poll() is None:
             process.kill()
         reader.join(10)
         stderr.close()
+
+
+def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
+    """Wait until a server listens; RuntimeError if it ends before."""
+    while not (listening := [line for line in lines if '"event": "listening"' in line]):
+        if process.poll() is not None:
+            raise RuntimeError(f"got no server, but exit code {process.poll()}: {lines[-5:]}")
+        time.sleep(0.1)
+    return json.loads(listening[0])["port"]
 
 
 def a_rank(front: int, drawn: random.Random) -> int | None:

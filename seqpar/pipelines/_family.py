@@ -3,8 +3,9 @@
 A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS`
 (the classes of native models that it runs without such a folder, with their subclasses), `ASKED` (the field of an order
 that says what its pictures show, "classes" or "prompts") and `check(order, model)`, which returns a `Job`; model: what
-the order's name stands for (`family_of`). What families share is in _files.py (checked files), _texts.py (prompts) and
-_loaded.py (loaded models). The file adapted.py takes the folders of all other diffusers pipelines.
+the order's name stands for (`family_of`), or the `files` of an earlier job. What families share is in _files.py
+(checked files), _texts.py (prompts) and _loaded.py (loaded models). The file adapted.py takes the folders of all other
+diffusers pipelines.
 """
 
 from __future__ import annotations
@@ -130,6 +131,11 @@ class Job:
     notes: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
     @property
+    def files(self) -> Any:
+        """Return the checked files, with which the family checks further orders."""
+        return self.loading["files"]
+
+    @property
     def work(self) -> Work:
         """Return what the planner needs of the model."""
         return work_of(self.blueprint.config)
@@ -137,7 +143,7 @@ class Job:
     @property
     def decodes(self) -> bool:
         """Return whether a decoder comes with the model."""
-        return self.loading["files"].vae is not None
+        return self.files.vae is not None
 
     @property
     def evaluations(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import diffusers
 import torch
 
 from seqpar.adapter import estimate
-from seqpar.pipelines._family import NO_LORA, Order
-from seqpar.pipelines._folder import check_parts
+from seqpar.pipelines._family import Order
+from seqpar.pipelines._folder import check_parts, model_of
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
@@ -116,12 +117,24 @@ def planned(transformer: Any, grid: Grid | None, order: Order, guided: bool) -> 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is known of a pipeline's parts. index: its model_index.json. config: the transformer's. vae: or None."""
+    """The checked parts of a pipeline, of which any number of orders can be checked without another look at its files.
 
+    source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without memory for
+    weights, or None. file: that of the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
+    """
+
+    source: Path | Preset
     index: Mapping[str, Any]
     config: Mapping[str, Any]
     vae: Any
     scheduling: Mapping[str, Any] | None
+    file: Path | None = None
+
+    @cached_property
+    def transformer(self) -> Any:
+        """Return the transformer without memory for weights; ValueError if its config describes none."""
+        name = self.source.name if isinstance(self.source, Preset) else str(self.source)
+        return built(model_of(self.index), self.config, name)
 
 
 def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> Parts:
@@ -132,7 +145,7 @@ def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -
     kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
     vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
     scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
-    return Parts(index, config, vae, scheduling)
+    return Parts(folder, index, config, vae, scheduling, file)
 
 
 def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
@@ -142,9 +155,8 @@ def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
         check_tokenizer(folder / name)
 
 
-def parts_of_preset(order: Order, preset: Preset) -> Parts:
-    """Return the parts of a preset; ValueError for flags that need files."""
-    order.refuse(NO_LORA, lora=order.loras)
+def parts_of_preset(preset: Preset) -> Parts:
+    """Return the parts of a preset."""
     configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
     vae = built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
-    return Parts(preset.index, configs["transformer"], vae, configs["scheduler"])
+    return Parts(preset, preset.index, configs["transformer"], vae, configs["scheduler"])

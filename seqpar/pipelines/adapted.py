@@ -20,13 +20,13 @@ from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.adapter.estimate import is_guided
 from seqpar.pipelines import _lora, _schedulers
-from seqpar.pipelines._family import Order
+from seqpar.pipelines._family import NO_LORA, Order
 from seqpar.pipelines._finite import counted, refuse_infinite, refuse_latents, watched_vae
 from seqpar.pipelines._flags import FPS, RATE, arguments_of, check_flags, check_frames, frame_rate, makes_videos
 from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
-from seqpar.pipelines._planned import Parts, Planned, built, grid_of, parts_of_folder, parts_of_preset, planned
+from seqpar.pipelines._planned import Parts, Planned, grid_of, parts_of_folder, parts_of_preset, planned
 from seqpar.pipelines._random import random_pipeline
 from seqpar.pipelines._takes_images import draws_anew, shown_image, taking_images
 from seqpar.planner.predict import Load
@@ -46,20 +46,23 @@ SIGMAS = "np.linspace(1.0, 1 / num_inference_steps"  # in the code of pipelines 
 class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
-    kind: the pipeline's class. source: its folder, or a preset. order: what was asked for. arguments: those of its
-    call, without generator and callback. guidance: classifier-free, with the pipeline's own scale where none is named.
-    embedded: the scale that the transformer takes as an input, or None. file: that of the transformer, where it is not
-    diffusers' (`seqpar.weights.single_file`).
+    kind: the pipeline's class. files: its checked parts. order: what was asked for. arguments: those of its call,
+    without generator and callback. guidance: classifier-free, with the pipeline's own scale where none is named.
+    embedded: the scale that the transformer takes as an input, or None.
     """
 
     kind: Any
-    source: Path | Preset
+    files: Parts
     order: Order
     arguments: Mapping[str, Any]
     guidance: Guidance
     embedded: float | None
     planned: Planned
-    file: Path | None = None
+
+    @property
+    def source(self) -> Path | Preset:
+        """Return the pipeline's folder, or the preset."""
+        return self.files.source
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,7 +152,7 @@ class Adapted:
             preset = self.source
             pipe = mesh.together(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
         else:
-            folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.order.loras)
+            folder = Folder(self.source, self.kind, self.files.index, self.files.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
         if self.order.scheduler is not None:
             pipe.scheduler = self.scheduler_of(pipe.scheduler)
@@ -239,34 +242,45 @@ class Adapted:
         return arguments
 
 
-def check(order: Order, source: Path | Preset) -> Adapted:
+def check(order: Order, source: Path | Preset | Parts) -> Adapted:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
 
-    source: a pipeline's folder, or the file of a transformer in one, or a preset.
+    source: a pipeline's folder, or the file of a transformer in one, or a preset; or the parts of earlier work, which
+    are not read again.
     """
-    file = source if isinstance(source, Path) and source.is_file() else None
-    source = file.parent if file is not None else source
-    index = source.index if isinstance(source, Preset) else read_pipeline(source)
-    kind = kind_of(index, source if isinstance(source, Path) else Path(source.name))
-    kind = taking_images(order, kind, index)
+    parts = source if isinstance(source, Parts) else _parts_of(source)
+    source = parts.source
+    if isinstance(source, Preset):
+        order.refuse(NO_LORA, lora=order.loras)
+    kind = kind_of(parts.index, source if isinstance(source, Path) else Path(source.name))
+    kind = taking_images(order, kind, parts.index)
     parameters = inspect.signature(kind.__call__).parameters
     check_flags(order, kind.__name__, parameters)
-    parts = parts_of_preset(order, source) if isinstance(source, Preset) else parts_of_folder(source, index, file)
     check_frames(order, kind.__name__, parameters, parts)
     arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
-    _lora.check(order.loras, kind, model_of(index), parts.config)
+    _lora.check(order.loras, kind, model_of(parts.index), parts.config)
     (guidance, embedded), run = _planned(order, parts, parameters)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}
     _check_schedule(order, kind, parts, run)
-    return Adapted(kind, source, order, arguments, guidance, embedded, run, file)
+    return Adapted(kind, parts, order, arguments, guidance, embedded, run)
+
+
+def _parts_of(source: Path | Preset) -> Parts:
+    if isinstance(source, Preset):
+        return parts_of_preset(source)
+    file = source if source.is_file() else None
+    folder = source if file is None else file.parent
+    index = read_pipeline(folder)
+    kind_of(index, folder)  # a class that diffusers does not have is named before its parts
+    return parts_of_folder(folder, index, file)
 
 
 def _planned(
     order: Order, parts: Parts, parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[tuple[Guidance, float | None], Planned]:
     """Return the guidance of a run, beside the scale that is an input, and what the planner needs."""
-    transformer = built(model_of(parts.index), parts.config, str(order.model))
+    transformer = parts.transformer
     named = parameters.get("guidance_scale")
     scale = named.default if order.guidance is None and named is not None else order.guidance
     distilled = str(parts.index["_class_name"]).startswith("Flux2Klein") and bool(parts.index.get("is_distilled"))

@@ -167,8 +167,11 @@ def generate(
     return generated(order, mesh, "classes", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, model: Path | Blueprint) -> Job:
-    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+def check(order: Order, model: Path | Blueprint | Files) -> Job:
+    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+
+    model: what the order's name stands for, or the files of an earlier job, which are not read again.
+    """
     reason = "expected none: this model makes pictures of classes (--classes)"
     order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
     order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
@@ -177,9 +180,9 @@ def check(order: Order, model: Path | Blueprint) -> Job:
     return _job(order, order.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
     """Return the job of an order whose flags are checked."""
-    files = Files.locate(model, order.heads)
+    files = model if isinstance(model, Files) else Files.locate(model, order.heads)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
     scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)

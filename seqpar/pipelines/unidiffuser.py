@@ -263,8 +263,11 @@ def generate(
     return generated(order, mesh, "prompts", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, model: Path | Blueprint) -> Job:
-    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+def check(order: Order, model: Path | Blueprint | Files) -> Job:
+    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+
+    model: what the order's name stands for, or the files of an earlier job, which are not read again.
+    """
     order.needs_prompts()
     order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
     order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
@@ -272,9 +275,9 @@ def check(order: Order, model: Path | Blueprint) -> Job:
     return _job(order, order.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
     """Return the job of an order whose flags are checked."""
-    files = Files.locate(model)
+    files = model if isinstance(model, Files) else Files.locate(model)
     return Job.of(
         Pipeline,
         files,

@@ -16,6 +16,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines import class_labels
 from seqpar.pipelines._family import Order
+from seqpar.pipelines._planned import Parts
 from seqpar.pipelines.adapted import Adapted
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
@@ -78,7 +79,7 @@ def job_of(video: bool) -> Adapted:
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     order = Order("a pipeline", torch.float32, prompts=("a", "b"))
     planned: Any = None  # nothing here reads it
-    return Adapted(kind, Path(), order, arguments, Guidance(1.0), None, planned)
+    return Adapted(kind, Parts(Path(), {}, {}, None, None), order, arguments, Guidance(1.0), None, planned)
 
 
 @pytest.mark.parametrize("video", [False, True])

@@ -59,7 +59,6 @@ class Found:
 
     name: str
     family: Any
-    source: Any
     dtype: torch.dtype
     example: Job | Adapted
     plan: Plan
@@ -75,7 +74,7 @@ class Found:
         if isinstance(example, Adapted) and example.video:
             raise ValueError(f"got {name}, which makes videos, expected a model of pictures; use `seqpar sample`")
         plan = make(example.work, example.load, dtype, ranks, Wish())
-        return Found(name, family, source, dtype, example, plan)
+        return Found(name, family, dtype, example, plan)
 
     @property
     def memory(self) -> int:
@@ -100,12 +99,12 @@ class Found:
         )
         if order.steps is not None:
             asked = replace(asked, steps=order.steps)
-        return self.family.check(asked, self.source)
+        return self.family.check(asked, self.example.files)
 
     def facts(self, size: tuple[int, int]) -> ServedModel:
         """Return what the front tells of the model, whose pictures have this size by default."""
         is_classes, job = self.family.ASKED == "classes", self.example
-        files = job.loading["files"] if is_classes and isinstance(job, Job) else None
+        files = job.files if is_classes and isinstance(job, Job) else None
         names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
         return ServedModel(self.name, "classes" if is_classes else "texts", size, steps, str(self.plan.layout), names)

@@ -108,7 +108,7 @@ def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
     latency.main(replace(args, waiting=20, cancels=2, arrivals=4))
     parts = {line["part"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert list(parts) == ["start", "alone", "busy", "full", "cancelled", "killed", "open"]
-    assert 0 < parts["alone"]["rest_s"] < parts["alone"]["seconds"]
+    assert 0 < parts["alone"]["front_s"] < parts["alone"]["seconds"]
     assert parts["full"]["waiting"] == 20
     assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
     assert len(parts["open"]["every"]) == 4

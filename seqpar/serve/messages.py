@@ -46,13 +46,17 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people."""
+    """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people.
+
+    step_s: seconds of a step of such pictures, as the planner predicts them.
+    """
 
     name: str
     kind: Kind
     size: tuple[int, int]
     steps: int
     layout: str
+    step_s: float
     classes: tuple[str, ...] = ()
 
 

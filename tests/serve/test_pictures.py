@@ -101,11 +101,11 @@ def test_quality_counts() -> None:
 
 def test_estimates_are_of_measured_steps() -> None:
     speeds = Speeds()
-    assert speeds.estimate("toy", 4) is None
+    assert speeds.estimate("toy", 4, 0.5) == 2
     speeds.measured("toy", 4, {"steps": 8.0, "decode": 1.0})
     speeds.measured("toy", 2, {"encode": 1.0, "steps": 8.0, "decode": 2.0})
-    assert speeds.estimate("toy", 10) == 3 * 10 + 2
-    assert speeds.estimate("other", 4) is None
+    assert speeds.estimate("toy", 10, 0.5) == 3 * 10 + 2
+    assert speeds.estimate("other", 4, 0.25) == 1
 
 
 def test_models_and_documentation(front: Running) -> None:

@@ -35,7 +35,7 @@ from seqpar.serve.messages import (
 )
 
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
-MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank") for name in ("toy", "other"))
+MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5) for name in ("toy", "other"))
 
 
 def pixels_of(seed: int, height: int, width: int) -> bytes:

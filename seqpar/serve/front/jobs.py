@@ -21,18 +21,21 @@ State = Literal["queued", "running", "completed", "failed", "cancelled"]
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: Mapping[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 ENDED = 1000  # jobs that have ended and are remembered
-UNKNOWN_S = 10.0  # Retry-After before the first picture of a model has been measured
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request asks for. order: its first picture, without an id. steps: of each picture."""
+    """What a request asks for. order: its first picture, without an id. steps: of each picture.
+
+    step_s: predicted seconds of a step.
+    """
 
     order: PictureOrder
     count: int
     how: Format
     priority: Priority
     steps: int
+    step_s: float
     deadline_s: float
 
 
@@ -155,11 +158,8 @@ class Queue:
         return 0 if job.state == "running" else sum(other is not job for other in self._before(job))
 
     def estimate_s(self, job: ServedJob) -> float | None:
-        """Return in how many seconds a job will have ended; None if it has, or if something was not yet measured."""
-        if job.ended is not None:
-            return None
-        ahead = [self._rest_s(other) for other in self._before(job)]
-        return None if None in ahead else sum(each for each in ahead if each is not None)
+        """Return in how many seconds a job will have ended; None if it has."""
+        return sum(map(self._rest_s, self._before(job))) if job.ended is None else None
 
     def _before(self, job: ServedJob) -> list[ServedJob]:
         """Return the jobs up to and with this one. The one that runs comes first for its order that is begun."""
@@ -167,16 +167,17 @@ class Queue:
         waiting = [other for other in self._to_order() if other.place < job.place and other is not self.current]
         return [*current, *waiting, job]
 
-    def _rest_s(self, job: ServedJob) -> float | None:
-        wanted = job.wanted
-        one = self._speeds.estimate(wanted.order.model, wanted.steps)
-        left = self._speeds.estimate(wanted.order.model, wanted.steps - job.step)
-        pictures = wanted.count - job.ordered
-        return None if one is None or left is None else one * max(0, pictures - 1) + (left if pictures else 0.0)
+    def _rest_s(self, job: ServedJob) -> float:
+        wanted, pictures = job.wanted, job.wanted.count - job.ordered
+        one, left = (
+            self._speeds.estimate(wanted.order.model, steps, wanted.step_s)
+            for steps in (wanted.steps, wanted.steps - job.step)
+        )
+        return one * max(0, pictures - 1) + (left if pictures else 0.0)
 
     def _retry_after(self) -> dict[str, str]:
-        rest = None if self.current is None else self._rest_s(self.current)
-        return {"retry-after": str(max(1, round(UNKNOWN_S if rest is None else rest)))}
+        rest = 0.0 if self.current is None else self._rest_s(self.current)
+        return {"retry-after": str(max(1, round(rest)))}
 
     def _to_order(self) -> list[ServedJob]:
         jobs = (job for job in self.active if job.ordered < job.wanted.count)

@@ -104,7 +104,7 @@ class Generation(BaseModel):
         )
         deadline_s = longest_s if self.deadline_s is None else self.deadline_s
         how = Format(self.output_format, self.output_compression)
-        return Wanted(order, self.n, how, self.priority, self.steps or model.steps, deadline_s)
+        return Wanted(order, self.n, how, self.priority, self.steps or model.steps, model.step_s, deadline_s)
 
 
 def pictures(job: ServedJob, links: Sequence[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long orders take: the mean of the last ones of each model, measured by the ranks."""
+"""How long orders take: as the planner predicts, and the mean of a model's last ones once the ranks have made some."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Speeds:
         rest = sum(parts_s.values()) - stepping
         self._measured.setdefault(model, deque(maxlen=LAST)).append((stepping / max(1, steps), rest))
 
-    def estimate(self, model: str, steps: int) -> float | None:
-        """Return the seconds of an order of so many steps; None before the first one of the model has ended."""
-        last = self._measured.get(model)
-        return fmean(step for step, _ in last) * steps + fmean(rest for _, rest in last) if last else None
+    def estimate(self, model: str, steps: int, step_s: float) -> float:
+        """Return the seconds of an order of so many steps. step_s: predicted, for a model that has made none."""
+        last = self._measured.get(model, [(step_s, 0.0)])
+        return fmean(step for step, _ in last) * steps + fmean(rest for _, rest in last)

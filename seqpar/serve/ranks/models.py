@@ -107,7 +107,8 @@ class Found:
         files = job.files if is_classes and isinstance(job, Job) else None
         names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
-        return ServedModel(self.name, "classes" if is_classes else "texts", size, steps, str(self.plan.layout), names)
+        kind, plan = "classes" if is_classes else "texts", self.plan
+        return ServedModel(self.name, kind, size, steps, str(plan.layout), plan.ms / 1e3, names)
 
     def load(self, ranks: Mesh) -> Resident:
         """Read the weights; every rank must call this at the same time."""

@@ -10,7 +10,8 @@ import copy
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,19 +106,51 @@ def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
         wrapper.merge(adapter_names=list(active(wrapper)))
         base = wrapper.get_base_layer()
         return base.weight.data, None if base.bias is None else base.bias.data
-    weight, bias = base.weight.to(wide), None
-    for name in active(wrapper):
-        a, b, factor = wrapper.lora_A[name], wrapper.lora_B[name], wrapper.scaling[name] * scale
-        weight = torch.addmm(weight, b.weight.to(wide), a.weight.to(wide), alpha=factor)
-        if b.bias is not None:
-            bias = (base.bias.to(wide) if bias is None else bias) + factor * b.bias.to(wide)
-    return weight, bias
+    return changed(base.weight, base.bias, [(change_of(wrapper, name), scale) for name in active(wrapper)])
 
 
 def _is_plain_lora(layer: Any) -> bool:
+    return all(why_not_plain(layer, name) is None for name in active(layer))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a LoRA adds to a linear layer at scale 1: factor * B A to its weight (F, E), factor * bias to its bias."""
+
+    a_RE: Tensor
+    b_FR: Tensor
+    bias_F: Tensor | None
+    factor: float
+
+
+def change_of(layer: Any, name: str) -> Change:
+    """Return what an adapter adds to its layer, for which `why_not_plain` has no reason."""
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    return Change(
+        a.weight.detach(), b.weight.detach(), None if b.bias is None else b.bias.detach(), layer.scaling[name]
+    )
+
+
+def why_not_plain(layer: Any, name: str) -> str | None:
+    """Return why an adapter is more than a matrix that is added to a weight, or None."""
     lora = sys.modules.get("peft.tuners.lora.layer")
-    plain = lora is not None and type(layer) is lora.Linear and not layer.fan_in_fan_out
-    return plain and not any(name in layer.lora_variant for name in active(layer))
+    if lora is None or type(layer) is not lora.Linear or layer.fan_in_fan_out:
+        return f"is of the type {type(layer).__module__.removeprefix('peft.tuners.')}"
+    return f"is a {type(layer.lora_variant[name]).__name__}" if name in layer.lora_variant else None
+
+
+def changed(
+    weight_FE: Tensor, bias_F: Tensor | None, changes: Sequence[tuple[Change, float]]
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias with changes, each at a scale, in fp32 (fp64 for fp64); no bias if none changes it."""
+    wide = torch.promote_types(weight_FE.dtype, torch.float32)
+    weight, bias = weight_FE.to(wide), None
+    for change, scale in changes:
+        factor = change.factor * scale
+        weight = torch.addmm(weight, change.b_FR.to(wide), change.a_RE.to(wide), alpha=factor)
+        if change.bias_F is not None and bias_F is not None:
+            bias = (bias_F.to(wide) if bias is None else bias) + factor * change.bias_F.to(wide)
+    return weight, bias
 
 
 # The same on all ranks -----------------------------------------------------------------------------------------

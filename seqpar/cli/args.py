@@ -149,6 +149,8 @@ class ReplicaArgs:
     """Number of GPUs of this machine to use, one process each."""
     ranks: int | None = None
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
+    loras: Path | None = None
+    """Folder of LoRAs that orders may name, NAME.safetensors each."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
     first_deadline_s: float = 120.0

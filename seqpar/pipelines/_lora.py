@@ -1,4 +1,4 @@
-"""LoRA files of a run: which files and scales the flags name, whether they fit the pipeline, and loading by diffusers.
+"""LoRA files: which files and scales are named, whether they fit a pipeline, loading by diffusers, and merging.
 
 diffusers leaves out keys that it does not know, and only warns. Here each key of a file must be held by a layer
 afterwards. What is wrong with a file is found before any weight loads, on a transformer without memory for its weights.
@@ -21,6 +21,8 @@ from diffusers.utils import logging
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from torch import Tensor
 
+from seqpar.adapter.adapters import base_of, layers
+from seqpar.adapter.merging import Merging, changes_of
 from seqpar.pipelines._naming import naming
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import LORAS, WithoutValues
@@ -65,6 +67,27 @@ def check(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str
 
     kind: the class of the pipeline. This reads the LoRA files, and no weights of the pipeline.
     """
+    for _ in _fitted(loras, kind, model_kind, config):
+        pass
+
+
+def check_switched(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return path -> number of weights of the layers that any of these files changes; ValueError as `check`.
+
+    Raises ValueError also for a file that cannot be merged into weights of the transformer alone, which can be undone.
+    """
+    changed = dict[str, int]()
+    for number, (lora, model) in enumerate(_fitted(loras, kind, model_kind, config), 1):
+        if changes_encoders(kind, (lora,)):
+            raise ValueError(f"got --lora {lora.path} that changes a text encoder, expected the transformer alone")
+        with naming(f"got --lora {lora.path}, which cannot be merged"):
+            changes_of(model, _name(number))
+        changed |= {path: base_of(layer).weight.numel() for path, layer in layers(model)}  # pyright: ignore
+    return changed
+
+
+def _fitted(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str, Any]) -> Iterator[tuple[Lora, Any]]:
+    """Yield each file with a transformer without memory for its weights that holds it; see `check`."""
     if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
         files = " ".join(map(str, loras))
         raise ValueError(
@@ -86,6 +109,7 @@ def check(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str
             with _listening():
                 model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
         _check_whole(lora, model, own, number)
+        yield lora, model
 
 
 def changes_encoders(kind: Any, loras: Sequence[Lora]) -> bool:
@@ -112,6 +136,31 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
                 raise ValueError(f"got --lora {lora.path} with {got}, expected a LoRA that it takes whole")
     if loras:
         pipe.set_adapters([_name(number) for number, _ in enumerate(loras, 1)], [lora.scale for lora in loras])
+
+
+def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
+    """Merge loaded files into the weights of a pipeline's transformer; return why they stay beside these, or None."""
+    names = [_name(number) for number, _ in enumerate(loras, 1)]
+    pipe.transformer.set_adapters(names, [1.0 for _ in names])
+    try:
+        every = {name: changes_of(pipe.transformer, name) for name in names}
+    except ValueError as reason:
+        pipe.transformer.set_adapters(names, [lora.scale for lora in loras])
+        return str(reason)
+    pipe.transformer.unload_lora()
+    scales = (lora.scale for lora in loras)
+    Merging(pipe.transformer, every, keeps=False).switch(tuple(zip(names, scales, strict=True)))
+    return None
+
+
+def switched(pipe: Any, loras: Mapping[str, Lora]) -> Merging:
+    """Return the LoRAs that `check_switched` accepted, by their names, none of them merged into the transformer yet."""
+    every = {}
+    for name, lora in loras.items():
+        load(pipe, (lora,))
+        every[name] = changes_of(pipe.transformer, _name(1))
+        pipe.transformer.unload_lora()
+    return Merging(pipe.transformer, every, keeps=True)
 
 
 def _state(kind: Any, lora: Lora) -> dict[str, Tensor]:

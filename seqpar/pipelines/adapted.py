@@ -154,6 +154,9 @@ class Adapted:
         else:
             folder = Folder(self.source, self.kind, self.files.index, self.files.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
+            reason = _lora.merge(pipe, self.order.loras) if self.order.loras else None
+            if reason is not None and mesh.is_main:
+                print(f"seqpar: LoRAs stay beside the weights, because of this: {reason}", flush=True)
         if self.order.scheduler is not None:
             pipe.scheduler = self.scheduler_of(pipe.scheduler)
         return pipe

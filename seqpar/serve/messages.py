@@ -19,7 +19,8 @@ Why = Literal["mistake", "failure", "cancelled", "deadline"]
 class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     """One picture. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
 
-    prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up.
+    prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
+    names and scales.
     """
 
     id: str
@@ -33,6 +34,7 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     negative_prompt: str | None = None
     scheduler: str | None = None
     deadline_s: float | None = None
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -48,7 +50,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 class ServedModel(msgspec.Struct, frozen=True):
     """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people.
 
-    step_s: seconds of a step of such pictures, as the planner predicts them.
+    step_s: seconds of a step of such pictures, as the planner predicts them. loras: names of those that fit it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     layout: str
     step_s: float
     classes: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

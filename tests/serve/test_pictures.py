@@ -53,6 +53,14 @@ def test_a_seed_that_nobody_named_is_told(front: Running) -> None:
     assert opened(data[0].b64_json).tobytes() == pixels_of(data[0].seed, 24, 16)
 
 
+def test_loras_go_to_the_ranks_with_their_scales(front: Running) -> None:
+    for lora in ("style", [{"name": "lines", "scale": 0.5}, {"name": "style"}], None):
+        with front.openai() as client:
+            client.images.generate(prompt="with loras", extra_body={"lora": lora})
+    heard = [each["loras"] for each in front.heard if each.get("prompt") == "with loras"]
+    assert heard == [[["style", 1.0]], [["lines", 0.5], ["style", 1.0]], []]
+
+
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_formats(front: Running, kind: Any) -> None:
     with front.openai() as client:

@@ -35,7 +35,8 @@ from seqpar.serve.messages import (
 )
 
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
-MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5) for name in ("toy", "other"))
+LORAS = {"toy": ("style", "lines"), "other": ()}
+MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, loras=loras) for name, loras in LORAS.items())
 
 
 def pixels_of(seed: int, height: int, width: int) -> bytes:

@@ -69,7 +69,9 @@ def create_app(front: Front, keys: Keys | None, hosts: frozenset[str]) -> ASGIAp
 
 async def generate(body: Generation, request: Request, front: Here, key: Key) -> Response:
     """Make pictures. The id of the answer's header x-request-id is also the id of the job."""
-    wanted = body.wanted(_model(front, body.model), _deadline(front, body))
+    model = _model(front, body.model)
+    _check_loras(body, model)
+    wanted = body.wanted(model, _deadline(front, body))
     job = front.queue.add(request.state.id, key, wanted)
     shown = body.prompt if front.show_prompts else "not shown"
     log.event("accepted", job.id, key=key, model=wanted.order.model, count=wanted.count, prompt=shown)
@@ -116,6 +118,13 @@ def _model(front: Front, name: str | None) -> ServedModel:
         text = f"got a model that is not served, expected one of {', '.join(models)}"
         raise ProblemError(Problem(404, "model_not_found", text, "model"))
     return models[name] if name is not None else next(iter(models.values()))
+
+
+def _check_loras(body: Generation, model: ServedModel) -> None:
+    names = [name for name, _ in body.loras]
+    if not set(names) <= set(model.loras) or len(set(names)) < len(names):
+        expected = f"some of {', '.join(model.loras)}, each once" if model.loras else f"none: {model.name} has none"
+        raise ProblemError(Problem(400, "unknown_lora", f"got other LoRAs, expected {expected}", "lora"))
 
 
 def _deadline(front: Front, body: Generation) -> float:

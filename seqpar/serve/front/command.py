@@ -38,6 +38,8 @@ class ServeArgs:
     """Port to listen at; 0 takes a free one, which the log names."""
     keys: Path | None = None
     """File of API keys, a line NAME:KEY each, which only its owner can read."""
+    loras: Path | None = None
+    """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit."""
     queue: int = 64
     """Requests that wait at most; one more is told to come again (429)."""
     deadline_s: float = 600.0
@@ -109,4 +111,5 @@ def _checked(args: ServeArgs) -> ServeArgs:
 def _child(args: ServeArgs) -> list[str]:
     """Return the command that starts the ranks."""
     count = ["--gpus", str(args.gpus)] if args.gpus is not None else ["--ranks", str(args.ranks or 1)]
-    return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *args.models, *count]
+    loras = [] if args.loras is None else ["--loras", str(args.loras)]
+    return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *args.models, *count, *loras]

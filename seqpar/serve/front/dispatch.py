@@ -131,6 +131,6 @@ def _checked(answer: Made | Failed) -> Made | Failed:
 
 def _about(order: PictureOrder, made: Made) -> dict[str, Any]:
     """Return the parameters of a picture for its file: what was asked for, and what the model chose."""
-    told = {name: value for name, value in msgspec.structs.asdict(order).items() if value is not None}
+    told = {name: value for name, value in msgspec.structs.asdict(order).items() if value not in (None, ())}
     left = {name: value for name, value in told.items() if name not in ("id", "deadline_s")}
     return {**left, "steps": made.steps, "size": [made.height, made.width]}

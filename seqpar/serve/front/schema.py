@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import Format, Kind
@@ -22,7 +22,22 @@ MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
 MOST_SEED = 2**63 - 1
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+LoraName = Annotated[str, Field(min_length=1, max_length=100)]
 Nothing = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
+
+
+class LoraScale(BaseModel):
+    """A LoRA and the factor by which its change of the weights is multiplied."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    name: LoraName
+    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+
+
+def _named(value: Any) -> Any:
+    """Take a name alone for a list of one LoRA."""
+    return [{"name": value}] if isinstance(value, str) else value
 
 
 class Generation(BaseModel):
@@ -43,6 +58,11 @@ class Generation(BaseModel):
     true_guidance: Scale | None = None
     negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
     scheduler: Annotated[str | None, Field(pattern="^[A-Za-z0-9_]{1,64}$")] = None
+    lora: Annotated[
+        list[LoraScale],
+        Field(max_length=8, description="A LoRA of the model (/v1/models), or several, each with its scale."),
+        BeforeValidator(_named, json_schema_input_type=LoraName | list[LoraScale]),
+    ] = []
     deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
     priority: Priority = "normal"
     user: Nothing = None
@@ -87,6 +107,11 @@ class Generation(BaseModel):
         """Return the fields of the request that mean nothing here."""
         return [name for name in IGNORED if name in self.model_fields_set]
 
+    @property
+    def loras(self) -> tuple[tuple[str, float], ...]:
+        """Return the names of the LoRAs, with their scales."""
+        return tuple((each.name, each.scale) for each in self.lora)
+
     def wanted(self, model: ServedModel, longest_s: float) -> Wanted:
         """Return what the request asks of a model. longest_s: the deadline if it names none, and the longest one."""
         match = SIZE.fullmatch(self.size)
@@ -101,6 +126,7 @@ class Generation(BaseModel):
             self.true_guidance,
             self.negative_prompt,
             self.scheduler,
+            loras=self.loras,
         )
         deadline_s = longest_s if self.deadline_s is None else self.deadline_s
         how = Format(self.output_format, self.output_compression)
@@ -158,5 +184,5 @@ def of_model(model: ServedModel, created: int) -> dict[str, Any]:
     """Return a model as OpenAI's list has it, with what is known of it here."""
     height, width = model.size
     about = {"kind": model.kind, "size": f"{width}x{height}", "steps": model.steps, "layout": model.layout}
-    about |= {"classes": model.classes}
+    about |= {"classes": model.classes, "loras": model.loras}
     return {"id": model.name, "object": "model", "created": created, "owned_by": "seqpar", "seqpar": about}

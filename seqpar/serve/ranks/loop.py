@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
+from seqpar.pipelines._lora import Lora
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.serve.messages import Alive, Failed, Finish, Made, PictureOrder, Ready, Step
 from seqpar.serve.ranks.line import Line
+from seqpar.serve.ranks.loras import check_all_fit, loras_in
 from seqpar.serve.ranks.models import Clock, Found, Resident
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
@@ -46,16 +48,16 @@ class Served:
             self.line.send(message)
 
 
-def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines) -> None:
+def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, loras: Path | None = None) -> None:
     """Load the models and serve orders until the front asks to finish, or has gone. Every rank calls it.
 
-    dtype: of the weights; None takes bf16 on GPUs and fp32 on CPUs.
+    dtype: of the weights; None takes bf16 on GPUs and fp32 on CPUs. loras: a folder of LoRAs that orders may name.
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"got no {SOCKET}, expected the path of a front's socket; start the ranks by `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
-    models = loaded(names, dtype or default_dtype(mesh.device), mesh)
+    models = loaded(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
     line = mesh.together(lambda: Line(path) if mesh.is_main else None)
     served = Served(mesh, models, line)
     device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
@@ -67,9 +69,12 @@ def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines) -
         line.close()
 
 
-def loaded(names: Sequence[str], dtype: torch.dtype, mesh: Mesh) -> dict[str, Resident]:
-    """Load all models, after a ValueError if together they do not fit into the memory of a rank."""
-    found = [Found.of(name, dtype, mesh) for name in dict.fromkeys(names)]
+def loaded(
+    names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora] | None = None
+) -> dict[str, Resident]:
+    """Load all models, after a ValueError if they do not fit into the memory of a rank, or a LoRA fits none."""
+    found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
+    mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
     needed, memory = sum(each.memory for each in found), _total(mesh)
     if needed > memory:
         shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)

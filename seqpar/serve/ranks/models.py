@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from seqpar.adapter.passing import passing
 from seqpar.engine.distributed import settled
 from seqpar.pipelines._family import Job, Order, family_of
 from seqpar.pipelines._load import placed
+from seqpar.pipelines._lora import Lora, switched
 from seqpar.pipelines._pictures import to_pil
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make
@@ -21,6 +22,7 @@ from seqpar.planner.predict import predict
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 from seqpar.serve.messages import PictureOrder, ServedModel
+from seqpar.serve.ranks.loras import FittingLoras
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]
@@ -62,10 +64,14 @@ class Found:
     dtype: torch.dtype
     example: Job | Adapted
     plan: Plan
+    loras: FittingLoras
 
     @staticmethod
-    def of(name: str, dtype: torch.dtype, ranks: Mesh) -> Found:
-        """Find and plan a model; the same ValueError on every rank for one that makes no pictures of orders."""
+    def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> Found:
+        """Find and plan a model; the same ValueError on every rank for one that makes no pictures of orders.
+
+        loras: those of the server, of which some fit the model.
+        """
         family, source = family_of(name)
         if family is None:
             raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures with")
@@ -74,13 +80,15 @@ class Found:
         if isinstance(example, Adapted) and example.video:
             raise ValueError(f"got {name}, which makes videos, expected a model of pictures; use `seqpar sample`")
         plan = make(example.work, example.load, dtype, ranks, Wish())
-        return Found(name, family, dtype, example, plan)
+        fitting = ranks.together(lambda: FittingLoras.of(example, loras))
+        return Found(name, family, dtype, example, plan, fitting)
 
     @property
     def memory(self) -> int:
-        """Return the predicted bytes that a rank needs for the model and a run of the example."""
+        """Return the predicted bytes that a rank needs for the model, a run of the example, and what LoRAs change."""
         ranking = self.plan.ranking
-        return predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
+        run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
+        return run + self.loras.weights * self.dtype.itemsize
 
     def job(self, order: PictureOrder) -> Job | Adapted:
         """Return the checked work of an order; ValueError for whatever does not fit."""
@@ -108,7 +116,8 @@ class Found:
         names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
         kind, plan = "classes" if is_classes else "texts", self.plan
-        return ServedModel(self.name, kind, size, steps, str(plan.layout), plan.ms / 1e3, names)
+        loras = tuple(self.loras.every)
+        return ServedModel(self.name, kind, size, steps, str(plan.layout), plan.ms / 1e3, names, loras)
 
     def load(self, ranks: Mesh) -> Resident:
         """Read the weights; every rank must call this at the same time."""
@@ -127,6 +136,8 @@ class OwnModel:
 
     def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
         """See `Resident`."""
+        if order.loras:
+            raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
         pipeline = self._pipeline
         job = pipeline.dit.mesh.together(lambda: self._found.job(order))
 
@@ -149,6 +160,7 @@ class DiffusersModel:
         self._found, self._mesh = found, settled(found.plan, None)
         self._pipe = example.pipeline(ranks)
         self._pipe.set_progress_bar_config(disable=True)
+        self._loras = switched(self._pipe, found.loras.every) if found.loras.every else None
         placed(self._pipe, found.plan, self._mesh)
         self._scheduler = self._pipe.scheduler
         self.facts = found.facts(example.pixels or (0, 0))
@@ -156,6 +168,10 @@ class DiffusersModel:
     def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order))
+        if self._loras is None and order.loras:
+            raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} was started without LoRAs")
+        if self._loras is not None and self._loras.switch(order.loras):
+            clock.ends("lora")
         self._pipe.scheduler = job.scheduler_of(self._scheduler)
 
         def step(index: int) -> None:

@@ -1,0 +1,95 @@
+"""Tests of LoRAs by request: ranks of the built-in model of texts, beside the command with the same files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from seqpar.serve.messages import Failed, Made
+from seqpar.serve.ranks.loop import SOCKET
+from seqpar.weights.find import LORAS
+from tests.cli.processes import seqpar
+from tests.serve.test_ranks import FROG, named, picture
+from tests.support.driver import Driver, replica
+from tests.support.meshes import random
+
+pytestmark = pytest.mark.slow
+SETS = {"none": (), "one": (("outline", 1.0),), "weak": (("outline", 0.5),), "two": (("other", 0.7), ("outline", 1.0))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two LoRAs: the package's, and one that changes half of its layers in another way."""
+    made = tmp_path_factory.mktemp("loras")
+    shutil.copy(LORAS["outline"], made / "outline.safetensors")
+    tensors = load_file(LORAS["outline"])
+    paths = sorted({key.partition(".lora_")[0] for key in tensors})[::2]
+    mine = {key: x for key, x in sorted(tensors.items()) if key.partition(".lora_")[0] in paths}
+    other = {key: 0.1 * random(tuple(x.shape), seed).float() for seed, (key, x) in enumerate(mine.items())}
+    save_file(other, made / "other.safetensors")
+    return made
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Driver]:
+    """Return two ranks with both built-in models and the LoRAs."""
+    with replica(tmp_path_factory.mktemp("serve"), 2, "builtin", "builtin-text", "--loras", str(folder)) as made:
+        yield made
+        assert made.finish() == 0
+
+
+def asked(driver: Driver, name: str, id_: str) -> Made:
+    """Return the answer to an order with a set of LoRAs."""
+    answer = driver.ask(named(FROG, id_, loras=SETS[name]))
+    assert isinstance(answer, Made), answer
+    return answer
+
+
+def test_pictures_have_the_bits_of_the_commands_whatever_was_merged_before(
+    driver: Driver, folder: Path, tmp_path: Path
+) -> None:
+    order = ("none", "two", "one", "one", "none", "weak", "two", "none")
+    every = [(name, asked(driver, name, f"{index}")) for index, name in enumerate(order)]
+    pictures = {name: picture(answer) for name, answer in every}
+    assert all(np.array_equal(picture(answer), pictures[name]) for name, answer in every)
+    assert ["lora" in answer.parts_s for _, answer in every] == [False, True, True, False, True, True, True, True]
+    assert all(not np.array_equal(pictures[a], pictures[b]) for a in SETS for b in SETS if a != b)
+    for name, wanted in SETS.items():
+        file = tmp_path / f"{name}.png"
+        flags = [f"{folder / lora}.safetensors:{scale}" for lora, scale in wanted]
+        words = ["--prompt", FROG.prompt, "--seed", "3", "--steps", "6", "--ranks", "2", "--out", file]
+        done = seqpar("sample", *words, *(["--lora", *flags] if flags else []))
+        assert done.returncode == 0, done.stderr
+        assert np.array_equal(pictures[name], np.asarray(Image.open(file))), name
+
+
+def test_who_has_which_loras(driver: Driver) -> None:
+    classes, texts = driver.ready.models
+    assert (classes.loras, texts.loras) == ((), ("other", "outline"))
+    unknown = driver.ask(named(FROG, "unknown", loras=(("../outline", 1.0),)))
+    assert isinstance(unknown, Failed)
+    assert unknown.why == "mistake"
+    assert "got the LoRA ../outline, expected one of other, outline" in unknown.text
+    of_classes = driver.ask(named(FROG, "classes", model="builtin", prompt="cat", loras=SETS["one"]))
+    assert isinstance(of_classes, Failed)
+    assert "is no pipeline of diffusers" in of_classes.text
+
+
+@pytest.mark.parametrize("kind", ["empty", "name", "misfit"])
+def test_a_folder_that_does_not_fit_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(SOCKET, "/nowhere")
+    if kind == "name":
+        shutil.copy(LORAS["outline"], tmp_path / "-odd.safetensors")
+    if kind == "misfit":
+        save_file({"transformer.nothing.lora_A.weight": torch.ones(2, 4)}, tmp_path / "misfit.safetensors")
+    done = seqpar("replica", "builtin-text", "--loras", tmp_path, "--ranks", 1)
+    told = {"empty": "expected a folder with files NAME.safetensors", "name": "got the LoRA '-odd'"}
+    assert done.returncode == 2
+    assert told.get(kind, "got the LoRA misfit, which fits no model that is served") in done.stderr

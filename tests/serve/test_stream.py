@@ -37,7 +37,7 @@ def enlarged(seed: int, index: int, size: tuple[int, int]) -> bytes:
     """Return the pixels of a partial picture of the fake ranks in its full size, (height, width)."""
     height, width = size[0] // SHRINK, size[1] // SHRINK
     image = Image.frombytes("RGB", (width, height), pixels_of(partial_seed(seed, index), height, width))
-    return image.resize(size[::-1], Image.Resampling.BICUBIC).tobytes()
+    return image.resize((size[1], size[0]), Image.Resampling.BICUBIC).tobytes()
 
 
 def told(answer: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -74,7 +74,7 @@ def encoded(
     height, width = size
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
     if enlarged is not None:
-        image = image.resize(enlarged[::-1], Image.Resampling.BICUBIC)
+        image = image.resize((enlarged[1], enlarged[0]), Image.Resampling.BICUBIC)
     if how.kind == "png":
         info = PngInfo()
         info.add_text("seqpar", json.dumps(about))

@@ -12,7 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.cli.main import main
-from seqpar.serve.messages import Alive, Cancel, Failed, Finish, Made, Partial, PictureOrder, Ready, Step, ToFront, packed, read
+from seqpar.serve.messages import (
+    Alive,
+    Cancel,
+    Failed,
+    Finish,
+    Made,
+    Partial,
+    PictureOrder,
+    Ready,
+    Step,
+    ToFront,
+    packed,
+    read,
+)
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked

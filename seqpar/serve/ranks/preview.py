@@ -26,7 +26,7 @@ STEPS = 8  # of a run for the fit: pictures are as good as finished then
 TEXTS = (  # few pictures, which together have many colours
     "a red apple, a yellow banana and a green pear on a white table",
     "a blue sea with black rocks under an orange sunset",
-    "a portrait of a person in front of a grey wall",
+    "a person in a purple coat in front of a green forest",
 )
 
 

@@ -23,11 +23,7 @@ from seqpar.serve.messages import Partial, PictureOrder, ServedModel
 
 Look = Callable[[int, Tensor, tuple[int, int] | None], None]
 STEPS = 8  # of a run for the fit: pictures are as good as finished then
-TEXTS = (  # few pictures, which together have many colours
-    "a red apple, a yellow banana and a green pear on a white table",
-    "a blue sea with black rocks under an orange sunset",
-    "a person in a purple coat in front of a green forest",
-)
+TEXTS = ("a red apple and a green leaf", "a blue whale in the sea", "a yellow sun and a purple flower")  # many colours
 
 
 @dataclass(frozen=True)

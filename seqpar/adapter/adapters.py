@@ -106,7 +106,7 @@ def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
         wrapper.merge(adapter_names=list(active(wrapper)))
         base = wrapper.get_base_layer()
         return base.weight.data, None if base.bias is None else base.bias.data
-    return changed(base.weight, base.bias, [(change_of(wrapper, name), scale) for name in active(wrapper)])
+    return with_terms(base.weight, base.bias, [(term_of(wrapper, name), scale) for name in active(wrapper)])
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -114,7 +114,7 @@ def _is_plain_lora(layer: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Change:
+class LoraTerm:
     """What a LoRA adds to a linear layer at scale 1: factor * B A to its weight (F, E), factor * bias to its bias."""
 
     a_RE: Tensor
@@ -123,10 +123,10 @@ class Change:
     factor: float
 
 
-def change_of(layer: Any, name: str) -> Change:
+def term_of(layer: Any, name: str) -> LoraTerm:
     """Return what an adapter adds to its layer, for which `why_not_plain` has no reason."""
     a, b = layer.lora_A[name], layer.lora_B[name]
-    return Change(
+    return LoraTerm(
         a.weight.detach(), b.weight.detach(), None if b.bias is None else b.bias.detach(), layer.scaling[name]
     )
 
@@ -139,17 +139,17 @@ def why_not_plain(layer: Any, name: str) -> str | None:
     return f"is a {type(layer.lora_variant[name]).__name__}" if name in layer.lora_variant else None
 
 
-def changed(
-    weight_FE: Tensor, bias_F: Tensor | None, changes: Sequence[tuple[Change, float]]
+def with_terms(
+    weight_FE: Tensor, bias_F: Tensor | None, terms: Sequence[tuple[LoraTerm, float]]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias with changes, each at a scale, in fp32 (fp64 for fp64); no bias if none changes it."""
+    """Return weight and bias with terms of LoRAs, each at a scale, in fp32 (fp64 for fp64); no bias if none has one."""
     wide = torch.promote_types(weight_FE.dtype, torch.float32)
     weight, bias = weight_FE.to(wide), None
-    for change, scale in changes:
-        factor = change.factor * scale
-        weight = torch.addmm(weight, change.b_FR.to(wide), change.a_RE.to(wide), alpha=factor)
-        if change.bias_F is not None and bias_F is not None:
-            bias = (bias_F.to(wide) if bias is None else bias) + factor * change.bias_F.to(wide)
+    for term, scale in terms:
+        factor = term.factor * scale
+        weight = torch.addmm(weight, term.b_FR.to(wide), term.a_RE.to(wide), alpha=factor)
+        if term.bias_F is not None and bias_F is not None:
+            bias = (bias_F.to(wide) if bias is None else bias) + factor * term.bias_F.to(wide)
     return weight, bias
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.adapter.adapters import Change, base_of, change_of, changed, layer_at, layers, why_not_plain
+from seqpar.adapter.adapters import LoraTerm, base_of, layer_at, layers, term_of, why_not_plain, with_terms
 
 Wanted = tuple[tuple[str, float], ...]
 """Names of LoRAs, in the order in which they are added, with their scales."""
-Changes = Mapping[str, Change]
+Terms = Mapping[str, LoraTerm]
 """Path of a layer -> what a LoRA adds to it."""
 
 
-def changes_of(module: nn.Module, name: str) -> dict[str, Change]:
+def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
     """Return what an adapter of peft adds to each layer; ValueError where that is more than a matrix to a weight."""
-    changes = dict[str, Change]()
+    terms = dict[str, LoraTerm]()
     for path, layer in layers(module):
         wrapper: Any = layer
         if name not in wrapper._get_available_adapters():
@@ -36,8 +36,8 @@ def changes_of(module: nn.Module, name: str) -> dict[str, Change]:
             reason = f"wraps a {type(base).__name__} of {base.weight.dtype}"
         if reason is not None:
             raise ValueError(f"got an adapter on {path} that {reason}, expected a plain LoRA of linear layers")
-        changes[path] = change_of(wrapper, name)
-    return changes
+        terms[path] = term_of(wrapper, name)
+    return terms
 
 
 class Merging:
@@ -47,7 +47,7 @@ class Merging:
     one room for the layers of all LoRAs, so that others can be merged later.
     """
 
-    def __init__(self, module: nn.Module, every: Mapping[str, Changes], keeps: bool) -> None:
+    def __init__(self, module: nn.Module, every: Mapping[str, Terms], keeps: bool) -> None:
         self._every = every
         self._layers: dict[str, Any] = {path: layer_at(module, path) for each in every.values() for path in each}
         self._kept = {path: _copied(layer) for path, layer in self._layers.items()} if keeps else {}
@@ -74,7 +74,7 @@ class Merging:
         layer = self._layers[path]
         own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
         mine = [(self._every[name][path], scale) for name, scale in wanted if path in self._every[name]]
-        weight, bias = changed(own, own_bias, mine) if mine else (own, None)
+        weight, bias = with_terms(own, own_bias, mine) if mine else (own, None)
         layer.weight.copy_(weight)
         if own_bias is not None:
             layer.bias.copy_(own_bias if bias is None else bias)

@@ -22,7 +22,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from torch import Tensor
 
 from seqpar.adapter.adapters import base_of, layers
-from seqpar.adapter.merging import Merging, changes_of
+from seqpar.adapter.merging import Merging, terms_of
 from seqpar.pipelines._naming import naming
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import LORAS, WithoutValues
@@ -81,7 +81,7 @@ def check_switched(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Ma
         if changes_encoders(kind, (lora,)):
             raise ValueError(f"got --lora {lora.path} that changes a text encoder, expected the transformer alone")
         with naming(f"got --lora {lora.path}, which cannot be merged"):
-            changes_of(model, _name(number))
+            terms_of(model, _name(number))
         changed |= {path: base_of(layer).weight.numel() for path, layer in layers(model)}  # pyright: ignore
     return changed
 
@@ -143,7 +143,7 @@ def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
     names = [_name(number) for number, _ in enumerate(loras, 1)]
     pipe.transformer.set_adapters(names, [1.0 for _ in names])
     try:
-        every = {name: changes_of(pipe.transformer, name) for name in names}
+        every = {name: terms_of(pipe.transformer, name) for name in names}
     except ValueError as reason:
         pipe.transformer.set_adapters(names, [lora.scale for lora in loras])
         return str(reason)
@@ -158,7 +158,7 @@ def switched(pipe: Any, loras: Mapping[str, Lora]) -> Merging:
     every = {}
     for name, lora in loras.items():
         load(pipe, (lora,))
-        every[name] = changes_of(pipe.transformer, _name(1))
+        every[name] = terms_of(pipe.transformer, _name(1))
         pipe.transformer.unload_lora()
     return Merging(pipe.transformer, every, keeps=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Unpack
@@ -16,6 +16,7 @@ from torch import Tensor
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.checks import why_not_captured
+from seqpar.sampling.clean import check_clean
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
 from seqpar.sampling.run import Run
 from seqpar.sampling.steppers import Decision, decide
@@ -68,6 +69,23 @@ class Sampler:
         self._kind: object = None
         self._decision: tuple[object, Decision] | None = None
         self._latents: dict[str, Tensor] | None = None
+        self._shown: Collection[int] = ()
+        self._on_clean: Callable[[int, Tensor], None] = lambda index, latents: None
+
+    @contextmanager
+    def estimating(self, evaluations: Collection[int], on_clean: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """While it is entered, calls estimate the clean latents after these evaluations, by their index.
+
+        on_clean(index, latents): called on every rank, with the first stream's estimate, complete. Only these
+        evaluations are gathered; the result has the same bits. Every rank must enter it with the same evaluations.
+        Calls raise ValueError for a scheduler whose clean latents are not known (`seqpar.sampling.clean`).
+        """
+        before = self._shown, self._on_clean
+        self._shown, self._on_clean = evaluations, on_clean
+        try:
+            yield
+        finally:
+            self._shown, self._on_clean = before
 
     def __enter__(self) -> Sampler:
         return self
@@ -90,19 +108,29 @@ class Sampler:
         self._latents = None
         request = Request(scheduler, noise, prompt, **settings)
         check_request(self.dit, request, on_step)
+        if self._shown:
+            self.dit.mesh.together(lambda: check_clean(scheduler))
         agreed = course(rank_0s(self.dit.mesh, request), self._decided)
         run, captured = self._ready(agreed), self._graph and why_not_captured(self.dit, agreed.decision) is None
         for index in range(len(agreed.timesteps_S)):
-            with _checked_before(index):
-                if captured:
-                    run.capture()
-                run.step()
+            self._step(run, index, captured)
             on_step(index)
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
         self._latents = {name: x.clone() for name, x in run.latents().items()}
         check_finite(run.first_bad(), run.timesteps)
         return self._latents[self.dit.model.STATE[0]]
+
+    def _step(self, run: Run, index: int, captured: bool) -> None:
+        """Queue a step, as a graph if it can be captured, and estimate its clean latents where that is wished."""
+        with _checked_before(index):
+            if captured:
+                run.capture()
+            before = run.tokens.clone() if index in self._shown else None
+            run.step()
+        if before is not None:
+            self.dit.wait()  # before a collective, as at the end
+            self._on_clean(index, run.clean(before))
 
     def _decided(self, scheduler: Any, options: Mapping[str, Any], begin: int) -> Decision:
         """Return what `decide` returns, kept for the next call with an equal scheduler.

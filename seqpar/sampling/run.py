@@ -18,6 +18,7 @@ from seqpar.ranks.deadlines import Calls
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.branches import Branches, parted, rescaled
 from seqpar.sampling.checks import check_course, why_not_captured
+from seqpar.sampling.clean import clean_weights, input_scale
 from seqpar.sampling.conditions import Conditions
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Segment
@@ -96,7 +97,8 @@ class Run:
             else:
                 outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
                 for name, out in outputs.items():
-                    self._steppers[name](*self._guided(name, out), self._index, self._count, self._bad)
+                    branches = segment.branches[name] = self._guided(name, out)
+                    self._steppers[name](*branches, self._index, self._count, self._bad)
                 self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
         self._dit.keeper.check_now()
@@ -136,6 +138,19 @@ class Run:
         segment = self._segment
         outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
         return {name: self._parted(name, out) for name, out in outputs.items()}
+
+    def clean(self, before: Tensor) -> Tensor:
+        """Return the estimate of the clean latents in the last step's prediction, complete on every rank.
+
+        It is of the state's first stream. before: a copy of `tokens` from before that step, whose branches are still
+        there. Every rank must call this at the same time.
+        """
+        name, state = next(iter(self._states.items()))
+        index, scheduler = (self._index - 1) % len(self.timesteps), self._course.scheduler
+        timestep, branches = self.timesteps[index], self._segment.branches[name]
+        guided = guide(before, *branches, self._guidance_S[index], state.guided_width)
+        of_state, of_output = clean_weights(scheduler, timestep)
+        return state.gather(of_state / input_scale(scheduler, timestep) * before + of_output * guided)
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the model's next input of each stream (after the last step the latents), complete on every rank."""

@@ -16,13 +16,17 @@ from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.engine.share import Inputs, Share, rows_of
 from seqpar.planner.predict import TABLE_BYTES
+from seqpar.sampling.branches import Branches
 from seqpar.sampling.conditions import Conditions
 from seqpar.types.protocols import Encoded, rows
 from seqpar.types.streams import Split
 
 
 class Segment:
-    """The evaluations `steps` of a run, computed by one model."""
+    """The evaluations `steps` of a run, computed by one model.
+
+    branches: the outputs of the last step for each stream of the state; those of a replay are where the capture's are.
+    """
 
     def __init__(
         self, dit: DistributedDiT, steps: range, lengths: Mapping[str, int], size: tuple[int, ...], given: Conditions
@@ -30,6 +34,7 @@ class Segment:
         """Set up the segment. lengths: tokens of each stream of the state; size: size of the first stream's latent."""
         self.steps = steps
         self.graph: StepGraph | None = None
+        self.branches: dict[str, Branches] = {}
         self.model, self._given, self._keeper, self._releases = dit.model, given, dit.keeper, dit.keeper.releases
         encoded = self._encode(given)
         self._whole = _whole(given, encoded)
@@ -99,6 +104,7 @@ class Segment:
         """Free the CUDA graph and its memory, if there is one."""
         if self.graph is not None:
             torch.cuda.synchronize()
+            self.branches = {}
             self.graph.release()
             self.graph = None
             torch.cuda.empty_cache()  # neither a capture nor peer memory could take what a graph's pool leaves there

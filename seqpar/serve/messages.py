@@ -20,7 +20,7 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     """One picture. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
 
     prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
-    names and scales.
+    names and scales. partial_images: how many pictures of what is denoised so far are told, at most.
     """
 
     id: str
@@ -35,6 +35,7 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     scheduler: str | None = None
     deadline_s: float | None = None
     loras: tuple[tuple[str, float], ...] = ()
+    partial_images: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -80,6 +81,20 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     count: int
 
 
+class Partial(msgspec.Struct, frozen=True, tag="partial"):
+    """What an order's picture will look like, by its latents so far: rows of RGB bytes, one pixel a latent's.
+
+    index: from 0. size: (height, width) of the picture, to which this one is to be enlarged.
+    """
+
+    id: str
+    index: int
+    height: int
+    width: int
+    pixels: bytes
+    size: tuple[int, int]
+
+
 class Made(msgspec.Struct, frozen=True, tag="made"):
     """The picture of an order: rows of RGB bytes. parts_s: seconds of its parts (encode, steps, decode)."""
 
@@ -110,7 +125,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 ToRanks = PictureOrder | Cancel | Finish
-ToFront = Ready | Step | Made | Failed | Alive
+ToFront = Ready | Step | Partial | Made | Failed | Alive
 
 
 def packed(message: ToRanks | ToFront) -> bytes:

@@ -12,7 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.cli.main import main
-from seqpar.serve.messages import Alive, Cancel, Failed, Finish, Made, PictureOrder, Ready, Step, ToFront, packed, read
+from seqpar.serve.messages import (
+    Alive,
+    Cancel,
+    Failed,
+    Finish,
+    Made,
+    Partial,
+    PictureOrder,
+    Ready,
+    Step,
+    ToFront,
+    packed,
+    read,
+)
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked
@@ -23,13 +36,14 @@ LIMIT_S = 90  # for a message: loading on a busy machine takes the longest
 
 @dataclass
 class Driver:
-    """The connection with the ranks. ready: what they said first. steps: of each order that was told."""
+    """The connection with the ranks. ready: what they said first. steps, partial: of each order that was told."""
 
     line: socket.socket
     process: Forked
     ready: Ready
     errors: Path
     steps: dict[str, list[int]] = field(default_factory=dict)
+    partial: dict[str, list[Partial]] = field(default_factory=dict)
 
     def ask(self, order: PictureOrder, on_step: Callable[[Step], object] = lambda step: None) -> Made | Failed | None:
         """Return the answer to an order; None if the ranks have gone."""
@@ -38,6 +52,8 @@ class Driver:
             if isinstance(message, (Made, Failed)):
                 assert message.id == order.id
                 return message
+            if isinstance(message, Partial):
+                self.partial.setdefault(message.id, []).append(message)
             if isinstance(message, Step):
                 self.steps.setdefault(message.id, []).append(message.index)
                 on_step(message)

@@ -2,7 +2,8 @@
 
 A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (until a file NAME is there), `die`,
 `die-once NAME`, `deaf` (gives nothing up), `mistake`, `failure`, `short` (too few bytes), `nonsense` (no message). What
-it hears is appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each.
+it hears is appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial pictures follow the
+first step, before the prompt is obeyed; they have a quarter of the sides.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     Made,
+    Partial,
     PictureOrder,
     Ready,
     ServedModel,
@@ -37,6 +39,12 @@ from seqpar.serve.messages import (
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
 LORAS = {"toy": ("style", "lines"), "other": ()}
 MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, loras=loras) for name, loras in LORAS.items())
+SHRINK = 4
+
+
+def partial_seed(seed: int, index: int) -> int:
+    """Return the seed of a partial picture's pixels."""
+    return seed + 100 * (index + 1)
 
 
 def pixels_of(seed: int, height: int, width: int) -> bytes:
@@ -110,6 +118,9 @@ def answer(fake: Fake, order: PictureOrder) -> ToFront:
     """Return the answer to an order."""
     steps, (height, width) = order.steps or STEPS, order.size or SIZE
     fake.tell(Step(order.id, 1, steps))
+    for index in range(order.partial_images):
+        small = height // SHRINK, width // SHRINK
+        fake.tell(Partial(order.id, index, *small, pixels_of(partial_seed(order.seed, index), *small), (height, width)))
     failed = obeyed(fake, order, order.prompt.split())
     if failed is not None:
         return failed

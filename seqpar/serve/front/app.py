@@ -20,6 +20,7 @@ from seqpar.serve.front.keys import Keys
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.replica import Replica
 from seqpar.serve.front.schema import Generation
+from seqpar.serve.front.stream import JobStream
 from seqpar.serve.messages import ServedModel
 
 JSON, TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
@@ -75,6 +76,9 @@ async def generate(body: Generation, request: Request, front: Here, key: Key) ->
     job = front.queue.add(request.state.id, key, wanted)
     shown = body.prompt if front.show_prompts else "not shown"
     log.event("accepted", job.id, key=key, model=wanted.order.model, count=wanted.count, prompt=shown)
+    headers = {"x-ignored": ", ".join(body.ignored)} if body.ignored else {}
+    if body.stream:
+        return JobStream(front.queue, job, "image_generation", with_steps=body.stream_steps, headers=headers)
     try:
         await _ended_or_left(request, front.queue, job)
         if job.problem is not None:
@@ -87,7 +91,6 @@ async def generate(body: Generation, request: Request, front: Here, key: Key) ->
         text = msgspec.json.encode(schema.pictures(job, links))
     finally:
         job.files.clear()
-    headers = {"x-ignored": ", ".join(body.ignored)} if body.ignored else {}
     return Response(text, media_type=JSON, headers=headers)
 
 

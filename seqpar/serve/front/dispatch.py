@@ -11,12 +11,13 @@ import msgspec
 
 from seqpar.serve.front import log
 from seqpar.serve.front.errors import NO_RETRY, Problem, of_ranks
+from seqpar.serve.front.events import PartlyMade, PictureMade, Stepped
 from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import RanksEndedError, Replica
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Failed, Made, PictureOrder
+from seqpar.serve.messages import Failed, Made, Partial, PictureOrder, Step
 
 ATTEMPTS = 2  # at a picture whose order ended all ranks
 STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
@@ -49,7 +50,7 @@ class Dispatch:
         order = _order_of(job)
         log.event("ordered", job.id, order=order.id)
         try:
-            answer = await self._answer(job, order)
+            answer = await self._answer(job, order, files)
         except RanksEndedError:
             self._ended(job)
             return
@@ -68,14 +69,19 @@ class Dispatch:
             self.queue.ordered(job)
             files.create_task(self._write(job, index, order, answer))
 
-    async def _answer(self, job: ServedJob, order: PictureOrder) -> Made | Failed:
+    async def _answer(self, job: ServedJob, order: PictureOrder, files: asyncio.TaskGroup) -> Made | Failed:
         """Return the ranks' answer to an order. If the job ends before, they are told to give the order up."""
+        picture = job.ordered
 
-        def step(index: int) -> None:
-            job.step = index
+        def told(message: Step | Partial) -> None:
+            if isinstance(message, Partial):
+                files.create_task(self._write_partial(job, picture, message))
+                return
+            job.step = message.index
             self.metrics.steps.inc()
+            job.tell(Stepped(picture, message.index, message.count))
 
-        answer = asyncio.create_task(self.replica.run(order, step))
+        answer = asyncio.create_task(self.replica.run(order, told))
         ended = asyncio.create_task(job.done.wait())
         await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -110,8 +116,19 @@ class Dispatch:
         self.metrics.seconds.labels("file").observe(parts_s["file"])
         job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
         job.files[index], job.size = file, size
+        job.tell(PictureMade(index))
         if len(job.files) == job.wanted.count:
             self.queue.end(job, "completed")
+
+    async def _write_partial(self, job: ServedJob, picture: int, partial: Partial) -> None:
+        """Make the file of a partial picture for the job's stream, which goes on without one that cannot be written."""
+        size = partial.height, partial.width
+        try:
+            file = await self.pictures.file_of(size, partial.pixels, job.wanted.how, {}, enlarged=partial.size)
+        except (OSError, ValueError) as error:
+            log.event("no file of a partial picture was written", job.id, level=40, error=str(error))
+            return
+        job.tell(PartlyMade(picture, partial.index, partial.size, file))
 
 
 def _order_of(job: ServedJob) -> PictureOrder:
@@ -132,5 +149,5 @@ def _checked(answer: Made | Failed) -> Made | Failed:
 def _about(order: PictureOrder, made: Made) -> dict[str, Any]:
     """Return the parameters of a picture for its file: what was asked for, and what the model chose."""
     told = {name: value for name, value in msgspec.structs.asdict(order).items() if value not in (None, ())}
-    left = {name: value for name, value in told.items() if name not in ("id", "deadline_s")}
+    left = {name: value for name, value in told.items() if name not in ("id", "deadline_s", "partial_images")}
     return {**left, "steps": made.steps, "size": [made.height, made.width]}

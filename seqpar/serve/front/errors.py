@@ -35,11 +35,15 @@ class Problem:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def shape(self) -> dict[str, str | None]:
+        """Return OpenAI's object of an error."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"message": self.text, "type": kind, "param": self.param, "code": self.code}
+
     def response(self) -> JSONResponse:
         """Return the answer in OpenAI's shape."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": self.text, "type": kind, "param": self.param, "code": self.code}
-        return JSONResponse({"error": error}, self.status, headers=dict(self.headers))
+        return JSONResponse({"error": self.shape}, self.status, headers=dict(self.headers))
 
 
 class ProblemError(Exception):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from seqpar.serve.front.errors import Problem, ProblemError
+from seqpar.serve.front.events import JobEnded, JobEvent, Moved
 from seqpar.serve.front.pictures import Format
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.messages import PictureOrder
@@ -61,6 +62,12 @@ class ServedJob:
     problem: Problem | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     timer: asyncio.TimerHandle | None = None
+    listener: Callable[[JobEvent], None] | None = None  # a stream, for as long as it is sent
+
+    def tell(self, event: JobEvent) -> None:
+        """Tell the job's stream of an event, if it has one."""
+        if self.listener is not None:
+            self.listener(event)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -137,6 +144,7 @@ class Queue:
             if job.timer is not None:
                 job.timer.cancel()
             job.done.set()
+            job.tell(JobEnded())
             self._look()
             self._on_end(job)
 
@@ -185,6 +193,9 @@ class Queue:
 
     def _look(self) -> None:
         self.some.set() if self._to_order() else self.some.clear()
+        for job in self.active:
+            if job.state == "queued":
+                job.tell(Moved())
 
     def _expire(self, job: ServedJob) -> None:
         text = f"got no pictures within {job.wanted.deadline_s:g} s; ask with a longer deadline_s, or for fewer steps"

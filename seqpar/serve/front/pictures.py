@@ -38,11 +38,21 @@ class Pictures:
     def __init__(self) -> None:
         self._pool = _new_pool()
 
-    async def file_of(self, size: tuple[int, int], pixels: bytes, how: Format, about: Mapping[str, Any]) -> bytes:
-        """Return a file. size: (height, width). about: parameters that a PNG keeps. OSError if the process died."""
+    async def file_of(
+        self,
+        size: tuple[int, int],
+        pixels: bytes,
+        how: Format,
+        about: Mapping[str, Any],
+        enlarged: tuple[int, int] | None = None,
+    ) -> bytes:
+        """Return a file. size: (height, width). about: parameters that a PNG keeps. OSError if the process died.
+
+        enlarged: the size that the picture is given, where it is not its own.
+        """
         pool = self._pool
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, encoded, size, pixels, how, about)
+            return await asyncio.get_running_loop().run_in_executor(pool, encoded, size, pixels, how, about, enlarged)
         except BrokenProcessPool as error:
             log.event("the process that writes pictures died and is started again", level=40)
             if pool is self._pool:  # else another picture has found it out before
@@ -54,10 +64,17 @@ class Pictures:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encoded(size: tuple[int, int], pixels: bytes, how: Format, about: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file of rows of RGB bytes; `seqpar sample` writes the same PNG of the same parameters."""
+def encoded(
+    size: tuple[int, int], pixels: bytes, how: Format, about: Mapping[str, Any], enlarged: tuple[int, int] | None = None
+) -> bytes:
+    """Return the bytes of a file of rows of RGB bytes; `seqpar sample` writes the same PNG of the same parameters.
+
+    enlarged: see `Pictures.file_of`.
+    """
     height, width = size
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
+    if enlarged is not None:
+        image = image.resize((enlarged[1], enlarged[0]), Image.Resampling.BICUBIC)
     if how.kind == "png":
         info = PngInfo()
         info.add_text("seqpar", json.dumps(about))

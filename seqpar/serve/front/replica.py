@@ -25,6 +25,7 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     Made,
+    Partial,
     PictureOrder,
     Ready,
     Step,
@@ -55,11 +56,11 @@ class RanksEndedError(Exception):
 
 @dataclass(frozen=True)
 class Running:
-    """The order that is with the ranks. step is called with the number of each step."""
+    """The order that is with the ranks. told is called with what they say before the answer."""
 
     order: PictureOrder
     answer: asyncio.Future[Made | Failed]
-    step: Callable[[int], None]
+    told: Callable[[Step | Partial], None]
 
 
 class Replica:
@@ -95,9 +96,9 @@ class Replica:
             log.event("the ranks are started again", level=30, code=code)
             self._on_restart()
 
-    async def run(self, order: PictureOrder, step: Callable[[int], None]) -> Made | Failed:
+    async def run(self, order: PictureOrder, told: Callable[[Step | Partial], None]) -> Made | Failed:
         """Send an order and return its answer. Raises RanksEndedError. The ranks must be ready and have no order."""
-        running = Running(order, asyncio.get_running_loop().create_future(), step)
+        running = Running(order, asyncio.get_running_loop().create_future(), told)
         self._running = running
         self._send(order)
         try:
@@ -183,8 +184,8 @@ class Replica:
                 log.event("ready", ranks=message.ranks, device=message.device, loaded_s=message.loaded_s)
             case Alive():
                 self.memory = message.memory
-            case Step() if running is not None and running.order.id == message.id:
-                running.step(message.index)
+            case Step() | Partial() if running is not None and running.order.id == message.id:
+                running.told(message)
             case Made() | Failed() if running is not None and running.order.id == message.id:
                 self.memory = message.memory or self.memory if isinstance(message, Made) else self.memory
                 if not running.answer.done():

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import Format, Kind
@@ -65,6 +65,9 @@ class Generation(BaseModel):
     ] = []
     deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
     priority: Priority = "normal"
+    stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
+    partial_images: Annotated[int, Field(ge=0, le=3, description="Partial pictures of each picture in the stream.")] = 0
+    stream_steps: Annotated[bool, Field(description="Tell of the queue and of each step in the stream.")] = False
     user: Nothing = None
     quality: Nothing = None
     style: Nothing = None
@@ -94,6 +97,20 @@ class Generation(BaseModel):
             (value or "").encode()
         except UnicodeEncodeError as error:
             raise ValueError("expected a text without halves of surrogate pairs") from error
+        return value
+
+    @field_validator("stream")
+    @classmethod
+    def _holds_pictures(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("response_format") == "url":
+            raise ValueError("expected False with response_format 'url'; a stream holds pictures as b64_json")
+        return value
+
+    @field_validator("partial_images", "stream_steps")
+    @classmethod
+    def _is_streamed(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("stream"):
+            raise ValueError(f"expected {type(value)()} without a stream; add stream true")
         return value
 
     @model_validator(mode="after")
@@ -127,6 +144,7 @@ class Generation(BaseModel):
             self.negative_prompt,
             self.scheduler,
             loras=self.loras,
+            partial_images=self.partial_images,
         )
         deadline_s = longest_s if self.deadline_s is None else self.deadline_s
         how = Format(self.output_format, self.output_compression)
@@ -142,21 +160,21 @@ def pictures(job: ServedJob, links: Sequence[str] | None) -> dict[str, Any]:
         if links is not None
         else [{"b64_json": base64.b64encode(job.files[index]).decode()} for index in range(count)]
     )
-    details = {"image_tokens": 0, "text_tokens": 0}
     return {
         "created": int(job.ended or job.arrived),
         "data": [{**each, "seed": seed + index} for index, each in enumerate(told)],
         "output_format": job.wanted.how.kind,
         "size": f"{width}x{height}",
-        "usage": {
-            "input_tokens": 0,
-            "output_tokens": 0,
-            "total_tokens": 0,
-            "input_tokens_details": details,
-            "output_tokens_details": details,
-        },
+        "usage": usage(),
         "seqpar": {"id": job.id, "seconds": job.parts_s, "queue_s": (job.started or job.arrived) - job.arrived},
     }
+
+
+def usage() -> dict[str, Any]:
+    """Return OpenAI's count of tokens, which are not charged for here."""
+    details = {"image_tokens": 0, "text_tokens": 0}
+    counts = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+    return {**counts, "input_tokens_details": details, "output_tokens_details": details}
 
 
 def of_job(job: ServedJob, queue: Queue) -> dict[str, Any]:

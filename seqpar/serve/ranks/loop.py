@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.pipelines._lora import Lora
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.serve.messages import Alive, Failed, Finish, Made, PictureOrder, Ready, Step
+from seqpar.serve.messages import Alive, Failed, Finish, Made, Partial, PictureOrder, Ready, Step
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
 from seqpar.serve.ranks.models import Clock, Found, Resident
+from seqpar.serve.ranks.preview import Estimates, Previews
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
 IDLE_S = 60.0  # after which idle ranks exchange something, so that no wait for an order reaches a deadline
@@ -36,13 +38,14 @@ class Served:
     mesh: Mesh
     models: Mapping[str, Resident]
     line: Line | None
+    previews: Previews
     running: list[str] = field(default_factory=list)  # the id of the order that runs
 
     def wants(self) -> Reason | None:
         """Return why this rank wants the running order to end; only rank 0 hears of it."""
         return None if self.line is None else self.line.why_given_up(self.running[0])
 
-    def tell(self, message: Ready | Step | Made | Failed | Alive) -> None:
+    def tell(self, message: Ready | Step | Partial | Made | Failed | Alive) -> None:
         """Send a message to the front; other ranks than rank 0 say nothing."""
         if self.line is not None:
             self.line.send(message)
@@ -59,7 +62,7 @@ def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, l
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     models = loaded(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
     line = mesh.together(lambda: Line(path) if mesh.is_main else None)
-    served = Served(mesh, models, line)
+    served = Served(mesh, models, line, Previews(mesh))
     device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
     facts = tuple(model.facts for model in models.values())
     served.tell(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
@@ -116,12 +119,15 @@ def _made(served: Served, order: PictureOrder) -> Made:
     model = served.models.get(order.model)
     if model is None:
         raise ValueError(f"got model {order.model}, expected one of {', '.join(served.models)}")
+    boundary = StepBoundary(served.mesh, served.wants)
+
+    def small(other: PictureOrder, asked: Estimates) -> Image.Image:
+        return model.make(other, boundary, lambda index, count: None, Clock(), asked)[0]
+
+    estimates = served.previews.estimates(order, model.facts, small, served.tell)
     clock = Clock()
     picture, steps = model.make(
-        order,
-        StepBoundary(served.mesh, served.wants),
-        lambda index, count: served.tell(Step(order.id, index, count)),
-        clock,
+        order, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates
     )
     pixels = np.ascontiguousarray(np.asarray(picture.convert("RGB"))).tobytes() if served.mesh.is_main else b""
     memory = _memory(served.mesh)

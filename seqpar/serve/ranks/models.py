@@ -23,6 +23,8 @@ from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 from seqpar.serve.messages import PictureOrder, ServedModel
 from seqpar.serve.ranks.loras import FittingLoras
+from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
+from seqpar.serve.ranks.scheduled import watched
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]
@@ -46,10 +48,13 @@ class Resident(Protocol):
 
     facts: ServedModel
 
-    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(
+        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
+    ) -> tuple[Image.Image, int]:
         """Return the picture of an order and its number of steps, on every rank; every rank must call this alike.
 
-        boundary: passed between steps and parts. tell(index, count): called after each step.
+        boundary: passed between steps and parts. tell(index, count): called after each step. estimates: of the clean
+        latents, which change nothing.
         Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
         """
         ...
@@ -134,7 +139,9 @@ class OwnModel:
         self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
         self.facts = found.facts(example.pixels)
 
-    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(
+        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
+    ) -> tuple[Image.Image, int]:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
@@ -146,7 +153,8 @@ class OwnModel:
             boundary()
 
         boundary()
-        latents = pipeline.latents(**job.settings, on_step=step)
+        with pipeline.sampler.estimating(*estimates.looked(job.evaluations, job.pixels)):
+            latents = pipeline.latents(**job.settings, on_step=step)
         clock.ends("steps")
         (picture,) = to_pil(pipeline.decode(latents, lambda index: boundary()))
         clock.ends("decode")
@@ -165,7 +173,9 @@ class DiffusersModel:
         self._scheduler = self._pipe.scheduler
         self.facts = found.facts(example.pixels or (0, 0))
 
-    def make(self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock) -> tuple[Image.Image, int]:
+    def make(
+        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
+    ) -> tuple[Image.Image, int]:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order))
         if self._loras is None and order.loras:
@@ -179,7 +189,7 @@ class DiffusersModel:
             tell(index + 1, job.steps)
 
         try:
-            with passing(self._pipe, boundary):
+            with passing(self._pipe, boundary), watched(self._pipe.scheduler, estimates, job.pixels):
                 (picture,) = job.make(self._pipe, step, self._mesh)
         finally:
             self._pipe.scheduler = self._scheduler

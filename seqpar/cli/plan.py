@@ -11,6 +11,7 @@ from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined
 from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
@@ -20,7 +21,8 @@ from seqpar.ranks.mesh import Mesh
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
     all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
+    same = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return Args(**same, dry_run=args.gpus or all_gpus, explain=args.explain)
 
 
 def wish_of(args: Args) -> Wish:
@@ -55,7 +57,8 @@ def _running(ranks: Mesh, transport: str) -> Machine:
 
 
 def _table(args: Args, job: Job | Adapted, machine: Machine) -> str:
-    """Return the plan for a machine, all layouts, a step's costs and how pictures are decoded."""
+    """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
     ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
     lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
-    return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine)])])
+    why = f"\n{explain(ranking)}" if args.explain else None
+    return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine), why])])

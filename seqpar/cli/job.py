@@ -185,8 +185,6 @@ def _check_ranges(args: Args) -> None:
             f"got {named} x --repeat {args.repeat} pictures, expected at most {MOST_PICTURES} in a run; make others by "
             f"runs with another --seed"
         )
-    if args.explain and args.dry_run is None:
-        raise ValueError("got --explain for a run, expected it with --dry-run; explain a plan: seqpar plan --explain")
     if args.vae == "strips" and args.exact:
         raise ValueError("got --vae strips with --exact, expected pictures: strips round sums in another order")
 

@@ -21,8 +21,7 @@ from seqpar.ranks.mesh import Mesh
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
     all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    same = {field.name: getattr(args, field.name) for field in fields(Options)}
-    return Args(**same, dry_run=args.gpus or all_gpus, explain=args.explain)
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
 
 
 def wish_of(args: Args) -> Wish:
@@ -31,10 +30,11 @@ def wish_of(args: Args) -> Wish:
     return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
-def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
+def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, explained: bool = False) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
 
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
+    explained: whether each table is followed by why its first layout wins.
     """
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
@@ -42,7 +42,7 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:
         try:
-            tables.append(_table(args, job, machine))
+            tables.append(_table(args, job, machine, explained))
         except ValueError as error:
             if len(machines) < 2:
                 raise
@@ -56,9 +56,9 @@ def _running(ranks: Mesh, transport: str) -> Machine:
     return here(ranks.device, ranks.world.size, name)
 
 
-def _table(args: Args, job: Job | Adapted, machine: Machine) -> str:
+def _table(args: Args, job: Job | Adapted, machine: Machine, explained: bool) -> str:
     """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
     ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
     lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
-    why = f"\n{explain(ranking)}" if args.explain else None
-    return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine), why])])
+    lines += filter(None, [decoding.line(args, job, ranking, machine)])
+    return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

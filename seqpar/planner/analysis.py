@@ -1,8 +1,8 @@
 """What the operations of a transformer cost, what each kind of parallelism sends, and where one overtakes another.
 
-docs/analysis.md is written from this file, and `seqpar plan --explain` prints its numbers for a model. Costs are sums of
-`linear` and `core` of `seqpar.types.facts`, times are those of `predict.py`: the planner has each formula once. The
-planner chooses among strategies on the sequence; tensor and pipeline parallelism are here only to be compared with.
+docs/analysis.md is written from this file, and `seqpar plan --explain` prints its numbers for a model. Costs are sums
+of `linear` and `core` of `seqpar.types.facts`, times are those of `predict.py`: each formula stands once. The planner
+chooses among strategies on the sequence; tensor and pipeline parallelism are here only to be compared with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seqpar.planner.predict import GIB, USABLE, Load, Prediction, memory, predic
 from seqpar.planner.rates import Rates, time_at
 from seqpar.types.facts import Blocks, Cost, Gemms, Layout, Work, core, linear
 
-# Operations: b rows of s tokens, width d, heads z, c text tokens of width e, T frames of P patches -----------------
+# Operations: b rows of s tokens, width d, heads z, c text tokens of width e --------------------------------------
 
 
 def mlp(rows: int, d: int) -> Cost:
@@ -158,7 +158,7 @@ def _share(work: Work, ranks: int) -> Work:
     return replace(work, heads=of(work.heads), kv_heads=of(work.kv_heads), blocks=blocks, live=live)
 
 
-# Parts of a step, and crossings ----------------------------------------------------------------------------------------
+# Parts of a step, and crossings --------------------------------------------------------------------------------
 
 
 def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:

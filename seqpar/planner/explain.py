@@ -27,9 +27,7 @@ class Way:
 
 
 def explain(ranking: Ranking) -> str:
-    """Return the explanation of the chosen layout as text; empty if no layout fits the memory."""
-    if not ranking.ranked:
-        return ""
+    """Return the explanation of the chosen layout as text; `ValueError` if no layout fits the memory."""
     lines = [f"why {_name(ranking.best)}:", *_costs(ranking), "", *_bounds(ranking)]
     if _ranks(ranking.best) > 1:
         lines += ["", *_ways(ranking), *_reasons(ranking)]

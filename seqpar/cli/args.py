@@ -118,6 +118,9 @@ class PlanArgs(Options):
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, as 1 2 4 8: GPUs like this machine's, or H200s if it has none; by default this
     machine with all its GPUs."""
+    explain: bool = False
+    """Also print what a step costs, what each way to split it sends, and why the chosen layout wins
+    (docs/analysis.md)."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined
 from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
@@ -29,10 +30,11 @@ def wish_of(args: Args) -> Wish:
     return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
-def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
+def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, explained: bool = False) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
 
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
+    explained: whether each table is followed by why its first layout wins.
     """
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
@@ -40,7 +42,7 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:
         try:
-            tables.append(_table(args, job, machine))
+            tables.append(_table(args, job, machine, explained))
         except ValueError as error:
             if len(machines) < 2:
                 raise
@@ -54,8 +56,9 @@ def _running(ranks: Mesh, transport: str) -> Machine:
     return here(ranks.device, ranks.world.size, name)
 
 
-def _table(args: Args, job: Job | Adapted, machine: Machine) -> str:
-    """Return the plan for a machine, all layouts, a step's costs and how pictures are decoded."""
+def _table(args: Args, job: Job | Adapted, machine: Machine, explained: bool) -> str:
+    """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
     ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
     lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
-    return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine)])])
+    lines += filter(None, [decoding.line(args, job, ranking, machine)])
+    return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

@@ -133,10 +133,10 @@ class Work:
         """Return the number of blocks of all kinds."""
         return sum(kind.count for kind in self.blocks)
 
-    def block(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
-        """Return the cost of a block on b rows of s tokens of the state, and of other streams with these tokens each.
+    def parts(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> tuple[Cost, Cost, Cost]:
+        """Return the cost of a block's matrix products, of its attention, and of its elementwise passes.
 
-        These are matrix products, attention and elementwise passes.
+        b rows have s tokens of the state each, and these tokens of the other streams.
         """
         whole = s + sum(others)
         products = [linear(b * rows, i, o) for rows, i, o in kind.products(s, others)]
@@ -144,7 +144,11 @@ class Work:
         if kind.cross is not None:
             attention += core(b, s, kind.cross.keys, self.heads, self.head_dim)
         q_and_k = 2 * (self.heads + self.kv_heads) * self.head_dim * self.prepares
-        return sum(products, attention) + Cost(0, b * whole * (sum(kind.passes) + q_and_k))
+        return sum(products, Cost(0, 0)), attention, Cost(0, b * whole * (sum(kind.passes) + q_and_k))
+
+    def block(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
+        """Return the cost of a whole block: the sum of its `parts`."""
+        return sum(self.parts(kind, b, s, others), Cost(0, 0))
 
     def step(self, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
         """Return the cost of all blocks and of the products on the state before and after them."""

@@ -109,3 +109,16 @@ def test_an_exact_dry_run_has_no_ring_and_writes_nothing(capsys: pytest.CaptureF
     assert "ring" not in shown
     dry("2")
     assert "ring" in capsys.readouterr().out  # a negative control
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_plan_explains_itself_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "large-dit-7b", "--size", "1024", "--classes", "1", "--gpus", "1", "4"]
+    command(["plan", *flags])
+    plain = capsys.readouterr().out
+    command(["plan", *flags, "--explain"])
+    shown = capsys.readouterr().out
+    assert "\nwhy " not in plain
+    assert shown.count("\nwhy one rank:") == shown.count("\nwhy cfg 2 x ulysses 2 by kv_first:") == 1
+    assert shown.count("tensor 4 (not in seqpar): +") == 1
+    assert set(plain.splitlines()) <= set(shown.splitlines())

@@ -1,0 +1,240 @@
+"""What the operations of a transformer cost, what each kind of parallelism sends, and where one overtakes another.
+
+docs/analysis.md is written from this file, and `seqpar plan --explain` prints its numbers for a model. Costs are sums
+of `linear` and `core` of `seqpar.types.facts`, times are those of `predict.py`: each formula stands once. The planner
+chooses among strategies on the sequence; tensor and pipeline parallelism are here only to be compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from seqpar.planner.costs import busiest, layers
+from seqpar.planner.predict import GIB, USABLE, Load, Prediction, memory, predict
+from seqpar.planner.rates import Rates, time_at
+from seqpar.types.facts import Blocks, Cost, Gemms, Layout, Work, core, linear
+
+# Operations: b rows of s tokens, width d, heads z, c text tokens of width e --------------------------------------
+
+
+def mlp(rows: int, d: int) -> Cost:
+    """Return the cost of an MLP that is 4 d wide inside."""
+    return linear(rows, d, 4 * d) + linear(rows, 4 * d, d)
+
+
+def self_attention(b: int, s: int, d: int, z: int) -> Cost:
+    """Return the cost of self-attention with its projections: one product to q, k and v, and that of the output."""
+    return linear(b * s, d, 3 * d) + core(b, s, s, z, d // z) + linear(b * s, d, d)
+
+
+def cross_attention(b: int, s: int, d: int, z: int, c: int, e: int) -> Cost:
+    """Return the cost of attention of s tokens to c tokens of a text, with all projections."""
+    return linear(b * s, d, d) + linear(b * c, e, 2 * d) + core(b, s, c, z, d // z) + linear(b * s, d, d)
+
+
+def spatial_attention(b: int, frames: int, patches: int, d: int, z: int) -> Cost:
+    """Return the cost of self-attention inside each frame."""
+    return self_attention(b * frames, patches, d, z)
+
+
+def temporal_attention(b: int, frames: int, patches: int, d: int, z: int) -> Cost:
+    """Return the cost of self-attention between the frames, for each patch."""
+    return self_attention(b * patches, frames, d, z)
+
+
+def scores(b: int, queries: int, keys: int, z: int) -> int:
+    """Return the elements of the scores of attention that does not keep them on chip.
+
+    A product writes them, softmax reads and writes them, a product reads them.
+    """
+    return 4 * b * z * queries * keys
+
+
+def keys_and_values(rows: int, d: int) -> Cost:
+    """Return the cost of the keys and values of these tokens in one layer."""
+    return linear(rows, d, 2 * d)
+
+
+def intensity(cost: Cost, itemsize: int = 2) -> float:
+    """Return FLOPs a byte."""
+    return cost.flops / (cost.elements * itemsize)
+
+
+# GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: TFLOP/s of bf16 products, TB/s and GB of its memory, GB/s that it sends to other GPUs."""
+
+    name: str
+    tflops: float
+    tbs: float
+    gb: float
+    links: float
+
+    @property
+    def ridge(self) -> float:
+        """Return the FLOPs a byte above which its arithmetic, not its memory, is the bound."""
+        return self.tflops / self.tbs
+
+
+# as the maker publishes them, without sparsity; memory of the A100 is rounded as in the notes that the page follows
+PUBLISHED = (Gpu("A100", 312, 1.5, 40, 300), Gpu("H100", 989, 3.35, 80, 450), Gpu("H200", 989, 4.8, 141, 450))
+
+
+def measured(rates: Rates, transport: str) -> Gpu:
+    """Return the GPU of measured rates: large products, weights as products read them, the largest exchange."""
+    sent, us = rates.exchange[transport][-1]
+    memory_gb = (rates.memory or 0) * GIB / 1e9
+    return Gpu(f"{rates.device}, measured", rates.gemm[-1][1], rates.weights, memory_gb, sent / us / 1e3)
+
+
+# Traffic and time of other kinds of parallelism ----------------------------------------------------------------------
+
+
+def sequence_sent(strategy: str, work: Work, s: int, b: int, ranks: int) -> int:
+    """Return the elements that the busiest rank sends in one layer by a strategy on the sequence."""
+    ring = ranks if strategy == "ring" else 1
+    layout = Layout(1, 1, ring, ranks // ring, strategy, "nccl")
+    return sum(busiest(layers(work, layout, s, b))) * b * work.head_dim
+
+
+def tensor_sent(b: int, s: int, d: int, ranks: int) -> int:
+    """Return the elements that a rank sends in one layer of tensor parallelism: two all-reduces of all tokens.
+
+    An all-reduce is a reduce-scatter and an all-gather; in each a rank sends N - 1 of N parts.
+    """
+    return 4 * (b * s * d * (ranks - 1) // ranks)
+
+
+def pipeline_sent(b: int, s: int, d: int) -> int:
+    """Return the elements that a rank sends in one step of pipeline parallelism: the tokens, to the next stage."""
+    return b * s * d
+
+
+def tensor_parallel(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> Prediction:
+    """Predict a step of tensor parallelism at its best: everything but the exchanges is divided by the ranks.
+
+    Each of the four exchanges of a layer (see `tensor_sent`) waits for all ranks and hides behind nothing.
+    """
+    alone = Layout(1, 1, 1, 1, "ulysses", transport)
+    row = predict(_share(work, ranks), replace(load, parameters=-(-load.parameters // ranks)), alone, rates)
+    tokens = load.tokens + sum(load.others)
+    sent = tensor_sent(load.rows(alone), tokens, work.width, ranks) // 4 * load.itemsize
+    us = 4 * work.layers * time_at(rates.exchange[transport], sent) if ranks > 1 else 0.0
+    return replace(row, exchange=us / 1e3)
+
+
+def pipeline_parallel(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> Prediction:
+    """Predict a step of one picture through N stages, each with its share of the layers: one stage works at a time."""
+    alone = Layout(1, 1, 1, 1, "ulysses", transport)
+    row = predict(work, load, alone, rates)
+    sent = pipeline_sent(load.rows(alone), load.tokens + sum(load.others), work.width) * load.itemsize
+    weights = row.memory.weights // ranks
+    us = (ranks - 1) * time_at(rates.exchange[transport], sent)
+    return replace(row, exchange=us / 1e3, memory=replace(row.memory, weights=weights))
+
+
+def _share(work: Work, ranks: int) -> Work:
+    """Return the work of one rank of tensor parallelism: all tokens, a share of the heads and of each product.
+
+    A product whose result is as wide as the model is split by its inputs, any other by its outputs.
+    """
+
+    def of(count: int) -> int:
+        return -(-count // ranks)
+
+    def split(gemms: Gemms) -> Gemms:
+        return tuple((of(i), o) if o == work.width else (i, of(o)) for i, o in gemms)
+
+    def part(kind: Blocks) -> Blocks:
+        cross = kind.cross and replace(kind.cross, gemms=split(kind.cross.gemms))
+        passes, apart = tuple(map(of, kind.passes)), tuple(map(split, kind.apart))
+        return replace(kind, gemms=split(kind.gemms), passes=passes, apart=apart, cross=cross, beside=())
+
+    blocks, live = tuple(map(part, work.blocks)), of(work.live)
+    return replace(work, heads=of(work.heads), kv_heads=of(work.kv_heads), blocks=blocks, live=live)
+
+
+# Parts of a step, and crossings --------------------------------------------------------------------------------
+
+
+def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:
+    """Return the cost of a step's matrix products (embedding and final layer too), attention and elementwise passes."""
+    every = [[cost * kind.count for cost in work.parts(kind, b, s, others)] for kind in work.blocks]
+    products, attention, passes = (sum(costs, Cost(0, 0)) for costs in zip(*every, strict=True))
+    once = sum((linear(b * s, *gemm) for gemm in work.once), Cost(0, 0))
+    return {"matrix products": products + once, "attention": attention, "elementwise": passes}
+
+
+def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
+    """Return the least number for which a condition holds that stays true once it is; None if that is above `most`."""
+    low, high = 0, 1
+    while not holds(high):
+        if high >= most:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def rows_to_compute(gpu: Gpu, itemsize: int = 2) -> float:
+    """Return the rows of a product from which computing takes longer than reading its matrix."""
+    return gpu.ridge * itemsize / 2
+
+
+def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
+    """Return the tokens from which attention has half of a step's FLOPs."""
+
+    def holds(s: int) -> bool:
+        cost = parts(work, b, s, others)
+        return cost["attention"].flops >= cost["matrix products"].flops
+
+    return first(holds)
+
+
+def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
+    """Return the tokens from which attention is predicted to take half of a step on one GPU."""
+    alone = Layout(1, 1, 1, 1, "ulysses", next(iter(rates.exchange)))
+
+    def holds(s: int) -> bool:
+        row = predict(work, replace(load, tokens=s), alone, rates)
+        return 2 * row.attention >= row.ms
+
+    return first(holds)
+
+
+def sequence_beats_tensor(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> int | None:
+    """Return the tokens from which Ulysses is predicted to be faster than tensor parallelism on as many ranks."""
+    layout = Layout(1, 1, 1, ranks, "ulysses", transport)
+
+    def holds(s: int) -> bool:
+        at = replace(load, tokens=max(s, ranks))
+        return predict(work, at, layout, rates).ms <= tensor_parallel(work, at, ranks, rates, transport).ms
+
+    return first(holds)
+
+
+def ring_hides(work: Work, rates: Rates, gpu: Gpu, itemsize: int = 2) -> float:
+    """Return the tokens a rank from which attention to a block takes as long as sending its keys and values.
+
+    Attention of l tokens to l takes 4 l^2 d FLOPs, and 2 l d values travel (as many keys as query heads).
+    """
+    nearest = min(rates.attention, key=lambda dim: abs(dim - work.head_dim))
+    return rates.attention[nearest][-1][1] * 1e12 * itemsize / (2 * gpu.links * 1e9)
+
+
+def most_tokens(work: Work, load: Load, ranks: int, gib: float) -> int:
+    """Return the most tokens of a picture that fit on so many GPUs by Ulysses; 0 if the weights alone do not fit."""
+    layout = Layout(1, 1, 1, ranks, "ulysses", "peer")
+
+    def over(s: int) -> bool:
+        at = replace(load, tokens=max(s, ranks))
+        (slowest, *_) = layers(work, layout, at.tokens, at.rows(layout), at.others)
+        return memory(work, at, layout, slowest).total > USABLE * gib * GIB
+
+    return (first(over, 1 << 30) or (1 << 30)) - 1

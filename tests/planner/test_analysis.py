@@ -1,0 +1,154 @@
+"""Tests that docs/analysis.md has the planner's numbers and formulas, and that plans are explained.
+
+The page's predictions are compared with what was measured: lines of docs/benchmarks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from PIL import Image
+
+from launch.benches import analysis_plots as plots
+from seqpar.planner import analysis
+from seqpar.planner.explain import PARTS, explain, ways
+from seqpar.planner.predict import predict
+from seqpar.planner.rates import H200, time_at
+from seqpar.types.facts import Blocks, Cost, Layout
+from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, U4, planned
+from tests.support.analysis_page import PAGE, page
+from tests.support.analysis_tables import operations, traffic
+
+
+def test_the_page_is_what_the_code_computes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.support.analysis_page --write"
+
+
+@pytest.mark.parametrize("name", ["share", "gpus"])
+def test_the_plots_show_what_the_code_computes(name: str) -> None:
+    with Image.open(PAGE.with_name(f"analysis-{name}.png")) as picture:
+        assert picture.info["digest"] == plots.digest(), "python launch/benches/analysis_plots.py"
+
+
+def value(formula: str, **letters: int) -> float:
+    """Return the value of a formula as the page writes it: "8 b s d² + 4 d²"."""
+    python = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", formula).replace("²", "**2")
+    return eval(python, {}, letters)
+
+
+def test_the_formulas_are_what_the_code_computes() -> None:
+    shape = {"b": 2, "T": 3, "P": 20, "d": 48, "z": 6, "c": 7, "e": 11}
+    for row in operations(*shape.values()):
+        letters = {**shape, "s": 60}
+        assert value(row.flops, **letters) == row.cost.flops, row.name
+        assert value(row.elements, **letters) == row.cost.elements, row.name
+        assert value(row.elements, **letters | {"d": 49}) != row.cost.elements
+    for ranks in (2, 4, 8):
+        for sent in traffic(2, 64, ranks):
+            assert value(sent.sent, b=2, s=64, d=SEVEN_B.width, N=ranks) == sent.elements, sent.name
+            assert value(sent.sent, b=2, s=65, d=SEVEN_B.width, N=ranks) != sent.elements
+
+
+def test_predictions_are_near_the_points_in_the_plots() -> None:
+    for point in plots.measured_times():
+        curve = dict(zip(plots.GPUS, plots.times(point.model, point.tokens)["planned"], strict=True))
+        assert curve[point.gpus] == pytest.approx(point.value, rel=0.09), point
+    assert {point.gpus for point in plots.measured_times()} == {1, 2, 4}
+    for point in plots.measured_shares():
+        work, load = plots.run_of(point.model)
+        layout = Layout(1, point.gpus if load.guidance else 1, 1, 1, "ulysses", "peer")
+        row = predict(work, replace(load, tokens=point.tokens), layout, H200)
+        assert row.attention / row.ms == pytest.approx(point.value, abs=0.055), point
+
+
+def test_parts_of_a_step_add_up_to_it() -> None:
+    parts = analysis.parts(SEVEN_B, 2, 256)
+    assert sum(parts.values(), Cost(0, 0)) == SEVEN_B.step(2, 256)
+    assert parts["attention"].flops == 32 * 4 * 2 * 256**2 * 4096
+
+
+def test_tensor_parallelism_divides_products_attention_and_weights_by_hand() -> None:
+    """Its exchanges of a layer are two reduce-scatters and two all-gathers of 2 x 4096 tokens of width 4096."""
+    alone = predict(SEVEN_B, ONE, ALONE, H200)
+    assert analysis.tensor_parallel(SEVEN_B, ONE, 1, H200, "peer") == alone
+    row = analysis.tensor_parallel(SEVEN_B, ONE, 4, H200, "peer")
+    sent = 2 * 4096 * 4096 * 2 * 3 // 4
+    assert row.exchange == pytest.approx(32 * 4 * time_at(H200.exchange["peer"], sent) / 1e3)
+    assert row.gemm == pytest.approx(alone.gemm / 4, rel=0.02)
+    assert row.attention == pytest.approx(alone.attention / 4, rel=0.02)
+    assert row.memory.weights == alone.memory.weights // 4
+    wide = Blocks(1, ((8, 24), (8, 8), (8, 32), (32, 8)), (4,))
+    share = analysis._share(replace(SEVEN_B, width=8, blocks=(wide,)), 2).blocks[0]
+    assert share.gemms == ((8, 12), (4, 8), (8, 16), (16, 8))
+
+
+def test_pipeline_stages_make_no_step_faster() -> None:
+    alone = predict(SEVEN_B, ONE, ALONE, H200).ms
+    row = analysis.pipeline_parallel(SEVEN_B, ONE, 4, H200, "peer")
+    assert row.ms == pytest.approx(alone + 3 * time_at(H200.exchange["peer"], 2 * 4096 * 4096 * 2) / 1e3)
+
+
+def test_crossings_are_where_the_notes_put_them() -> None:
+    """Attention with its projections has the FLOPs of the MLP at s = 2 d, and its core those of all products at 6 d."""
+    assert analysis.first(partial(int.__le__, 3072)) == 3072
+    assert analysis.first(lambda s: s > 1 << 23) is None
+    assert analysis.PUBLISHED[0].ridge == 208
+    plain = Blocks(1, ((48, 144), (48, 48), (48, 192), (192, 48)), ())
+    work = replace(SEVEN_B, width=48, heads=6, kv_heads=6, head_dim=8, blocks=(plain,), once=())
+    assert analysis.half_of_flops(work) == 6 * 48
+
+
+def test_ulysses_overtakes_tensor_parallelism_where_predictions_cross() -> None:
+    tokens = analysis.sequence_beats_tensor(SEVEN_B, ONE, 4, H200, "peer")
+    assert tokens is not None
+
+    def gap(tokens: int) -> float:
+        load = replace(ONE, tokens=tokens)
+        ours = predict(SEVEN_B, load, U4, H200).ms
+        return ours - analysis.tensor_parallel(SEVEN_B, load, 4, H200, "peer").ms
+
+    assert gap(tokens - 1) > 0 >= gap(tokens)
+    assert gap(64) > 0 > gap(4096)
+
+
+def test_the_most_tokens_fit_and_one_more_does_not() -> None:
+    most = analysis.most_tokens(SEVEN_B, ONE, 4, 80)
+    rows = [predict(SEVEN_B, replace(ONE, tokens=tokens), U4, H200).too_big(80) for tokens in (most, most + 1)]
+    assert rows[0] is None
+    assert rows[1] is not None
+    assert analysis.most_tokens(SEVEN_B, ONE, 4, 10) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_plan_is_explained_by_its_own_numbers(world: int) -> None:
+    ranking = planned(world=world)
+    text = explain(ranking)
+    assert text.startswith(f"why {ranking.best}")
+    assert "a rank has" in text
+    if world == 1:
+        assert "tensor" not in text
+        return
+    every = ways(ranking)
+    assert every[0].row is ranking.ranked[0]
+    assert [way.name.split()[0] for way in every[-2:]] == ["tensor", "pipeline"]
+    for way in every[1:]:
+        more = way.row.ms - every[0].row.ms
+        apart = [getattr(way.row, part) - getattr(every[0].row, part) for part in PARTS]
+        assert sum(apart) == pytest.approx(more)
+        assert f"{way.name}: {more:+.2f} ms" in text
+    assert ("branches of guidance run apart" in text) == (ranking.best.cfg > 1)
+
+
+def test_nothing_is_explained_where_nothing_fits_and_rings_say_why_not() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        explain(planned(world=1, memory=1))
+    fast = replace(H200, exchange={"peer": ((1e3, 1e-3), (1e9, 1e-2))}, kernel_us=1e-3, copy=1e3)
+    slow = replace(fast, attention=CPU.attention)
+    for rates in (fast, slow):
+        ranking = planned(rates=rates)
+        rings = [way for way in ways(ranking) if way.name.endswith(("ring", "usp"))]
+        faster = [way for way in rings if way.row.ms < ranking.ranked[0].ms]
+        assert explain(ranking).count("rounds differently") == len(faster)

@@ -1,0 +1,233 @@
+"""The tables of docs/analysis.md, from `seqpar.planner` and from the result lines in docs/benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from launch.benches import analysis_plots as plots
+from seqpar.planner import analysis as a
+from seqpar.planner.predict import GIB, predict
+from seqpar.planner.rates import H200
+from seqpar.types.facts import Cost, Layout, core
+
+# the worked shape: 16 frames of 32 x 32 patches, a width that the founding notes plot, a text of T5
+B, T, P, D, Z, C, E = 1, 16, 1024, 1536, 24, 512, 4096
+S = T * P
+N, TOKENS = 4, 4096  # the worked traffic: Large-DiT-7B, one guided picture of 1024 x 1024
+MEASURED = a.measured(H200, "peer")
+GPUS = (*a.PUBLISHED, MEASURED)
+MODELS = tuple(plots.MODELS)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation with its formulas as text, and its cost at the worked shape as the planner counts it."""
+
+    name: str
+    flops: str
+    elements: str
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A kind of parallelism: what a rank sends in a layer as text, exchanges of a layer, and elements in the code."""
+
+    name: str
+    sent: str
+    exchanges: str
+    elements: int
+
+
+def operations(b: int, t: int, p: int, d: int, z: int, c: int, e: int) -> tuple[Operation, ...]:
+    """Return the rows of the first table; tests compute their formulas at other shapes."""
+    s = t * p
+    on_chip = a.self_attention(b, s, d, z)
+    off_chip = on_chip + Cost(0, a.scores(b, s, s, z))
+    return (
+        Operation("MLP, 4 d inside", "16 b s d²", "10 b s d + 8 d²", a.mlp(b * s, d)),
+        Operation("self-attention", "8 b s d² + 4 b s² d", "10 b s d + 4 d²", on_chip),
+        Operation("the same, scores in memory", "8 b s d² + 4 b s² d", "10 b s d + 4 d² + 4 b z s²", off_chip),
+        Operation(
+            "cross-attention",
+            "4 b s d² + 4 b c e d + 4 b s c d",
+            "6 b s d + b c e + 4 b c d + 2 d² + 2 d e",
+            a.cross_attention(b, s, d, z, c, e),
+        ),
+        Operation(
+            "spatial attention", "8 b T P d² + 4 b T P² d", "10 b T P d + 4 d²", a.spatial_attention(b, t, p, d, z)
+        ),
+        Operation(
+            "temporal attention", "8 b T P d² + 4 b T² P d", "10 b T P d + 4 d²", a.temporal_attention(b, t, p, d, z)
+        ),
+        Operation("the same, without its projections", "4 b T² P d", "4 b T P d", core(b * p, t, t, z, d // z)),
+        Operation("K and V of all tokens", "4 b s d²", "3 b s d + 2 d²", a.keys_and_values(b * s, d)),
+        Operation("K and V of one token", "4 d²", "3 d + 2 d²", a.keys_and_values(1, d)),
+    )
+
+
+def traffic(b: int, s: int, ranks: int) -> tuple[Traffic, ...]:
+    """Return the rows of the second table for Large-DiT-7B; tests compute their formulas for other numbers of GPUs."""
+    work = plots.run_of(MODELS[0])[0]
+
+    def sent(strategy: str) -> int:
+        return a.sequence_sent(strategy, work, s, b, ranks)
+
+    return (
+        Traffic("tensor", "4 b s d (N - 1) / N", "4", a.tensor_sent(b, s, work.width, ranks)),
+        Traffic("pipeline, once a step", "b s d", "none", a.pipeline_sent(b, s, work.width)),
+        Traffic("ring", "2 b s d (N - 1) / N", "N - 1", sent("ring")),
+        Traffic("gather (`kv_gather`, `kv_first`)", "2 b s d (N - 1) / N", "1", sent("kv_gather")),
+        Traffic("Ulysses", "4 b s d (N - 1) / N²", "2", sent("ulysses")),
+    )
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Return a number of three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def count(value: int | None) -> str:
+    """Return a number of tokens, with a comma."""
+    return "never" if value is None else f"{value:,}"
+
+
+def operations_table() -> str:
+    """Return costs at the worked shape, and which bound they meet on an H200 as measured."""
+    rows = []
+    for row in operations(B, T, P, D, Z, C, E):
+        per_byte = a.intensity(row.cost)
+        bound = "arithmetic" if per_byte >= MEASURED.ridge else "memory"
+        worked = number(row.cost.flops / 1e9), f"{number(row.cost.elements * 2 / 1e6)}", number(per_byte), bound
+        rows.append((row.name, f"`{row.flops}`", f"`{row.elements}`", *worked))
+    return table(("", "FLOPs", "elements", "GFLOP", "MB", "FLOP/byte", "bound on an H200 by"), rows)
+
+
+def gpu_table() -> str:
+    """Return what GPUs have, and where the bounds of this page lie on them."""
+    work = plots.run_of(MODELS[0])[0]
+
+    def ring(gpu: a.Gpu) -> float:
+        return a.ring_hides(work, H200, gpu) if gpu is MEASURED else gpu.tflops * 1e3 / gpu.links
+
+    lines = (
+        ("bf16 products, TFLOP/s", *(number(gpu.tflops) for gpu in GPUS)),
+        ("memory, TB/s", *(number(gpu.tbs) for gpu in GPUS)),
+        ("to other GPUs, GB/s each way", *(number(gpu.links) for gpu in GPUS)),
+        ("FLOPs a byte where the bounds meet, R / M", *(number(gpu.ridge) for gpu in GPUS)),
+        ("K and V of one token: reading weights / computing", *(f"{gpu.ridge:.0f} x" for gpu in GPUS)),
+        ("time that one more row adds to a product of one", *(f"{1 / gpu.ridge:.1%}" for gpu in GPUS)),
+        ("rows from which arithmetic bounds a product", *(number(a.rows_to_compute(gpu)) for gpu in GPUS)),
+        ("tokens from which it bounds attention on chip, 2 R / M", *(number(2 * gpu.ridge) for gpu in GPUS)),
+        ("tokens a GPU from which a ring's transfers fit behind attention", *(f"{ring(gpu):,.0f}" for gpu in GPUS)),
+        ("tokens of KV cache beside the notes' 52 B model on 3 GPUs", *(cached(gpu, 3) for gpu in a.PUBLISHED), ""),
+        ("the same on 4 GPUs", *(cached(gpu, 4) for gpu in a.PUBLISHED), ""),
+    )
+    return table(("", *(gpu.name.removeprefix("NVIDIA ") for gpu in GPUS)), lines)
+
+
+def cached(gpu: a.Gpu, gpus: int) -> str:
+    """Return how many tokens of KV cache fit beside the notes' model of 52 B, with 64 layers of width 8192, in fp16."""
+    bytes_of_token, weights = 2 * 64 * 8192 * 2, 2 * 52e9
+    return f"{(gpus * gpu.gb * 1e9 - weights) / bytes_of_token:,.0f}"
+
+
+def notes_table() -> str:
+    """Return the crossings that the founding notes state, with what their formulas give."""
+
+    def crossing(share: int) -> str:
+        """Where the core of attention has `share` / 2 times the FLOPs of the MLP."""
+        return count(a.first(lambda s: 2 * core(1, s, s, Z, D // Z).flops >= share * a.mlp(s, D).flops))
+
+    whole = count(a.first(lambda s: a.self_attention(1, s, D, Z).flops >= a.mlp(s, D).flops))
+    old, ridges = a.PUBLISHED[0], sorted(gpu.ridge for gpu in GPUS[1:])
+    weights = "K and V of one token wait 208 times as long for weights as for arithmetic (A100)"
+    room = f"3 have {cached(old, 3)} tokens in the 16 GB that they leave, 4 have {cached(old, 4)}"
+    rows = (
+        (weights, "`R / M`", f"{old.ridge:.0f}; today {ridges[0]:.0f} to {ridges[-1]:.0f}"),
+        ("a further token in the batch costs 1 % of the time", "`M / R`", f"{1 / old.ridge:.1%}"),
+        ("beside a model of 52 B, 4 A100s of 40 GB hold about 8000 tokens", "`4 L d` bytes a token", room),
+        (f"attention is the main part from about 3K tokens on (d = {D})", "`s = 2 d`", whole),
+        ("(not in the notes) attention without its projections has the FLOPs of the MLP", "`s = 4 d`", crossing(2)),
+        ("(not in the notes) it has the FLOPs of all products", "`s = 6 d`", crossing(3)),
+    )
+    return table(("the notes say", "formula", "what comes out"), rows)
+
+
+def half_table() -> str:
+    """Return from how many tokens on attention has half of a step, by model."""
+    rows = []
+    for model in MODELS:
+        work, load = plots.run_of(model)
+        flops = a.half_of_flops(work, 1, load.others)
+        rows.append((model, work.width, work.head_dim, count(flops), count(a.half_of_time(work, load, H200))))
+    return table(("model", "width", "head dim", "half of the FLOPs from", "half of the time on one H200 from"), rows)
+
+
+def shares_table() -> str:
+    """Return the measured shares of attention beside the predicted ones."""
+    rows = []
+    for x in sorted(plots.measured_shares(), key=lambda x: (x.model, x.tokens, x.gpus)):
+        work, load = plots.run_of(x.model)
+        cfg = x.gpus if load.guidance else 1
+        row = predict(work, replace(load, tokens=x.tokens), Layout(1, cfg, 1, 1, "ulysses", "peer"), H200)
+        rows.append((x.model, x.tokens, x.gpus, f"{x.value:.0%}", f"{row.attention / row.ms:.0%}", f"`{x.file}`"))
+    return table(("model", "tokens", "GPUs", "measured", "predicted", "line of"), rows)
+
+
+def traffic_table() -> str:
+    """Return what a rank sends in a step of Large-DiT-7B on 2, 4 and 8 GPUs."""
+    work, load = plots.run_of(MODELS[0])
+    every = {ranks: traffic(2, TOKENS, ranks) for ranks in (2, N, 8)}
+    rows = []
+    for index, row in enumerate(every[N]):
+        times = 1 if row.exchanges == "none" else work.layers
+        worked = (f"{every[ranks][index].elements * times * load.itemsize / 1e6:,.0f}" for ranks in every)
+        rows.append((row.name, f"`{row.sent}`", row.exchanges, *worked))
+    return table(("", "elements a layer", "exchanges a layer", *(f"MB a step, N = {n}" for n in every)), rows)
+
+
+def against_tensor_table() -> str:
+    """Return predicted ms of a step by Ulysses, tensor and pipeline parallelism, and where Ulysses becomes faster."""
+    rows = []
+    for model in MODELS[:2]:
+        work, load = plots.run_of(model)
+        for ranks in (2, 4, 8):
+            layout = Layout(1, 1, 1, ranks, "ulysses", "peer")
+            cells = []
+            for tokens in (64, 256, 1024, 4096, 16384):
+                at = replace(load, tokens=tokens)
+                ours = predict(work, at, layout, H200).ms
+                theirs = a.tensor_parallel(work, at, ranks, H200, "peer").ms
+                cells.append(f"{ours:.3g} / {theirs:.3g}")
+            rows.append((model, ranks, *cells, count(a.sequence_beats_tensor(work, load, ranks, H200, "peer"))))
+    return table(("model", "GPUs", "64 tokens", "256", "1024", "4096", "16384", "Ulysses is faster from"), rows)
+
+
+def memory_table() -> str:
+    """Return how many tokens fit on some H100s and H200s, by the planner's lower bound."""
+    rows = []
+    for model in MODELS:
+        work, load = plots.run_of(model)
+        for gpu in a.PUBLISHED[1:]:
+            gib = (H200.memory or 0) if gpu.name == "H200" else gpu.gb  # GiB that CUDA reports, 80 of an H100
+            fits = (count(a.most_tokens(work, load, ranks, gib)) for ranks in (1, 2, 4, 8))
+            rows.append((model, f"{load.parameters * 2 / GIB:.1f} GiB", gpu.name, *fits))
+    return table(("model", "weights in bf16", "GPU", "1", "2", "4", "8"), rows)
+
+
+def times_table() -> str:
+    """Return the measured times of the second plot beside the predictions."""
+    rows = []
+    for x in plots.measured_times():
+        predicted = dict(zip(plots.GPUS, plots.times(x.model, x.tokens)["planned"], strict=True))[x.gpus]
+        rows.append((x.model, x.tokens, x.gpus, f"{x.value:.4g}", f"{predicted:.4g}", f"`{x.file}`"))
+    return table(("model", "tokens", "H200s", "fastest measured, ms", "planned, predicted", "line of"), rows)

@@ -60,10 +60,7 @@ async def events(
     with_steps: bool,
     quiet_s: float = QUIET_S,
 ) -> AsyncIterator[bytes]:
-    """Yield what a job tells, as bytes of the stream, until it has ended.
-
-    prefix: of the types of pictures, such as "image_generation". with_steps: whether the queue and steps are told.
-    """
+    """Yield what a job tells until it ends. prefix: of the types of pictures. with_steps: also its queue and steps."""
     before, partly = None, set[tuple[int, int]]()  # a picture that is tried once more has the same partial ones again
     while True:
         match await _next(heard, quiet_s):
@@ -81,8 +78,6 @@ async def events(
                 yield _partial(job, partial, prefix)
             case PictureMade(picture):
                 yield _sent(f"{prefix}.completed", **_completed(job, picture))
-            case _:
-                pass
     if job.problem is not None:
         yield _sent("error", error=job.problem.shape)
 

@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ipndm import IPNDMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler
@@ -185,7 +186,7 @@ def test_our_loop_refuses_a_scheduler_that_tells_of_none() -> None:
     dit = DistributedDiT(shared_dit(torch.device("cpu")), mesh_for("ulysses", 1, torch.device("cpu")), "ulysses")
     noise, steps = draw_noise((1, 4, 8, 8), torch.Generator()), list[int]()
     settings: Any = {"steps": 4, "guidance": Guidance(1.0), "on_step": steps.append}
-    made, prompt = diffusers.IPNDMScheduler(), {"class_labels": torch.tensor([1])}
+    made, prompt = IPNDMScheduler(), {"class_labels": torch.tensor([1])}
     with Sampler(dit) as sampler:
         with (
             sampler.estimating({1}, lambda index, latents: None),

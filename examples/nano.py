@@ -6,7 +6,7 @@
 
 It samples the model of classes that comes with seqpar (48 emoji, 64 x 64 pixels) by torch alone; seqpar is not
 imported. Read it from top to bottom: split, meet in attention, compute, sample, decode. The engine does the same, fast
-and for many models; in fp64 both agree to 1e-11 on any number of ranks (`tests/test_nano.py`).
+and for many models; in fp64 both agree to 1e-11 on any number of ranks (`tests/examples/test_nano.py`).
 
 The idea: in a transformer a token meets other tokens in attention, and nowhere else. Norms, projections and the MLP
 treat each token alone. So each rank takes some tokens of the picture, keeps them from the first noise to the last step,

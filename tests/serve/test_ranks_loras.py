@@ -12,11 +12,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from seqpar.serve.messages import Failed, Made
+from seqpar.serve.messages import Failed, Made, PictureOrder
 from seqpar.serve.ranks.loop import SOCKET
 from seqpar.weights.find import LORAS
 from tests.cli.processes import seqpar
+from tests.cli.test_lora import write
 from tests.serve.test_ranks import FROG, named, picture
+from tests.support import pipelines
 from tests.support.driver import Driver, replica
 from tests.support.meshes import random
 
@@ -80,6 +82,28 @@ def test_who_has_which_loras(driver: Driver) -> None:
     of_classes = driver.ask(named(FROG, "classes", model="builtin", prompt="cat", loras=SETS["one"]))
     assert isinstance(of_classes, Failed)
     assert "is no pipeline of diffusers" in of_classes.text
+
+
+def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None:
+    """FLUX.1's fused blocks make views of q, k and v in the first call, after the LoRAs were found."""
+    folder, loras = tmp_path / "flux", tmp_path / "loras"
+    pipelines.flux().save_pretrained(folder)
+    loras.mkdir()
+    file = write(loras / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1)
+    order = PictureOrder("", str(folder), "a red cat", seed=3, steps=2, size=(16, 16))
+    with replica(tmp_path, 2, str(folder), "--loras", str(loras)) as driver:
+        sets = ((), (("style", 1.0),), ())
+        plain, styled, again = (
+            picture(driver.ask(named(order, f"{index}", loras=each))) for index, each in enumerate(sets)
+        )
+        assert driver.finish() == 0
+    words = ["--model", folder, "--prompt", "a red cat", "--seed", 3, "--steps", 2, "--size", "16x16", "--ranks", 2]
+    for mine, flags in ((plain, ()), (styled, ("--lora", file))):
+        done = seqpar("sample", *words, *flags, "--out", tmp_path / "x.png")
+        assert done.returncode == 0, done.stderr
+        assert np.array_equal(mine, np.asarray(Image.open(tmp_path / "x.png")))
+    assert np.array_equal(plain, again)
+    assert not np.array_equal(plain, styled)
 
 
 @pytest.mark.parametrize("kind", ["empty", "name", "misfit"])

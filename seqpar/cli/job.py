@@ -16,7 +16,8 @@ import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Job, Order, family_of, planned
-from seqpar.pipelines._images import Picture, pictures_of_rank_0, read
+from seqpar.pipelines._image_files import Picture, read
+from seqpar.pipelines._images import pictures_of_rank_0
 from seqpar.pipelines._lora import parse as parse_lora
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines._videos import check_encoder

@@ -21,7 +21,7 @@ from PIL import Image
 
 import seqpar.pipelines
 from seqpar.pipelines._files import Files
-from seqpar.pipelines._images import Picture
+from seqpar.pipelines._image_files import Picture
 from seqpar.pipelines._lora import Lora
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import make, work_of

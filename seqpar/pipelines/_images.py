@@ -5,106 +5,36 @@ A file may differ between the hosts of a run, or be missing on one: rank 0's pix
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from diffusers.utils.loading_utils import load_image
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
+from seqpar.pipelines._image_files import Picture, read
 from seqpar.ranks.inputs import streams_of_rank_0
 from seqpar.ranks.mesh import Mesh
 
-FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads others with warnings alone, or starts a program for them
-DEEP = ("I", "F")  # how Pillow's names of modes begin whose values are not of 8 bits
-MOST_PIXELS = 1 << 26
 MOST_PICTURES = 16
-DEPTH = 24  # the byte of a PNG that says the bits of a value: Pillow cuts colours of 16 bits to 8 without a word
-# what Pillow raises for a broken file
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 NUMBER = 5  # digits of a picture's number, which stand before its name while it travels
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture that a run begins with. name: that of its file. image: its pixels, as red, green and blue."""
-
-    name: str
-    image: Image.Image
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Return height and width in pixels."""
-        return self.image.height, self.image.width
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Return what the metadata of a result says of it; the digest is 16 hex digits over its pixels."""
-        digest = hashlib.sha256(self.image.tobytes()).hexdigest()[:16]
-        return {"file": self.name, "size": f"{self.size[0]}x{self.size[1]}", "pixels": digest}
 
 
 def pictures_of_rank_0(names: Sequence[str], mesh: Mesh) -> tuple[Picture, ...]:
     """Return the pictures in rank 0's files on every rank; the same ValueError on all if one cannot be read."""
     if len(names) > MOST_PICTURES:
         raise ValueError(f"got --image with {len(names)} pictures, expected at most {MOST_PICTURES}")
+    return shared(lambda: [read(name) for name in names], mesh)
+
+
+def shared(pictures: Callable[[], Sequence[Picture]], mesh: Mesh) -> tuple[Picture, ...]:
+    """Call a function on rank 0 alone, and return its pictures on every rank; if it fails, raise one error on all."""
 
     def pixels() -> dict[str, Tensor]:
-        return {f"{number:0{NUMBER}}{name}": _pixels(read(name)) for number, name in enumerate(names)}
+        return {f"{number:0{NUMBER}}{each.name}": _pixels(each) for number, each in enumerate(pictures())}
 
     tensors = streams_of_rank_0(mesh, pixels)
     return tuple(Picture(name[NUMBER:], Image.fromarray(x_HW3.numpy())) for name, x_HW3 in tensors.items())
-
-
-def read(name: str) -> Picture:
-    """Return the picture in a file, turned as its camera says; of several in one file the first.
-
-    What is transparent becomes white. Raises ValueError for a file that cannot be read, or that is no picture, broken,
-    too large or of more than 8 bits.
-    """
-    if Path(name).is_fifo():  # reading one would wait for who writes it
-        raise ValueError(f"got --image {name}, which is a pipe, expected a file")
-    try:
-        with Image.open(name, formats=FORMATS) as image:
-            reason = _why_not(name, image)
-            if reason is None:
-                return Picture(name, load_image(_on_white(image)))
-    except UnidentifiedImageError as error:
-        expected = f"expected a picture as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        raise ValueError(f"got --image {name}, which is none, {expected}") from error
-    except BROKEN as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system, which Pillow's own have not
-            raise ValueError(f"got --image {name}, which cannot be read: {error.strerror}; name a picture") from error
-        raise ValueError(f"got --image {name}, which is broken: {error}; save it again from its source") from error
-    raise ValueError(f"got --image {name} {reason}")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    """Return a picture without transparency, under which any colours may lie that nobody sees."""
-    if not image.has_transparency_data:
-        return image
-    seen = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
-
-
-def _why_not(name: str, image: Image.Image) -> str | None:
-    """Return why a picture is not taken, before its pixels are read, or None: too large, or cut to 8 bits."""
-    if image.width * image.height > MOST_PIXELS:
-        size = f"{image.height}x{image.width} pixels (height x width)"
-        return f"of {size}, expected at most {MOST_PIXELS} pixels; make it smaller"
-    deep = image.mode.startswith(DEEP)
-    if image.format == "PNG":
-        with open(name, "rb") as file:
-            deep |= file.read(DEPTH + 1)[-1] > 8
-    return "of more than 8 bits a value, expected 8; convert it" if deep else None
 
 
 def _pixels(picture: Picture) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._images import Picture
+from seqpar.pipelines._image_files import Picture
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
 NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")

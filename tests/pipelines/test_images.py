@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from seqpar.pipelines import _images
-from seqpar.pipelines._images import FORMATS, read
+from seqpar.pipelines import _image_files
+from seqpar.pipelines._image_files import FORMATS, read
 
 NOISE = torch.randint(256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
 
@@ -71,7 +71,7 @@ def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatc
     for path, message in messages.items():
         with pytest.raises(ValueError, match=message):
             read(str(path))
-    monkeypatch.setattr(_images, "MOST_PIXELS", 40 * 50 - 1)
+    monkeypatch.setattr(_image_files, "MOST_PIXELS", 40 * 50 - 1)
     Image.fromarray(NOISE).save(tmp_path / "x.png")
     with pytest.raises(ValueError, match=r"of 40x50 pixels \(height x width\), expected at most 1999 pixels"):
         read(str(tmp_path / "x.png"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from seqpar.pipelines._family import FOR_CLASSES, Order
@@ -13,6 +14,14 @@ from seqpar.pipelines._takes_images import draws_anew, images_for, sides
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
 RATE = "frame_rate"  # what pipelines call the frames a second that their models are told
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The numbers of frames that a decoder makes: `usual`, and those that differ from it by a multiple of `unit`."""
+
+    usual: int
+    unit: int
 
 
 def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -95,8 +104,8 @@ def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, A
     return {} if order.negative is not None else {"negative_prompt": [""] * count}
 
 
-def check_frames(order: Order, name: str, parameters: Mapping[str, inspect.Parameter], parts: Parts) -> None:
-    """Raise ValueError for a number of frames that the decoder does not make; the pipeline would make another one.
+def frames_of(parameters: Mapping[str, inspect.Parameter], parts: Parts) -> Frames | None:
+    """Return the numbers of frames that a pipeline's decoder makes; None for pictures, and where no file tells.
 
     A decoder makes some frames of each latent one, or of each but the first, as the pipeline's default number tells.
     """
@@ -104,9 +113,17 @@ def check_frames(order: Order, name: str, parameters: Mapping[str, inspect.Param
     usual = parts.config.get("sample_frames")
     if "num_frames" in parameters and parameters["num_frames"].default is not None:
         usual = parameters["num_frames"].default
-    if order.frames is None or not isinstance(factor, int) or not isinstance(usual, int):
+    if not (makes_videos(parameters) and isinstance(usual, int)):
+        return None
+    return Frames(usual, factor if isinstance(factor, int) else 1)
+
+
+def check_frames(order: Order, name: str, frames: Frames | None) -> None:
+    """Raise ValueError for a number of frames that the decoder does not make; the pipeline would make another one."""
+    if order.frames is None or frames is None:
         return
-    over, rest = (order.frames - usual) % factor, usual % factor
+    factor = frames.unit
+    over, rest = (order.frames - frames.usual) % factor, frames.usual % factor
     if over:
         below, above = order.frames - over, order.frames - over + factor
         near = f"{below} or {above}" if below > 0 else str(above)

@@ -17,7 +17,7 @@ import torch
 
 from seqpar.adapter import estimate
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._folder import check_parts, model_of
+from seqpar.pipelines._folder import check_parts, kind_of, model_of
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
@@ -129,6 +129,11 @@ class Parts:
     vae: Any
     scheduling: Mapping[str, Any] | None
     file: Path | None = None
+
+    @property
+    def kind(self) -> Any:
+        """Return the class of the pipeline, as its index names it."""
+        return kind_of(self.index, self.source if isinstance(self.source, Path) else Path(self.source.name))
 
     @cached_property
     def transformer(self) -> Any:

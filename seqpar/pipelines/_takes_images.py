@@ -42,16 +42,27 @@ def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not order.images:
         order.refuse("expected --image, too: it says how far a picture is changed", strength=order.strength)
-        if "image" in parameters and (NEEDS.search(kind.__name__) or _is_needed(parameters["image"])):
+        if needs_picture(kind):
             raise ValueError(f"got --model {order.model} without --image, expected one: {kind.__name__} begins with it")
         return kind
-    sister = kind if "image" in parameters else _sister(kind, index)
+    sister = class_of_pictures(kind, index)
     if sister is None:
         got = f"got --image {' '.join(map(str, order.images))} with --model {order.model}"
         expected = f"expected none: {kind.__name__} takes no picture"
         raise ValueError(f"{got}, {expected}; name a model that edits pictures, or makes videos of them")
     _check_count(order, sister.__name__)
     return sister
+
+
+def class_of_pictures(kind: Any, index: Mapping[str, Any]) -> Any:
+    """Return the class of diffusers that begins with a picture and has the parts of a folder of `kind`, or None."""
+    return kind if "image" in inspect.signature(kind.__call__).parameters else _sister(kind, index)
+
+
+def needs_picture(kind: Any) -> bool:
+    """Return whether a pipeline makes nothing without a picture."""
+    image = inspect.signature(kind.__call__).parameters.get("image")
+    return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
 
 
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -99,10 +110,6 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
         return f"{text}, stretched if the pipeline's own size has another shape; --size names one"
     stretched = abs(rows / columns * width / height - 1) > SLIGHT
     return f"{text}, stretched to {rows}x{columns}; --size names another size" if stretched else text
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty
 
 
 def _sister(kind: Any, index: Mapping[str, Any]) -> Any:

@@ -37,12 +37,12 @@ def save_video(frames_FHW3: Iterable[Any], path: Path, fps: float, parameters: M
     frames_FHW3: pictures of Pillow, or arrays of values in [0, 1], with even numbers of rows and columns. fps: frames a
     second.
     """
-    video = _encoded(frames_FHW3, fps, json.dumps(parameters))
+    video = encoded(frames_FHW3, fps, json.dumps(parameters))
     with written(path) as temporary, open(temporary, "xb") as file:  # mkstemp would ignore the umask
         file.write(video.getbuffer())
 
 
-def _encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
+def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
     """Return the bytes of an mp4; in memory, because a full disk would be another error inside of ffmpeg."""
     import av  # loads ffmpeg's libraries, which pictures do not need
 

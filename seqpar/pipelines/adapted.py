@@ -22,7 +22,17 @@ from seqpar.adapter.estimate import is_guided
 from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import NO_LORA, Order
 from seqpar.pipelines._finite import counted, refuse_infinite, refuse_latents, watched_vae
-from seqpar.pipelines._flags import FPS, RATE, arguments_of, check_flags, check_frames, frame_rate, makes_videos
+from seqpar.pipelines._flags import (
+    FPS,
+    RATE,
+    Frames,
+    arguments_of,
+    check_flags,
+    check_frames,
+    frame_rate,
+    frames_of,
+    makes_videos,
+)
 from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
@@ -73,6 +83,11 @@ class Adapted:
     def video(self) -> bool:
         """Return whether it makes videos."""
         return makes_videos(self._parameters)
+
+    @property
+    def frames(self) -> Frames | None:
+        """Return the numbers of frames that the decoder of its videos makes; None for pictures, or if no file tells."""
+        return frames_of(self._parameters, self.files)
 
     @property
     def fps(self) -> float:
@@ -251,15 +266,13 @@ def check(order: Order, source: Path | Preset | Parts) -> Adapted:
     source: a pipeline's folder, or the file of a transformer in one, or a preset; or the parts of earlier work, which
     are not read again.
     """
-    parts = source if isinstance(source, Parts) else _parts_of(source)
-    source = parts.source
-    if isinstance(source, Preset):
+    parts = source if isinstance(source, Parts) else parts_of(source)
+    if isinstance(parts.source, Preset):
         order.refuse(NO_LORA, lora=order.loras)
-    kind = kind_of(parts.index, source if isinstance(source, Path) else Path(source.name))
-    kind = taking_images(order, kind, parts.index)
+    kind = taking_images(order, parts.kind, parts.index)
     parameters = inspect.signature(kind.__call__).parameters
     check_flags(order, kind.__name__, parameters)
-    check_frames(order, kind.__name__, parameters, parts)
+    check_frames(order, kind.__name__, frames_of(parameters, parts))
     arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
     _lora.check(order.loras, kind, model_of(parts.index), parts.config)
     (guidance, embedded), run = _planned(order, parts, parameters)
@@ -269,7 +282,8 @@ def check(order: Order, source: Path | Preset | Parts) -> Adapted:
     return Adapted(kind, parts, order, arguments, guidance, embedded, run)
 
 
-def _parts_of(source: Path | Preset) -> Parts:
+def parts_of(source: Path | Preset) -> Parts:
+    """Return the checked parts of a pipeline's folder, or of a file in one, or of a preset."""
     if isinstance(source, Preset):
         return parts_of_preset(source)
     file = source if source.is_file() else None

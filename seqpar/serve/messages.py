@@ -13,14 +13,28 @@ import msgspec
 HEAD = 4  # bytes of a message's length
 LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
 Kind = Literal["classes", "texts"]
+UNTOLD = ("id", "deadline_s", "partial_images", "images")  # fields of an order that no file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
+class OrderPicture(msgspec.Struct, frozen=True):
+    """A picture that a run begins with: rows of RGB bytes. digest: 16 hex digits over them.
+
+    The front decodes what clients send, so that ranks never read a file of theirs.
+    """
+
+    height: int
+    width: int
+    pixels: bytes
+    digest: str
+
+
 class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
-    """One picture. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
+    """One picture or video. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
 
     prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
-    names and scales. partial_images: how many pictures of what is denoised so far are told, at most.
+    names and scales. partial_images: how many pictures of what is denoised so far are told, at most. images: those that
+    it begins with. strength: how far they are changed. frames, fps: of a video.
     """
 
     id: str
@@ -36,6 +50,22 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     deadline_s: float | None = None
     loras: tuple[tuple[str, float], ...] = ()
     partial_images: int = 0
+    images: tuple[OrderPicture, ...] = ()
+    strength: float | None = None
+    frames: int | None = None
+    fps: int | None = None
+
+    def without_pixels(self) -> PictureOrder:
+        """Return the order with pictures that have lost their pixels, which are large."""
+        images = tuple(msgspec.structs.replace(each, pixels=b"") for each in self.images)
+        return msgspec.structs.replace(self, images=images)
+
+    def about(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the parameters that a file keeps: what was asked for, and what the model chose."""
+        told = msgspec.structs.asdict(self)
+        images = [{"size": f"{each.height}x{each.width}", "pixels": each.digest} for each in self.images]
+        left = {name: value for name, value in told.items() if value not in (None, ()) and name not in UNTOLD}
+        return {**left, **({"images": images} if images else {}), "steps": steps, "size": list(size)}
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -48,10 +78,19 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """End all ranks when the running order has ended."""
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """A model that is loaded. size: (height, width) of its pictures if an order names none. layout: for people.
+class VideoFacts(msgspec.Struct, frozen=True):
+    """What a model makes of an order that names nothing. Numbers of frames differ by multiples of `unit`."""
 
-    step_s: seconds of a step of such pictures, as the planner predicts them. loras: names of those that fit it.
+    fps: float
+    frames: int
+    unit: int = 1
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model that is loaded. size: (height, width) of what it makes if an order names none. layout: for people.
+
+    step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it. edits: whether it
+    takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures.
     """
 
     name: str
@@ -62,6 +101,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     step_s: float
     classes: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
+    edits: bool = False
+    needs_picture: bool = False
+    video: VideoFacts | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -107,6 +149,20 @@ class Made(msgspec.Struct, frozen=True, tag="made"):
     memory: tuple[int, ...] = ()
 
 
+class MadeVideo(msgspec.Struct, frozen=True, tag="video"):
+    """The video of an order as an mp4 file, which rank 0 writes: its frames would not fit into one message."""
+
+    id: str
+    height: int
+    width: int
+    frames: int
+    fps: float
+    file: bytes
+    steps: int
+    parts_s: dict[str, float]
+    memory: tuple[int, ...] = ()
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """An order has ended without a picture, on all ranks alike, which go on. text: one line for people.
 
@@ -125,7 +181,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 ToRanks = PictureOrder | Cancel | Finish
-ToFront = Ready | Step | Partial | Made | Failed | Alive
+Answer = Made | MadeVideo | Failed
+ToFront = Ready | Step | Partial | Answer | Alive
 
 
 def packed(message: ToRanks | ToFront) -> bytes:

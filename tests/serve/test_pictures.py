@@ -118,7 +118,7 @@ def test_estimates_are_of_measured_steps() -> None:
 
 def test_models_and_documentation(front: Running) -> None:
     with front.openai() as client, front.http() as http:
-        assert [model.id for model in client.models.list()] == ["toy", "other"]
+        assert [model.id for model in client.models.list()] == ["toy", "other", "editor", "changer", "movie", "clip"]
         about = http.get("/openapi.json").json()["components"]["schemas"]["Generation"]["properties"]
         assert "ignored" in about["quality"]["description"]
         assert http.get("/health").json() == {"status": "ok"}

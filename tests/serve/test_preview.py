@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.serve.messages import Failed, Made, Partial, PictureOrder
+from seqpar.serve.messages import Answer, Failed, Made, Partial, PictureOrder
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, evenly, fitted, tokens_of
 from seqpar.serve.ranks.scheduled import watched
 from tests.adapter.test_pipelines import CASES
@@ -131,7 +131,7 @@ def changed(order: PictureOrder, **fields: object) -> PictureOrder:
     return PictureOrder(**{**{name: getattr(order, name) for name in order.__struct_fields__}, **fields})  # pyright: ignore
 
 
-def pixels(answer: Made | Partial | Failed | None) -> np.ndarray:
+def pixels(answer: Answer | Partial | None) -> np.ndarray:
     """Return the colours of a picture, enlarged if it is a partial one."""
     assert isinstance(answer, (Made, Partial)), answer
     image = Image.frombytes("RGB", (answer.width, answer.height), answer.pixels)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpar.serve.messages import Failed, Made, PictureOrder
+from seqpar.serve.messages import Answer, Failed, Made, PictureOrder
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, gone, replica
 
@@ -34,7 +34,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         assert made.finish() == 0
 
 
-def picture(answer: Made | Failed | None) -> np.ndarray:
+def picture(answer: Answer | None) -> np.ndarray:
     """Return the pixels of an answer, (height, width, 3)."""
     assert isinstance(answer, Made), answer
     return np.frombuffer(answer.pixels, np.uint8).reshape(answer.height, answer.width, 3)

@@ -94,7 +94,8 @@ RAW: list[tuple[bytes, str, int, str]] = [
 PATHS: list[tuple[str, str, int]] = [
     ("GET", "/", 404),
     ("GET", "/docs", 404),
-    ("POST", "/v1/images/edits", 404),
+    ("GET", "/v1/images/edits", 405),
+    ("POST", "/v1/images/edits", 415),
     ("GET", PATH, 405),
     ("GET", "/v1/jobs/unknown", 404),
     ("DELETE", "/v1/jobs/unknown", 404),

@@ -14,10 +14,9 @@ from pathlib import Path
 from seqpar.cli.main import main
 from seqpar.serve.messages import (
     Alive,
+    Answer,
     Cancel,
-    Failed,
     Finish,
-    Made,
     Partial,
     PictureOrder,
     Ready,
@@ -45,11 +44,11 @@ class Driver:
     steps: dict[str, list[int]] = field(default_factory=dict)
     partial: dict[str, list[Partial]] = field(default_factory=dict)
 
-    def ask(self, order: PictureOrder, on_step: Callable[[Step], object] = lambda step: None) -> Made | Failed | None:
+    def ask(self, order: PictureOrder, on_step: Callable[[Step], object] = lambda step: None) -> Answer | None:
         """Return the answer to an order; None if the ranks have gone."""
         self.line.sendall(packed(order))
         while (message := read(self.line, ToFront)) is not None:
-            if isinstance(message, (Made, Failed)):
+            if isinstance(message, Answer):
                 assert message.id == order.id
                 return message
             if isinstance(message, Partial):
@@ -64,7 +63,7 @@ class Driver:
         for _ in range(times):
             assert isinstance(read(self.line, ToFront), Alive)
 
-    def cancel_at(self, order: PictureOrder, index: int) -> Made | Failed | None:
+    def cancel_at(self, order: PictureOrder, index: int) -> Answer | None:
         """Give an order up when it tells of a step."""
         return self.ask(order, lambda step: step.index == index and self.line.sendall(packed(Cancel(order.id))))
 

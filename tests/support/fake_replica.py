@@ -2,8 +2,9 @@
 
 A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (until a file NAME is there), `die`,
 `die-once NAME`, `deaf` (gives nothing up), `mistake`, `failure`, `short` (too few bytes), `nonsense` (no message). What
-it hears is appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial pictures follow the
-first step, before the prompt is obeyed; they have a quarter of the sides.
+it hears is appended, without pixels, to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial
+pictures follow the first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no
+mp4, but the bytes that a picture would have; an edit is the last picture that came.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +27,7 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     Made,
+    MadeVideo,
     Partial,
     PictureOrder,
     Ready,
@@ -32,13 +35,22 @@ from seqpar.serve.messages import (
     Step,
     ToFront,
     ToRanks,
+    VideoFacts,
     packed,
     read,
 )
 
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
-LORAS = {"toy": ("style", "lines"), "other": ()}
-MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, loras=loras) for name, loras in LORAS.items())
+VIDEO = VideoFacts(fps=8.0, frames=9, unit=4)
+FACTS: dict[str, dict[str, Any]] = {
+    "toy": {"loras": ("style", "lines")},
+    "other": {},
+    "editor": {"edits": True},
+    "changer": {"edits": True, "needs_picture": True},
+    "movie": {"video": VIDEO},
+    "clip": {"video": VIDEO, "edits": True, "needs_picture": True},
+}
+MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, **facts) for name, facts in FACTS.items())
 SHRINK = 4
 
 
@@ -74,7 +86,8 @@ class Fake:
         if message is None:
             raise SystemExit(0)
         with (self.folder / "heard").open("a") as file:
-            file.write(json.dumps(msgspec.to_builtins(message)) + "\n")
+            told = message.without_pixels() if isinstance(message, PictureOrder) else message
+            file.write(json.dumps(msgspec.to_builtins(told)) + "\n")
         if isinstance(message, Cancel):
             self.cancelled.add(message.id)
         return message if isinstance(message, PictureOrder | Finish) else None
@@ -126,6 +139,12 @@ def answer(fake: Fake, order: PictureOrder) -> ToFront:
         return failed
     for index in range(2, steps + 1):
         fake.tell(Step(order.id, index, steps))
+    if FACTS[order.model].get("video") is not None:
+        frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
+        return MadeVideo(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
+    if order.images:  # the last one, so that a test sees that it came
+        last = order.images[-1]
+        return Made(order.id, last.height, last.width, last.pixels, steps, {"steps": 8.0})
     pixels = pixels_of(order.seed, height, width)[: 5 if order.prompt == "short" else None]
     return Made(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000))
 

@@ -44,6 +44,8 @@ class ServeArgs:
     """Requests that wait at most; one more is told to come again (429)."""
     deadline_s: float = 600.0
     """Longest time of a request from its arrival, and that of one that names none."""
+    video_deadline_s: float = 3600.0
+    """The same for videos, for which no client waits."""
     grace_s: float = 30.0
     """Seconds that running requests have to end after SIGTERM."""
     keep_s: float = 3600.0
@@ -94,6 +96,7 @@ def _checked(args: ServeArgs) -> ServeArgs:
         "port": 0,
         "queue": 1,
         "deadline_s": 0,
+        "video_deadline_s": 0,
         "grace_s": 0,
         "keep_s": 0,
         "keep_bytes": 0,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from seqpar.serve.front import log
-from seqpar.serve.front.errors import NO_RETRY, Problem, of_ranks
+from seqpar.serve.front.errors import NO_RETRY, Problem, ProblemError, of_ranks
 from seqpar.serve.front.events import PartlyMade, PictureMade, Stepped
+from seqpar.serve.front.files import FileStore
 from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import RanksEndedError, Replica
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Failed, Made, Partial, PictureOrder, Step
+from seqpar.serve.messages import Answer, Failed, Made, MadeVideo, Partial, PictureOrder, Step
 
 ATTEMPTS = 2  # at a picture whose order ended all ranks
 STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
@@ -30,6 +30,7 @@ class Dispatch:
     queue: Queue
     replica: Replica
     pictures: Pictures
+    store: FileStore
     speeds: Speeds
     metrics: Metrics
     stuck_s: float = STUCK_S
@@ -67,9 +68,12 @@ class Dispatch:
         if job.ended is None:
             index = job.ordered
             self.queue.ordered(job)
-            files.create_task(self._write(job, index, order, answer))
+            if isinstance(answer, MadeVideo):
+                self._keep(job, answer)
+            else:
+                files.create_task(self._write(job, index, order, answer))
 
-    async def _answer(self, job: ServedJob, order: PictureOrder, files: asyncio.TaskGroup) -> Made | Failed:
+    async def _answer(self, job: ServedJob, order: PictureOrder, files: asyncio.TaskGroup) -> Answer:
         """Return the ranks' answer to an order. If the job ends before, they are told to give the order up."""
         picture = job.ordered
 
@@ -102,12 +106,24 @@ class Dispatch:
             text = f"got an order that ended all ranks {ATTEMPTS} times, so that it is not tried again; change it"
             self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
+    def _keep(self, job: ServedJob, made: MadeVideo) -> None:
+        """Keep the file of a video, with which its job has ended well."""
+        try:
+            (job.stored,) = self.store.keep(job.key, "mp4", [made.file])
+        except ProblemError as error:
+            self.queue.end(job, "failed", error.problem)
+            return
+        job.parts_s, job.size = made.parts_s, (made.height, made.width)
+        order = msgspec.structs.replace(job.wanted.order, frames=made.frames)
+        job.wanted = replace(job.wanted, order=order)
+        self.queue.end(job, "completed")
+
     async def _write(self, job: ServedJob, index: int, order: PictureOrder, made: Made) -> None:
         """Make the file of a picture; the job has ended well with the last one."""
         begun = time.monotonic()
         try:
             size = made.height, made.width
-            file = await self.pictures.file_of(size, made.pixels, job.wanted.how, _about(order, made))
+            file = await self.pictures.file_of(size, made.pixels, job.wanted.how, order.about(made.steps, size))
         except (OSError, ValueError) as error:  # a process that died, or a file that Pillow does not write
             log.event("no file was written", job.id, level=40, error=str(error))
             self.queue.end(job, "failed", Problem(500, "failure", f"got no file of the picture: {error}"))
@@ -138,16 +154,9 @@ def _order_of(job: ServedJob) -> PictureOrder:
     return msgspec.structs.replace(first, id=id_, seed=first.seed + job.ordered, deadline_s=max(0.0, left))
 
 
-def _checked(answer: Made | Failed) -> Made | Failed:
+def _checked(answer: Answer) -> Answer:
     """Return an answer, or a failure in place of a picture whose bytes are not of its size."""
-    if isinstance(answer, Failed) or len(answer.pixels) == 3 * answer.height * answer.width > 0:
+    if not isinstance(answer, Made) or len(answer.pixels) == 3 * answer.height * answer.width > 0:
         return answer
     text = f"got {len(answer.pixels)} bytes of a picture of {answer.width}x{answer.height}, which has another number"
     return Failed(answer.id, "failure", text)
-
-
-def _about(order: PictureOrder, made: Made) -> dict[str, Any]:
-    """Return the parameters of a picture for its file: what was asked for, and what the model chose."""
-    told = {name: value for name, value in msgspec.structs.asdict(order).items() if value not in (None, ())}
-    left = {name: value for name, value in told.items() if name not in ("id", "deadline_s", "partial_images")}
-    return {**left, "steps": made.steps, "size": [made.height, made.width]}

@@ -107,7 +107,7 @@ def handle_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         text = f"got {request.method} {_short(request.url.path)}, expected a path and method of /openapi.json"
         if error.status_code not in (404, 405):
-            text = f"got a request that could not be read, expected JSON: {_short(str(error.detail))}"
+            text = f"got a request that could not be read, expected one of /openapi.json: {_short(str(error.detail))}"
         code = CODES.get(error.status_code, "bad_request")
         return Problem(error.status_code, code, text, headers=dict(error.headers or {})).response()
 

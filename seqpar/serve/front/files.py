@@ -1,4 +1,4 @@
-"""Pictures that were asked for as links: kept in memory for a while, within a bound of bytes, oldest gone first."""
+"""Videos, and pictures asked for as links: kept in memory for a while, within a bound of bytes, oldest gone first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.pictures import Kind
+
+Stored = Kind | Literal["mp4"]
 
 
 @dataclass(frozen=True)
@@ -16,9 +19,14 @@ class File:
     """A file of one key. until: when it expires."""
 
     key: str
-    kind: Kind
+    kind: Stored
     content: bytes
     until: float
+
+    @property
+    def media(self) -> str:
+        """Return its type for HTTP."""
+        return f"video/{self.kind}" if self.kind == "mp4" else f"image/{self.kind}"
 
 
 class FileStore:
@@ -28,11 +36,12 @@ class FileStore:
         self._keep_s, self._keep_bytes, self._now = keep_s, keep_bytes, now
         self._files: dict[str, File] = {}  # in the order in which they were kept
 
-    def keep(self, key: str, kind: Kind, contents: Sequence[bytes]) -> list[str]:
+    def keep(self, key: str, kind: Stored, contents: Sequence[bytes]) -> list[str]:
         """Return new names of the files of one request; ProblemError if they do not fit together."""
         need = sum(map(len, contents))
         if need > self._keep_bytes:
-            text = f"got pictures of {need} bytes, expected at most {self._keep_bytes} for links; ask for b64_json"
+            instead = "a shorter or smaller video" if kind == "mp4" else "b64_json"
+            text = f"got files of {need} bytes, expected at most {self._keep_bytes} (--keep-bytes); ask for {instead}"
             raise ProblemError(Problem(400, "too_large", text, "response_format"))
         self._drop(self._keep_bytes - need)
         until = self._now() + self._keep_s
@@ -45,6 +54,11 @@ class FileStore:
         self._drop(self._keep_bytes)
         file = self._files.get(name)
         return file if file is not None and file.key == key else None
+
+    def forget(self, key: str, name: str) -> None:
+        """Drop a file of a key, if it is still there."""
+        if self.get(key, name) is not None:
+            del self._files[name]
 
     def _drop(self, most: int) -> None:
         """Forget what has expired, and the oldest files until the rest have at most `most` bytes."""

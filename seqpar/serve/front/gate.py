@@ -20,8 +20,10 @@ from seqpar.serve.front import log
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.keys import Keys
 
-GENERATIONS = "/v1/images/generations"
-LONGEST = 1_000_000  # bytes of a body
+GENERATIONS, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+JSON, FORM = "application/json", "multipart/form-data"
+LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
+BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # the routes that take one
 BODY_S = 60.0  # for a body to arrive
 OPEN = ("/health", "/ready", "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -54,8 +56,8 @@ class Gate:
         try:
             key = self._key_of(scope)
             scope.setdefault("state", {}).update(id=id_, key=key)
-            if scope["method"] == "POST" and scope["path"] == GENERATIONS:
-                receive = await self._with_body(Headers(scope=scope), receive)
+            if scope["method"] == "POST" and scope["path"] in BODIES:
+                receive = await self._with_body(BODIES[scope["path"]], Headers(scope=scope), receive)
         except ProblemError as error:
             await error.problem.response()(scope, receive, named)
             return
@@ -81,21 +83,23 @@ class Gate:
             raise ProblemError(Problem(401, "invalid_api_key", NO_KEY, headers={"www-authenticate": "Bearer"}))
         return name
 
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body and return what gives it to the application; ProblemError if it is none of JSON, or too long.
+    async def _with_body(self, kinds: tuple[str, ...], headers: Headers, receive: Receive) -> Receive:
+        """Read the body and return what gives it to the application; ProblemError if it is of no such type, or long.
 
         A body that states its length, or that grows too long, is refused before the rest is read.
         """
-        kind, stated = headers.get("content-type", ""), headers.get("content-length", "0")
-        if kind.partition(";")[0].strip().lower() != "application/json":
-            text = f"got content-type {kind[:80]!r}, expected application/json"
+        named, stated = headers.get("content-type", ""), headers.get("content-length", "0")
+        kind = named.partition(";")[0].strip().lower()
+        if kind not in kinds:
+            text = f"got content-type {named[:80]!r}, expected {' or '.join(kinds)}"
             raise ProblemError(Problem(415, "unsupported_media_type", text))
-        _check_length(int(stated) if stated.isdecimal() else 0)
+        longest = LONGEST[kind]
+        _check_length(int(stated) if stated.isdecimal() else 0, longest)
         try:
             async with asyncio.timeout(self.body_s):
-                body = await _body(receive)
+                body = await _body(receive, longest)
         except TimeoutError as error:
-            text = f"got no whole body within {self.body_s:g} s, expected one of at most {LONGEST} bytes; send it again"
+            text = f"got no whole body within {self.body_s:g} s, expected one of at most {longest} bytes; send it again"
             raise ProblemError(Problem(408, "timeout", text)) from error
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -105,20 +109,20 @@ class Gate:
         return replayed
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive, longest: int) -> bytes:
     """Return a body; a client that leaves before its end has sent what it has sent."""
     body, more = bytearray(), True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        _check_length(len(body))
+        _check_length(len(body), longest)
     return bytes(body)
 
 
-def _check_length(count: int) -> None:
-    if count > LONGEST:
-        text = f"got a body of {count} bytes or more, expected at most {LONGEST}; send a shorter one"
+def _check_length(count: int, longest: int) -> None:
+    if count > longest:
+        text = f"got a body of {count} bytes or more, expected at most {longest}; send a shorter one"
         raise ProblemError(Problem(413, "too_large", text))
 
 

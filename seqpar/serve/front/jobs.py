@@ -1,7 +1,8 @@
 """The queue of requests, bounded and by priority, and the ledger of all jobs.
 
-A job is one request for one or more pictures. A picture is an order of its own; the next one is always of the first job
-by priority and arrival, so that a high job goes between two pictures of a low one, and nothing that runs is preempted.
+A job is one request for one or more pictures, or for a video. Each of these is an order of its own; the next one is
+always of the first job by priority and arrival, so that a high job goes between two pictures of a low one, and nothing
+that runs is preempted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from seqpar.serve.front.errors import Problem, ProblemError
@@ -22,13 +23,14 @@ State = Literal["queued", "running", "completed", "failed", "cancelled"]
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: Mapping[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 ENDED = 1000  # jobs that have ended and are remembered
+MOST_HELD = 1 << 30  # bytes of pixels of all pictures that jobs begin with
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What a request asks for. order: its first picture, without an id. steps: of each picture.
 
-    step_s: predicted seconds of a step.
+    step_s: predicted seconds of a step. fps: frames a second of a video, None for pictures.
     """
 
     order: PictureOrder
@@ -38,6 +40,12 @@ class Wanted:
     steps: int
     step_s: float
     deadline_s: float
+    fps: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the pictures that it begins with."""
+        return sum(len(image.pixels) for image in self.order.images)
 
 
 @dataclass(eq=False)
@@ -59,6 +67,7 @@ class ServedJob:
     files: dict[int, bytes] = field(default_factory=dict[int, bytes])
     parts_s: dict[str, float] = field(default_factory=dict[str, float])
     size: tuple[int, int] | None = None
+    stored: str | None = None  # the name of the file of a video
     problem: Problem | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     timer: asyncio.TimerHandle | None = None
@@ -88,11 +97,7 @@ class Queue:
 
     def add(self, id_: str, key: str, wanted: Wanted) -> ServedJob:
         """Take a request; ProblemError if the queue is full or closed."""
-        if self.closed is not None:
-            raise ProblemError(self.closed)
-        if self.length >= self._bound:
-            text = f"got a request while {self.length} wait, expected at most {self._bound}; ask again later"
-            raise ProblemError(Problem(429, "queue_full", text, headers=self._retry_after()))
+        self.check(wanted.nbytes)
         loop = asyncio.get_running_loop()
         self._forget()
         self._number += 1
@@ -101,6 +106,18 @@ class Queue:
         self._jobs[id_] = job
         self._look()
         return job
+
+    def check(self, nbytes: int) -> None:
+        """Raise ProblemError if the queue is closed or full, or has no room for pictures of so many bytes."""
+        if self.closed is not None:
+            raise ProblemError(self.closed)
+        held = sum(each.wanted.nbytes for each in self.active)
+        if nbytes and held + nbytes > MOST_HELD:
+            text = f"got {nbytes} bytes of pixels while {held} wait, expected at most {MOST_HELD} together"
+            raise ProblemError(Problem(429, "queue_full", f"{text}; ask again later", headers=self._retry_after()))
+        if self.length >= self._bound:
+            text = f"got a request while {self.length} wait, expected at most {self._bound}; ask again later"
+            raise ProblemError(Problem(429, "queue_full", text, headers=self._retry_after()))
 
     @property
     def length(self) -> int:
@@ -143,6 +160,7 @@ class Queue:
             job.state, job.problem, job.ended = state, problem, time.time()
             if job.timer is not None:
                 job.timer.cancel()
+            job.wanted = replace(job.wanted, order=job.wanted.order.without_pixels())  # a job is remembered for long
             job.done.set()
             job.tell(JobEnded())
             self._look()
@@ -151,6 +169,10 @@ class Queue:
     def cancel(self, job: ServedJob, text: str) -> None:
         """End a job that nobody waits for any more."""
         self.end(job, "cancelled", Problem(499, "cancelled", text))
+
+    def forget(self, job: ServedJob) -> None:
+        """Remember a job that has ended no longer."""
+        self._jobs.pop(job.id, None)
 
     def close(self, problem: Problem, also_running: bool) -> None:
         """Take no more requests, and end those that wait (and those that run, if `also_running`)."""
@@ -198,7 +220,7 @@ class Queue:
                 job.tell(Moved())
 
     def _expire(self, job: ServedJob) -> None:
-        text = f"got no pictures within {job.wanted.deadline_s:g} s; ask with a longer deadline_s, or for fewer steps"
+        text = f"got no result within {job.wanted.deadline_s:g} s; ask with a longer deadline_s, or for fewer steps"
         self.end(job, "failed", Problem(504, "deadline", text, "deadline_s", {"x-should-retry": "false"}))
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns pixels into files in a process of its own, while the ranks make the next picture."""
+"""Turns pixels into files, and files of clients into pixels, in a process of its own, while the ranks work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from seqpar.pipelines import _png
+from seqpar.pipelines._image_files import MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
+from seqpar.serve.messages import OrderPicture
 
 Kind = Literal["png", "jpeg", "webp"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,16 @@ class Pictures:
 
         enlarged: the size that the picture is given, where it is not its own.
         """
+        return await self._run(encoded, size, pixels, how, about, enlarged)
+
+    async def pixels_of(self, files: Sequence[bytes]) -> list[OrderPicture]:
+        """Return the pictures in files of a client; ValueError for what is none, OSError if the process died."""
+        return await self._run(pictures_in, files)
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
         pool = self._pool
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, encoded, size, pixels, how, about, enlarged)
+            return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
         except BrokenProcessPool as error:
             log.event("the process that writes pictures died and is started again", level=40)
             if pool is self._pool:  # else another picture has found it out before
@@ -83,6 +93,19 @@ def encoded(
     else:
         image.save(file, how.kind, quality=how.quality)
     return file.getvalue()
+
+
+def pictures_in(files: Sequence[bytes]) -> list[OrderPicture]:
+    """Return the pictures in PNG, JPEG or WebP files; ValueError for other files, and for too many pixels."""
+    pictures, left = list[OrderPicture](), MOST_PIXELS
+    for number, file in enumerate(files, 1):
+        image = decoded(f"picture {number}", io.BytesIO(file))
+        left -= image.width * image.height
+        if left < 0:
+            raise ValueError(f"got large pictures, expected at most {MOST_PIXELS} pixels together; make them smaller")
+        pixels = image.tobytes()
+        pictures.append(OrderPicture(image.height, image.width, pixels, digest(pixels)))
+    return pictures
 
 
 def _new_pool() -> ProcessPoolExecutor:

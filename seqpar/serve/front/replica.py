@@ -21,10 +21,12 @@ from seqpar.serve.front import log
 from seqpar.serve.messages import (
     HEAD,
     Alive,
+    Answer,
     Cancel,
     Failed,
     Finish,
     Made,
+    MadeVideo,
     Partial,
     PictureOrder,
     Ready,
@@ -59,7 +61,7 @@ class Running:
     """The order that is with the ranks. told is called with what they say before the answer."""
 
     order: PictureOrder
-    answer: asyncio.Future[Made | Failed]
+    answer: asyncio.Future[Answer]
     told: Callable[[Step | Partial], None]
 
 
@@ -96,7 +98,7 @@ class Replica:
             log.event("the ranks are started again", level=30, code=code)
             self._on_restart()
 
-    async def run(self, order: PictureOrder, told: Callable[[Step | Partial], None]) -> Made | Failed:
+    async def run(self, order: PictureOrder, told: Callable[[Step | Partial], None]) -> Answer:
         """Send an order and return its answer. Raises RanksEndedError. The ranks must be ready and have no order."""
         running = Running(order, asyncio.get_running_loop().create_future(), told)
         self._running = running
@@ -186,8 +188,8 @@ class Replica:
                 self.memory = message.memory
             case Step() | Partial() if running is not None and running.order.id == message.id:
                 running.told(message)
-            case Made() | Failed() if running is not None and running.order.id == message.id:
-                self.memory = message.memory or self.memory if isinstance(message, Made) else self.memory
+            case Made() | MadeVideo() | Failed() if running is not None and running.order.id == message.id:
+                self.memory = self.memory if isinstance(message, Failed) else message.memory or self.memory
                 if not running.answer.done():
                     running.answer.set_result(message)
             case _:

@@ -9,17 +9,21 @@ import base64
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import Format, Kind
-from seqpar.serve.messages import PictureOrder, ServedModel
+from seqpar.serve.messages import OrderPicture, PictureOrder, ServedModel
 
-IGNORED = ("user", "quality", "style", "background", "moderation")  # fields of OpenAI that mean nothing here
+# fields of OpenAI that mean nothing here
+IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
 MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
 MOST_SEED = 2**63 - 1
+LEAST_STRENGTH = 0.001  # which makes a step of any number of them
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 LoraName = Annotated[str, Field(min_length=1, max_length=100)]
@@ -40,18 +44,14 @@ def _named(value: Any) -> Any:
     return [{"name": value}] if isinstance(value, str) else value
 
 
-class Generation(BaseModel):
-    """A request for pictures. `null` is as good as leaving a field out."""
+class CommonFields(BaseModel):
+    """What requests for pictures and videos have in common. `null` is as good as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=32000)]
     model: Annotated[str | None, Field(description="One of /v1/models; the first if left out.")] = None
-    n: Annotated[int, Field(ge=1, le=10, description="Number of pictures.")] = 1
     size: Annotated[str, Field(description='"WIDTHxHEIGHT" in pixels, or "auto" for the size of the model.')] = "auto"
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    output_format: Kind = "png"
-    output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
     seed: Annotated[int | None, Field(ge=0, le=MOST_SEED, description="Of picture i: seed + i.")] = None
     steps: Annotated[int | None, Field(ge=1, le=1000)] = None
     guidance: Scale | None = None
@@ -65,14 +65,7 @@ class Generation(BaseModel):
     ] = []
     deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
     priority: Priority = "normal"
-    stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
-    partial_images: Annotated[int, Field(ge=0, le=3, description="Partial pictures of each picture in the stream.")] = 0
-    stream_steps: Annotated[bool, Field(description="Tell of the queue and of each step in the stream.")] = False
     user: Nothing = None
-    quality: Nothing = None
-    style: Nothing = None
-    background: Nothing = None
-    moderation: Nothing = None
 
     @model_validator(mode="before")
     @classmethod
@@ -99,6 +92,50 @@ class Generation(BaseModel):
             raise ValueError("expected a text without halves of surrogate pairs") from error
         return value
 
+    @property
+    def ignored(self) -> list[str]:
+        """Return the fields of the request that mean nothing here."""
+        return [name for name in IGNORED if name in self.model_fields_set]
+
+    @property
+    def loras(self) -> tuple[tuple[str, float], ...]:
+        """Return the names of the LoRAs, with their scales."""
+        return tuple((each.name, each.scale) for each in self.lora)
+
+    def order(self, model: ServedModel, images: Sequence[OrderPicture] = ()) -> PictureOrder:
+        """Return the order of a model's first picture, or of its video, without an id."""
+        match = SIZE.fullmatch(self.size)
+        return PictureOrder(
+            "",
+            model.name,
+            self.prompt,
+            secrets.randbelow(2**32) if self.seed is None else self.seed,
+            (int(match[2]), int(match[1])) if match else None,  # a message holds (height, width)
+            self.steps,
+            self.guidance,
+            self.true_guidance,
+            self.negative_prompt,
+            self.scheduler,
+            loras=self.loras,
+            images=tuple(images),
+        )
+
+
+class Generation(CommonFields):
+    """A request for pictures."""
+
+    n: Annotated[int, Field(ge=1, le=10, description="Number of pictures.")] = 1
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Kind = "png"
+    output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
+    stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
+    partial_images: Annotated[int, Field(ge=0, le=3, description="Partial pictures of each picture in the stream.")] = 0
+    stream_steps: Annotated[bool, Field(description="Tell of the queue and of each step in the stream.")] = False
+    quality: Nothing = None
+    style: Nothing = None
+    background: Nothing = None
+    moderation: Nothing = None
+
     @field_validator("stream")
     @classmethod
     def _holds_pictures(cls, value: bool, info: ValidationInfo) -> bool:
@@ -119,36 +156,25 @@ class Generation(BaseModel):
             raise ValueError(f"expected a seed of at most {MOST_SEED} for the last of {self.n} pictures")
         return self
 
-    @property
-    def ignored(self) -> list[str]:
-        """Return the fields of the request that mean nothing here."""
-        return [name for name in IGNORED if name in self.model_fields_set]
-
-    @property
-    def loras(self) -> tuple[tuple[str, float], ...]:
-        """Return the names of the LoRAs, with their scales."""
-        return tuple((each.name, each.scale) for each in self.lora)
-
-    def wanted(self, model: ServedModel, longest_s: float) -> Wanted:
-        """Return what the request asks of a model. longest_s: the deadline if it names none, and the longest one."""
-        match = SIZE.fullmatch(self.size)
-        order = PictureOrder(
-            "",
-            model.name,
-            self.prompt,
-            secrets.randbelow(2**32) if self.seed is None else self.seed,
-            (int(match[2]), int(match[1])) if match else None,  # a message holds (height, width)
-            self.steps,
-            self.guidance,
-            self.true_guidance,
-            self.negative_prompt,
-            self.scheduler,
-            loras=self.loras,
-            partial_images=self.partial_images,
-        )
-        deadline_s = longest_s if self.deadline_s is None else self.deadline_s
+    def wanted(self, model: ServedModel, deadline_s: float, images: Sequence[OrderPicture] = ()) -> Wanted:
+        """Return what the request asks of a model, with a checked deadline. images: that it begins with."""
+        order = msgspec.structs.replace(self.order(model, images), partial_images=self.partial_images)
         how = Format(self.output_format, self.output_compression)
         return Wanted(order, self.n, how, self.priority, self.steps or model.steps, model.step_s, deadline_s)
+
+
+class Edit(Generation):
+    """The fields of a request for edited pictures beside its files."""
+
+    strength: Annotated[
+        float | None, Field(ge=LEAST_STRENGTH, le=1, description="How far a picture is changed if it is drawn anew.")
+    ] = None
+    input_fidelity: Nothing = None
+
+    def wanted(self, model: ServedModel, deadline_s: float, images: Sequence[OrderPicture] = ()) -> Wanted:
+        """Return what the request asks of a model; see `Generation.wanted`."""
+        wanted = super().wanted(model, deadline_s, images)
+        return replace(wanted, order=msgspec.structs.replace(wanted.order, strength=self.strength))
 
 
 def pictures(job: ServedJob, links: Sequence[str] | None) -> dict[str, Any]:
@@ -201,6 +227,10 @@ def of_job(job: ServedJob, queue: Queue) -> dict[str, Any]:
 def of_model(model: ServedModel, created: int) -> dict[str, Any]:
     """Return a model as OpenAI's list has it, with what is known of it here."""
     height, width = model.size
-    about = {"kind": model.kind, "size": f"{width}x{height}", "steps": model.steps, "layout": model.layout}
+    about: dict[str, Any] = {"kind": model.kind, "makes": "pictures" if model.video is None else "videos"}
+    about |= {"edits": model.edits, "needs_picture": model.needs_picture}
+    about |= {"size": f"{width}x{height}" if width else "auto", "steps": model.steps, "layout": model.layout}
     about |= {"classes": model.classes, "loras": model.loras}
+    if model.video is not None:
+        about |= msgspec.structs.asdict(model.video)
     return {"id": model.name, "object": "model", "created": created, "owned_by": "seqpar", "seqpar": about}

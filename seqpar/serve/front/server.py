@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from seqpar.serve.front import log
-from seqpar.serve.front.app import Front, create_app
+from seqpar.serve.front.app import create_app
 from seqpar.serve.front.command import ServeArgs
 from seqpar.serve.front.dispatch import Dispatch
 from seqpar.serve.front.errors import Problem
@@ -28,6 +28,7 @@ from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import Ended, Replica
 from seqpar.serve.front.speeds import Speeds
+from seqpar.serve.front.state import Front
 
 ANSWERS_S = 5.0  # for answers to reach their clients at the end
 ENDING = Problem(503, "ending", "the server ends and takes no more requests; ask another one, or later")
@@ -88,12 +89,14 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
         metrics.ends.labels(end).inc()
         log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
 
+    pictures = Pictures()
     queue = Queue(args.queue, args.keep_s, speeds, ended)
     replica = Replica(child, folder, args.restarts, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
     files = FileStore(args.keep_s, args.keep_bytes)
-    dispatch = Dispatch(queue, replica, Pictures(), speeds, metrics, args.stuck_s)
-    front = Front(queue, replica, files, metrics, args.deadline_s, args.show_prompts, int(time.time()))
+    dispatch = Dispatch(queue, replica, pictures, files, speeds, metrics, args.stuck_s)
+    longest = args.deadline_s, args.video_deadline_s
+    front = Front(queue, replica, files, pictures, metrics, *longest, args.keep_s, args.show_prompts, int(time.time()))
     app = create_app(front, keys, frozenset({args.host}))
     config = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""What every rank of a server does: load the models, then make the picture of one order after the other.
+"""What every rank of a server does: load the models, then make what one order after the other asks for.
 
 Rank 0 alone speaks with the front; the order, and whether it is given up, come to all ranks from there, so that they
 never do different things. An error that all ranks raise alike is the answer to the order, and the ranks go on. Any
@@ -7,6 +7,7 @@ other error ends this process: the others are ended by `seqpar.cli.ranks`, and t
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,18 @@ from PIL import Image
 
 from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.pipelines._lora import Lora
+from seqpar.pipelines._videos import encoded
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.serve.messages import Alive, Failed, Finish, Made, Partial, PictureOrder, Ready, Step
+from seqpar.serve.messages import LONGEST, Alive, Failed, Finish, Made, MadeVideo, PictureOrder, Ready, Step, ToFront
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
-from seqpar.serve.ranks.models import Clock, Found, Resident
+from seqpar.serve.ranks.models import Clock, Found, Resident, Result
+from seqpar.serve.ranks.pictures import pictures_of
 from seqpar.serve.ranks.preview import Estimates, Previews
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
+MARGIN = 1 << 16  # bytes of a message beside the file of a video
 IDLE_S = 60.0  # after which idle ranks exchange something, so that no wait for an order reaches a deadline
 
 
@@ -45,7 +49,7 @@ class Served:
         """Return why this rank wants the running order to end; only rank 0 hears of it."""
         return None if self.line is None else self.line.why_given_up(self.running[0])
 
-    def tell(self, message: Ready | Step | Partial | Made | Failed | Alive) -> None:
+    def tell(self, message: ToFront) -> None:
         """Send a message to the front; other ranks than rank 0 say nothing."""
         if self.line is not None:
             self.line.send(message)
@@ -92,9 +96,10 @@ def _next(served: Served, idle_s: float) -> PictureOrder | None:
     """Return the next order on every rank; None when the ranks are to finish."""
     while True:
         mine = None if served.line is None else served.line.next(idle_s)
-        found: PictureOrder | Finish | None = served.mesh.share(mine, PictureOrder | Finish | None)
+        small = mine.without_pixels() if isinstance(mine, PictureOrder) else mine
+        found: PictureOrder | Finish | None = served.mesh.share(small, PictureOrder | Finish | None)
         if isinstance(found, PictureOrder):
-            return found
+            return mine if isinstance(mine, PictureOrder) else found
         if isinstance(found, Finish):
             return None
         served.tell(Alive(_memory(served.mesh)))
@@ -114,24 +119,54 @@ def _answer(served: Served, order: PictureOrder) -> None:
         served.line.forget(order.id)
 
 
-def _made(served: Served, order: PictureOrder) -> Made:
-    """Return the picture of an order, on every rank."""
+def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
+    """Return the picture or the video of an order, on every rank."""
     model = served.models.get(order.model)
     if model is None:
         raise ValueError(f"got model {order.model}, expected one of {', '.join(served.models)}")
     boundary = StepBoundary(served.mesh, served.wants)
 
+    images = pictures_of(order, served.mesh)
+
     def small(other: PictureOrder, asked: Estimates) -> Image.Image:
-        return model.make(other, boundary, lambda index, count: None, Clock(), asked)[0]
+        begun = images if model.facts.needs_picture else ()
+        picture = model.make(other, begun, boundary, lambda index, count: None, Clock(), asked).picture
+        if picture is None:
+            raise ValueError(f"got partial pictures with {order.model}, which makes videos, expected none")
+        return picture
 
     estimates = served.previews.estimates(order, model.facts, small, served.tell)
     clock = Clock()
-    picture, steps = model.make(
-        order, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates
+    result = model.make(
+        order, images, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates
     )
+    if (picture := result.picture) is None:
+        return _video(served, order, result, clock)
     pixels = np.ascontiguousarray(np.asarray(picture.convert("RGB"))).tobytes() if served.mesh.is_main else b""
     memory = _memory(served.mesh)
-    return Made(order.id, picture.height, picture.width, pixels, steps, clock.parts_s, memory)
+    return Made(order.id, picture.height, picture.width, pixels, result.steps, clock.parts_s, memory)
+
+
+def _video(served: Served, order: PictureOrder, result: Result, clock: Clock) -> MadeVideo:
+    """Return a video as a file, on every rank; only rank 0 writes it.
+
+    Its frames would be too long for one message, and the front need not hold them: GPUs wait for the encoder meanwhile.
+    """
+    frames, height, width, _ = result.frames_FHW3.shape
+
+    def written() -> bytes:
+        if not served.mesh.is_main:
+            return b""
+        told = json.dumps({**order.about(result.steps, (height, width)), "frames": frames, "fps": result.fps})
+        file = encoded(result.frames_FHW3, result.fps, told).getvalue()
+        if len(file) > LONGEST - MARGIN:
+            raise ValueError(f"got a video of {len(file)} bytes, expected at most {LONGEST - MARGIN}; ask for less")
+        return file
+
+    file = served.mesh.together(written)
+    clock.ends("file")
+    memory = _memory(served.mesh)
+    return MadeVideo(order.id, height, width, frames, result.fps, file, result.steps, clock.parts_s, memory)
 
 
 def _memory(mesh: Mesh) -> tuple[int, ...]:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from PIL import Image
 
 from seqpar.adapter.passing import passing
+from seqpar.adapter.state import keep_fp32
 from seqpar.engine.distributed import settled
+from seqpar.pipelines import adapted
 from seqpar.pipelines._family import Job, Order, family_of
+from seqpar.pipelines._image_files import Picture
 from seqpar.pipelines._load import placed
 from seqpar.pipelines._lora import Lora, switched
 from seqpar.pipelines._pictures import to_pil
+from seqpar.pipelines._planned import Parts
+from seqpar.pipelines._takes_images import class_of_pictures, needs_picture
+from seqpar.pipelines._videos import check_encoder
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from seqpar.serve.messages import PictureOrder, ServedModel
+from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
 from seqpar.serve.ranks.loras import FittingLoras
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
+from seqpar.weights.find import Blueprint
+from seqpar.weights.presets import Preset
 
+EXAMPLE = 256  # pixels along a side of the picture that a model is planned with which needs one
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]
 
@@ -43,18 +54,34 @@ class Clock:
         self.parts_s[part], self.begun = self.parts_s.get(part, 0.0) + now - self.begun, now
 
 
+@dataclass(frozen=True)
+class Result:
+    """What an order made: a picture, or the frames of a video as values in [0, 1] with their number a second."""
+
+    steps: int
+    picture: Image.Image | None = None
+    frames_FHW3: Any = None
+    fps: float = 0.0
+
+
 class Resident(Protocol):
     """A loaded model. facts: what the front tells of it."""
 
     facts: ServedModel
 
     def make(
-        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
-    ) -> tuple[Image.Image, int]:
-        """Return the picture of an order and its number of steps, on every rank; every rank must call this alike.
+        self,
+        order: PictureOrder,
+        images: Sequence[Picture],
+        boundary: Pass,
+        tell: Tell,
+        clock: Clock,
+        estimates: Estimates = NO_ESTIMATES,
+    ) -> Result:
+        """Return what an order asks for, on every rank; every rank must call this alike.
 
-        boundary: passed between steps and parts. tell(index, count): called after each step. estimates: of the clean
-        latents, which change nothing.
+        images: those of the order. boundary: passed between steps and parts. tell(index, count): called after each
+        step. estimates: of the clean latents, which change nothing.
         Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
         """
         ...
@@ -62,7 +89,10 @@ class Resident(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """A checked model before any weight is read. example: the work of an order that names nothing."""
+    """A checked model before any weight is read. example: the work of an order that names nothing.
+
+    drawing: the class of diffusers that begins with a picture, or None. needs_picture: whether no other makes anything.
+    """
 
     name: str
     family: Any
@@ -70,6 +100,9 @@ class Found:
     example: Job | Adapted
     plan: Plan
     loras: FittingLoras
+    drawing: Any = None
+    needs_picture: bool = False
+    video: VideoFacts | None = None
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> Found:
@@ -79,14 +112,16 @@ class Found:
         """
         family, source = family_of(name)
         if family is None:
-            raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures with")
+            raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures or videos with")
         texts = () if family.ASKED == "classes" else ("a",)
-        example = ranks.together(lambda: family.check(Order(name, dtype, prompts=texts), source))
-        if isinstance(example, Adapted) and example.video:
-            raise ValueError(f"got {name}, which makes videos, expected a model of pictures; use `seqpar sample`")
+        parts = ranks.together(lambda: _parts_of(family, source))
+        drawing, needs = _drawing(parts)
+        images = (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needs else ()
+        example = ranks.together(lambda: family.check(Order(name, dtype, prompts=texts, images=images), parts))
+        video = ranks.together(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
         plan = make(example.work, example.load, dtype, ranks, Wish())
         fitting = ranks.together(lambda: FittingLoras.of(example, loras))
-        return Found(name, family, dtype, example, plan, fitting)
+        return Found(name, family, dtype, example, plan, fitting, drawing, needs, video)
 
     @property
     def memory(self) -> int:
@@ -95,7 +130,7 @@ class Found:
         run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
         return run + self.loras.weights * self.dtype.itemsize
 
-    def job(self, order: PictureOrder) -> Job | Adapted:
+    def job(self, order: PictureOrder, images: Sequence[Picture]) -> Job | Adapted:
         """Return the checked work of an order; ValueError for whatever does not fit."""
         is_classes = self.family.ASKED == "classes"
         asked = Order(
@@ -109,6 +144,10 @@ class Found:
             scheduler=order.scheduler,
             classes=(order.prompt,) if is_classes else (),
             prompts=() if is_classes else (order.prompt,),
+            images=tuple(images),
+            strength=order.strength,
+            frames=order.frames,
+            fps=order.fps,
         )
         if order.steps is not None:
             asked = replace(asked, steps=order.steps)
@@ -120,15 +159,63 @@ class Found:
         files = job.files if is_classes and isinstance(job, Job) else None
         names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
-        kind, plan = "classes" if is_classes else "texts", self.plan
-        loras = tuple(self.loras.every)
-        return ServedModel(self.name, kind, size, steps, str(plan.layout), plan.ms / 1e3, names, loras)
+        return ServedModel(
+            self.name,
+            "classes" if is_classes else "texts",
+            size,
+            steps,
+            str(self.plan.layout),
+            self.plan.ms / 1e3,
+            names,
+            tuple(self.loras.every),
+            self.drawing is not None,
+            self.needs_picture,
+            self.video,
+        )
 
     def load(self, ranks: Mesh) -> Resident:
         """Read the weights; every rank must call this at the same time."""
         if isinstance(self.example, Adapted):
             return DiffusersModel(self, self.example, ranks)
         return OwnModel(self, self.example)
+
+
+def _parts_of(family: Any, source: Path | Blueprint | Preset) -> Any:
+    """Return the checked parts of a pipeline of diffusers, and what other families are given as it is."""
+    return adapted.parts_of(source) if family is adapted and not isinstance(source, Blueprint) else source
+
+
+def _drawing(parts: Any) -> tuple[Any, bool]:
+    """Return the class of diffusers that runs a model with a picture, or None, and whether it needs one."""
+    if not isinstance(parts, Parts):
+        return None, False
+    return class_of_pictures(parts.kind, parts.index), needs_picture(parts.kind)
+
+
+def _video_facts(job: Adapted) -> VideoFacts | None:
+    """Return what a model of videos makes by default, None for pictures; ValueError where videos cannot be made."""
+    if not job.video:
+        return None
+    check_encoder()
+    frames = job.frames
+    if frames is None:
+        raise ValueError(f"got {job.order.model}, expected a model whose files tell how many frames it makes")
+    return VideoFacts(job.fps, frames.usual, frames.unit)
+
+
+def _usual_size(job: Adapted) -> tuple[int, int]:
+    """Return height and width of what is made by default; (0, 0) where the pipeline chooses them by its picture."""
+    parameters = inspect.signature(job.kind.__call__).parameters
+    own = [parameters[side].default for side in ("height", "width") if side in parameters]
+    named = len(own) == 2 and all(isinstance(side, int) for side in own)
+    return job.pixels or ((own[0], own[1]) if named else (0, 0))
+
+
+def _beside(pipe: Any, kind: Any) -> Any:
+    """Return a pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
+    wanted = inspect.signature(kind.__init__).parameters
+    settings = {name: value for name, value in pipe.config.items() if name in wanted}
+    return kind(**{**settings, **{name: part for name, part in pipe.components.items() if name in wanted}})
 
 
 class OwnModel:
@@ -140,13 +227,19 @@ class OwnModel:
         self.facts = found.facts(example.pixels)
 
     def make(
-        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
-    ) -> tuple[Image.Image, int]:
+        self,
+        order: PictureOrder,
+        images: Sequence[Picture],
+        boundary: Pass,
+        tell: Tell,
+        clock: Clock,
+        estimates: Estimates = NO_ESTIMATES,
+    ) -> Result:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
         pipeline = self._pipeline
-        job = pipeline.dit.mesh.together(lambda: self._found.job(order))
+        job = pipeline.dit.mesh.together(lambda: self._found.job(order, images))
 
         def step(index: int) -> None:
             tell(index + 1, job.evaluations)
@@ -158,7 +251,7 @@ class OwnModel:
         clock.ends("steps")
         (picture,) = to_pil(pipeline.decode(latents, lambda index: boundary()))
         clock.ends("decode")
-        return picture, job.evaluations
+        return Result(job.evaluations, picture)
 
 
 class DiffusersModel:
@@ -166,32 +259,45 @@ class DiffusersModel:
 
     def __init__(self, found: Found, example: Adapted, ranks: Mesh) -> None:
         self._found, self._mesh = found, settled(found.plan, None)
-        self._pipe = example.pipeline(ranks)
-        self._pipe.set_progress_bar_config(disable=True)
-        self._loras = switched(self._pipe, found.loras.every) if found.loras.every else None
-        placed(self._pipe, found.plan, self._mesh)
-        self._scheduler = self._pipe.scheduler
-        self.facts = found.facts(example.pixels or (0, 0))
+        pipe = example.pipeline(ranks)
+        self._pipes = {example.kind: pipe}  # by their classes; they share all parts
+        self._loras = switched(pipe, found.loras.every) if found.loras.every else None
+        reason = placed(pipe, found.plan, self._mesh)
+        if found.drawing not in (None, example.kind):
+            beside = self._pipes[found.drawing] = _beside(pipe, found.drawing)
+            if reason is None:  # as for the first
+                keep_fp32(beside)
+        for each in self._pipes.values():
+            each.set_progress_bar_config(disable=True)
+        self._scheduler = pipe.scheduler
+        self.facts = found.facts(_usual_size(example))
 
     def make(
-        self, order: PictureOrder, boundary: Pass, tell: Tell, clock: Clock, estimates: Estimates = NO_ESTIMATES
-    ) -> tuple[Image.Image, int]:
+        self,
+        order: PictureOrder,
+        images: Sequence[Picture],
+        boundary: Pass,
+        tell: Tell,
+        clock: Clock,
+        estimates: Estimates = NO_ESTIMATES,
+    ) -> Result:
         """See `Resident`."""
-        job: Any = self._mesh.together(lambda: self._found.job(order))
+        job: Any = self._mesh.together(lambda: self._found.job(order, images))
         if self._loras is None and order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} was started without LoRAs")
         if self._loras is not None and self._loras.switch(order.loras):
             clock.ends("lora")
-        self._pipe.scheduler = job.scheduler_of(self._scheduler)
+        pipe = self._pipes[job.kind]
+        pipe.scheduler = job.scheduler_of(self._scheduler)
 
         def step(index: int) -> None:
             clock.ends("encode and steps" if not index else "steps")
             tell(index + 1, job.steps)
 
         try:
-            with passing(self._pipe, boundary), watched(self._pipe.scheduler, estimates, job.pixels):
-                (picture,) = job.make(self._pipe, step, self._mesh)
+            with passing(pipe, boundary), watched(pipe.scheduler, estimates, job.pixels):
+                (made,) = job.make(pipe, step, self._mesh)
         finally:
-            self._pipe.scheduler = self._scheduler
+            pipe.scheduler = self._scheduler
         clock.ends("decode")
-        return picture, job.steps
+        return Result(job.steps, frames_FHW3=made, fps=job.fps) if job.video else Result(job.steps, made)

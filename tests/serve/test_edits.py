@@ -1,0 +1,165 @@
+"""Edits by the real client of OpenAI: the pictures that arrive at the ranks, and what is refused before."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import zlib
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from seqpar.pipelines._image_files import digest
+from seqpar.serve.front import jobs, pictures
+from seqpar.serve.front.errors import ProblemError
+from seqpar.serve.front.jobs import Queue, Wanted
+from seqpar.serve.front.pictures import Format, pictures_in
+from seqpar.serve.front.speeds import Speeds
+from seqpar.serve.messages import OrderPicture, PictureOrder
+from tests.support.front import Running
+
+PATH = "/v1/images/edits"
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8)
+
+
+def file_of(pixels: np.ndarray = PIXELS, kind: str = "png") -> bytes:
+    """Return a picture as a file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def opened(text: str) -> Image.Image:
+    """Return the picture of a base64 text."""
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def last_order(front: Running) -> dict[str, Any]:
+    """Return the last order that the ranks have heard."""
+    return [each for each in front.heard if each["type"] == "order"][-1]
+
+
+def test_a_picture_reaches_the_ranks_as_pixels(front: Running) -> None:
+    fields: dict[str, Any] = {"seed": 3, "strength": 0.5, "guidance": 2.5, "steps": 2}
+    with front.openai() as client:
+        made: Any = client.images.edit(
+            image=io.BytesIO(file_of()), prompt="in red", model="editor", size="32x24", n=2, extra_body=fields
+        )
+    results = [opened(each.b64_json) for each in made.data]
+    assert [np.array_equal(np.asarray(each), PIXELS) for each in results] == [True] * 2
+    order = last_order(front)
+    assert {name: order[name] for name in ("prompt", "seed", "size", "strength", "guidance", "steps")} == {
+        "prompt": "in red",
+        "seed": 4,
+        "size": [24, 32],
+        "strength": 0.5,
+        "guidance": 2.5,
+        "steps": 2,
+    }
+    told = json.loads(results[0].info["seqpar"])
+    assert told["images"] == [{"size": "6x10", "pixels": digest(PIXELS.tobytes())}]
+
+
+def test_several_pictures_formats_and_the_first_model_that_edits(front: Running) -> None:
+    files = [("a.png", file_of()), ("b.webp", file_of(PIXELS[:4], "webp")), ("../c.jpg", file_of(PIXELS[:5], "jpeg"))]
+    with front.openai() as client:
+        made: Any = client.images.edit(image=files, prompt="x", output_format="webp", quality="high")
+    assert (opened(made.data[0].b64_json).size, opened(made.data[0].b64_json).format) == ((10, 5), "WEBP")
+    order = last_order(front)
+    assert (order["model"], [each["height"] for each in order["images"]]) == ("editor", [6, 4, 5])
+
+
+def test_an_edit_is_streamed_by_its_own_events(front: Running) -> None:
+    with front.openai() as client:
+        events = client.images.edit(image=file_of(), prompt="x", model="editor", stream=True, partial_images=1)
+        assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+def bomb() -> bytes:
+    """Return a small PNG that says that it has 100 million pixels."""
+
+    def part(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+    side = (10_000).to_bytes(4, "big")
+    header = part(b"IHDR", side + side + bytes([8, 2, 0, 0, 0]))
+    return b"\x89PNG\r\n\x1a\n" + header + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+
+
+GOOD: dict[str, Any] = {"data": {"prompt": "never"}, "files": [("image", file_of())]}
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"files": [("mask", file_of())]}, 400, "got a mask, expected none"),
+    ({"files": [("image", b"no picture")]}, 400, "got picture 1, which is none, expected a picture as PNG, JPEG or"),
+    ({"files": [("image", file_of(kind="gif"))]}, 400, "got picture 1, which is none"),
+    ({"files": [("image", file_of()), ("image", file_of()[:-30])]}, 400, "got picture 2, which is broken"),
+    ({"files": [("image", bomb())]}, 400, "got picture 1 of 10000x10000 pixels (height x width), expected at most"),
+    ({"files": [("image", b"")]}, 400, "got picture 1, which is none"),
+    ({"files": [("images", file_of())]}, 400, "got unknown files 'images', expected image or image[]; leave them out"),
+    ({"files": [("image", file_of())] * 18}, 400, "got a request that could not be read"),
+    ({"data": {"prompt": "x", "image": "/etc/passwd"}}, 400, "got unknown fields image, expected those of /openapi"),
+    ({"data": {"prompt": ["x", "y"]}}, 400, "got 'prompt' twice, expected it once"),
+    ({"data": {}}, 400, "got no prompt, expected one"),
+    ({"data": {"prompt": "x", "n": "two"}}, 400, "got n 'two', expected"),
+    ({"data": {"prompt": "x", "strength": "0"}}, 400, "got strength '0', expected"),
+    ({"data": {"prompt": "x", "strength": "nan"}}, 400, "got strength 'nan', expected"),
+    ({"data": {"prompt": "x", "model": "toy"}}, 400, "got model toy, which takes no picture, expected one that does"),
+    ({"data": {"prompt": "x", "model": "movie"}}, 400, "got model movie, which makes videos, expected one that makes"),
+    ({"data": {"prompt": "x", "model": "none"}}, 404, "got a model that is not served"),
+]
+
+
+@pytest.mark.parametrize(("changed", "status", "said"), WRONG, ids=[said[:40] for *_, said in WRONG])
+def test_what_is_refused_before_the_ranks(front: Running, changed: dict[str, Any], status: int, said: str) -> None:
+    before = len(front.heard)
+    with front.http() as http:
+        answer = http.post(PATH, **{**GOOD, **changed})
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert "\n" not in answer.json()["error"]["message"]
+    assert len(front.heard) == before
+
+
+def test_bodies_and_models_that_do_not_fit(front: Running) -> None:
+    with front.http() as http:
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        long: httpx.Response = http.post(PATH, content=bytes(50_000_001), headers=kind)
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "too_large")
+        for content in (b"", b"--x", b"--x\r\n\r\n\r\n--x--"):
+            assert http.post(PATH, content=content, headers=kind).status_code == 400
+        assert http.post(PATH, **GOOD, headers={"content-type": "application/json"}).status_code == 415
+        answer = http.post(PATH, data={"prompt": "x"})
+        assert answer.status_code == 415  # no file, so that it is no form of several parts
+        models = {each["id"]: each["seqpar"] for each in http.get("/v1/models").json()["data"]}
+        assert [models[name]["edits"] for name in ("toy", "editor", "changer")] == [False, True, True]
+    with front.openai() as client, pytest.raises(openai.BadRequestError, match="makes nothing without a picture"):
+        client.images.generate(prompt="x", model="changer")
+
+
+def test_pixels_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 130)
+    assert len(pictures_in([file_of()] * 2)) == 2
+    with pytest.raises(ValueError, match="expected at most 130 pixels together"):
+        pictures_in([file_of()] * 3)
+
+
+def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MOST_HELD", 20)
+    order = PictureOrder("", "editor", "x", images=(OrderPicture(1, 4, bytes(12), "d"),))
+    wanted = Wanted(order, 1, Format(), "normal", 1, 0.1, 9.0)
+
+    async def added() -> Wanted:
+        queue = Queue(9, 9.0, Speeds(), lambda job: None)
+        first = queue.add("1", "", wanted)
+        with pytest.raises(ProblemError, match="got 12 bytes of pixels while 12 wait, expected at most 20 together"):
+            queue.add("2", "", wanted)
+        queue.end(first, "completed")
+        queue.end(queue.add("3", "", wanted), "completed")
+        return first.wanted
+
+    ended = asyncio.run(added())
+    assert (ended.nbytes, ended.order.images[0].digest) == (0, "d")

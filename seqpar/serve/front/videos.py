@@ -161,14 +161,10 @@ def _video(front: Front, job: ServedJob) -> dict[str, Any]:
         "size": "auto" if size is None else f"{size[1]}x{size[0]}",
         "error": None if job.problem is None else {"code": job.problem.code, "message": job.problem.text},
         "remixed_from_video_id": None,
-        "seqpar": {
-            "frames": frames,
-            "fps": fps,
-            "seed": order.seed,
-            "step": job.step,
-            "steps": wanted.steps,
-            "position": front.queue.ahead(job),
-            "estimated_s": front.queue.estimate_s(job),
-            "seconds": job.parts_s,
-        },
+        "seqpar": {"frames": frames, "fps": fps, **_ours(front, job)},
     }
+
+
+def _ours(front: Front, job: ServedJob) -> dict[str, Any]:
+    waits = {"position": front.queue.ahead(job), "estimated_s": front.queue.estimate_s(job)}
+    return {"seed": job.wanted.order.seed, "step": job.step, "steps": job.wanted.steps, **waits, "seconds": job.parts_s}

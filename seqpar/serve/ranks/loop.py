@@ -26,7 +26,7 @@ from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.serve.messages import LONGEST, Alive, Failed, Finish, Made, MadeVideo, PictureOrder, Ready, Step, ToFront
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
-from seqpar.serve.ranks.models import Clock, Found, Resident, Result
+from seqpar.serve.ranks.models import Clock, Found, OrderResult, Resident
 from seqpar.serve.ranks.pictures import pictures_of
 from seqpar.serve.ranks.preview import Estimates, Previews
 
@@ -147,7 +147,7 @@ def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
     return Made(order.id, picture.height, picture.width, pixels, result.steps, clock.parts_s, memory)
 
 
-def _video(served: Served, order: PictureOrder, result: Result, clock: Clock) -> MadeVideo:
+def _video(served: Served, order: PictureOrder, result: OrderResult, clock: Clock) -> MadeVideo:
     """Return a video as a file, on every rank; only rank 0 writes it.
 
     Its frames would be too long for one message, and the front need not hold them: GPUs wait for the encoder meanwhile.

@@ -55,7 +55,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Result:
+class OrderResult:
     """What an order made: a picture, or the frames of a video as values in [0, 1] with their number a second."""
 
     steps: int
@@ -77,7 +77,7 @@ class Resident(Protocol):
         tell: Tell,
         clock: Clock,
         estimates: Estimates = NO_ESTIMATES,
-    ) -> Result:
+    ) -> OrderResult:
         """Return what an order asks for, on every rank; every rank must call this alike.
 
         images: those of the order. boundary: passed between steps and parts. tell(index, count): called after each
@@ -234,7 +234,7 @@ class OwnModel:
         tell: Tell,
         clock: Clock,
         estimates: Estimates = NO_ESTIMATES,
-    ) -> Result:
+    ) -> OrderResult:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
@@ -251,7 +251,7 @@ class OwnModel:
         clock.ends("steps")
         (picture,) = to_pil(pipeline.decode(latents, lambda index: boundary()))
         clock.ends("decode")
-        return Result(job.evaluations, picture)
+        return OrderResult(job.evaluations, picture)
 
 
 class DiffusersModel:
@@ -280,7 +280,7 @@ class DiffusersModel:
         tell: Tell,
         clock: Clock,
         estimates: Estimates = NO_ESTIMATES,
-    ) -> Result:
+    ) -> OrderResult:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order, images))
         if self._loras is None and order.loras:
@@ -300,4 +300,4 @@ class DiffusersModel:
         finally:
             pipe.scheduler = self._scheduler
         clock.ends("decode")
-        return Result(job.steps, frames_FHW3=made, fps=job.fps) if job.video else Result(job.steps, made)
+        return OrderResult(job.steps, frames_FHW3=made, fps=job.fps) if job.video else OrderResult(job.steps, made)

@@ -1,4 +1,4 @@
-"""What a server costs: its share of a picture's time, a full queue, cancels, a killed rank, latencies at a load.
+"""What a server costs: its share of a picture's time, a full queue, cancels, LoRAs, a killed rank, latencies at a load.
 
     python launch/bench.py latency --model flux.1-dev --folder /tmp/flux --ranks 2 --size 1024x1024 --out lines.jsonl
 
@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from launch.baselines.flux_pipeline import saved
+from launch.baselines.flux_pipeline import saved, saved_loras
 from launch.benches.served import a_rank, asked, get, server, status, until_ready
 from launch.benches.timing import append, command, environment
 from seqpar.ranks.mesh import default_dtype
 
 FLUX = "flux.1-dev"
+LORAS = ("first", "second")
 NOTICE_S = 0.01  # between two looks at a server
 FIRST = 3  # pictures before anything is measured: kernels are compiled, graphs captured
 
@@ -60,6 +61,10 @@ class Latency:
     """Requests that arrive at random times."""
     load: float = 0.8
     """Requests that arrive while a picture is made."""
+    lora_rank: int = 0
+    """Serve two random LoRAs of this rank on all linear layers of flux.1-dev's blocks, and switch between them."""
+    parts: tuple[str, ...] = ()
+    """Only these of alone, busy, full, cancelled, switched, killed and open."""
     seed: int = 0
     """Seed of what is drawn."""
     out: Path | None = None
@@ -107,17 +112,24 @@ Part = Callable[[Bench], dict[str, Any]]
 def main(args: Latency) -> None:
     """Run all parts one after the other; print what each found, and append a line for each."""
     folder = str(args.folder)
+    words = ["--queue", str(args.waiting + 64)]
     if args.model == FLUX:
         saved(args.folder, default_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        if args.lora_rank:
+            loras = args.folder.with_name(f"{args.folder.name}-loras")
+            saved_loras(loras, args.folder / "transformer", LORAS, args.lora_rank)
+            words += ["--loras", str(loras)]
     model, begun = folder if args.model == FLUX else args.model, time.monotonic()
-    with server((model,), args.ranks, ("--queue", str(args.waiting + 64))) as (process, port, _):
+    with server((model,), args.ranks, words) as (process, port, _):
         until_ready(port)
         bench = Bench(args, port, process.pid, random.Random(args.seed))
         _told(args, "start", {"seconds": time.monotonic() - begun})
         for _ in range(FIRST):
             bench.picture()
-        for part in (_alone, _busy, _full, _cancelled, _killed, _open):
-            _told(args, part.__name__.strip("_"), part(bench))
+        for part in (_alone, _busy, _full, _cancelled, _switched, _killed, _open):
+            name = part.__name__.strip("_")
+            if name in (args.parts or [name]) and (args.lora_rank or part is not _switched):
+                _told(args, name, part(bench))
         process.send_signal(signal.SIGTERM)
         process.wait()
 
@@ -207,6 +219,20 @@ def _one_cancel(bench: Bench) -> float:
         for line in (first, next_one):
             if line is not None:
                 line.close()
+
+
+def _switched(bench: Bench) -> dict[str, Any]:
+    """Milliseconds that the ranks take longer where the LoRA changes, and those of their parts with and without.
+
+    The ranks' clocks take what their hosts wait for: a change that GPUs still work on counts in the first step.
+    """
+    same, other = list[Picture](), list[Picture]()
+    bench.picture(lora=[{"name": LORAS[1]}])
+    for name in LORAS * bench.args.pictures:
+        other.append(bench.picture(lora=[{"name": name}]))
+        same.append(bench.picture(lora=[{"name": name}]))
+    ms = 1e3 * (median(each.ranks_s for each in other) - median(each.ranks_s for each in same))
+    return {"switch_ms": ms, "same": list(map(asdict, same)), "other": list(map(asdict, other))}
 
 
 def _killed(bench: Bench) -> dict[str, Any]:

@@ -4,6 +4,7 @@ python launch/bench.py compare --trees ../other --gpus 2                 # ms an
 torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b   # our loop: layouts, ceilings, other engines
 torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev     # `parallelize`: ceilings, diffusers, cache-dit
 torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # prompt to PNG by part; or FLUX.1
+python launch/bench.py loading --model qwen-image --folder FOLDER        # seqpar.load beside diffusers' fastest way
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
@@ -27,7 +28,20 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import calls, compare, decode, exchange, faults, latency, measure, pipeline, serve, soak, steps
+from launch.benches import (
+    calls,
+    compare,
+    decode,
+    exchange,
+    faults,
+    latency,
+    loading,
+    measure,
+    pipeline,
+    serve,
+    soak,
+    steps,
+)
 from seqpar.cli.exits import guarded
 
 # flags of a bench -> the function that runs it
@@ -36,6 +50,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     steps.Steps: steps.main,
     calls.Calls: calls.main,
     pipeline.Pipeline: pipeline.main,
+    loading.Loading: loading.main,
     decode.Decode: decode.main,
     exchange.Exchange: exchange.main,
     soak.Soak: soak.main,

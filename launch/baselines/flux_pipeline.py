@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from string import printable
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from launch.baselines.released import RELEASED, randomise
+from launch.baselines.released import randomise
 
 STEPS = 28
 GUIDANCE = 3.5
@@ -133,32 +130,6 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
     )
     made.set_progress_bar_config(disable=True)
     return made
-
-
-def saved(folder: Path, dtype: torch.dtype) -> None:
-    """Write the pipeline with released sizes, or tiny ones on a machine without GPUs, unless the folder is there."""
-    if (folder / "model_index.json").is_file():
-        return
-    on_gpu = torch.cuda.is_available()
-    device, known = torch.device("cuda" if on_gpu else "cpu"), RELEASED["flux.1-dev"]
-    transformer = (known if on_gpu else known.small()).build(dtype, device)
-    pipeline(transformer, dtype, device, None if on_gpu else SMALL).save_pretrained(folder)
-
-
-def saved_loras(folder: Path, transformer: Path, names: Sequence[str], rank: int) -> None:
-    """Write NAME.safetensors for each name: random LoRAs on every linear layer of a saved transformer's blocks."""
-    config = FluxTransformer2DModel.load_config(str(transformer))
-    with torch.device("meta"):
-        model: Any = FluxTransformer2DModel.from_config(config)
-    linear = {path: each for path, each in model.named_modules() if isinstance(each, nn.Linear) and "blocks" in path}
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed, name in enumerate(names):
-        drawn, state = torch.Generator().manual_seed(seed), dict[str, Tensor]()
-        for path, layer in linear.items():
-            shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
-            for side, shape in shapes.items():
-                state[f"transformer.{path}.lora_{side}.weight"] = 0.02 * torch.randn(shape, generator=drawn)
-        save_file(state, folder / f"{name}.safetensors")
 
 
 def encoded(pipe: Any, prompt: str, length: int) -> dict[str, Any]:

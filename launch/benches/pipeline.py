@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from launch.baselines import flux_pipeline, qwen_pipeline
+from launch.baselines.folders import PARTS
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
@@ -35,7 +35,6 @@ from seqpar.ranks.mesh import Mesh, default_dtype
 FP32 = "fused blocks, fp32 state"  # as `seqpar sample`
 BOUNDARY = f"{FP32}, step boundary"  # as `seqpar serve`
 WAYS = (FP32, BOUNDARY, "fused blocks", "generic")
-PARTS: dict[str, Any] = {"flux.1-dev": flux_pipeline, "qwen-image": qwen_pipeline}
 LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")
 Writer = Callable[[Any, IO[bytes]], object]
 

@@ -13,11 +13,12 @@ import torch
 
 import seqpar
 from launch.baselines import flux_pipeline
-from launch.benches import compare, compare_job, faults, latency, serve
+from launch.benches import compare, compare_job, faults, latency, loading, serve
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
 from launch.benches.latency import Latency
+from launch.benches.loading import Loading
 from launch.benches.serve import Serve
 from seqpar.weights.presets import FLUX_VAE
 from tests.faults.test_faults import forked
@@ -117,3 +118,13 @@ def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
     assert ["lora" in each["parts_s"] for each in switched["same"]] == [False] * 8
     assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
     assert len(parts["open"]["every"]) == 4
+
+
+def test_both_ways_load_a_whole_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "lines.jsonl"
+    loading.main(Loading("flux.1-dev", tmp_path / "flux", rounds=1, out=out))
+    ours, theirs = map(json.loads, out.read_text().splitlines())
+    assert (ours["way"], [len(each["rounds"][0]) for each in (ours, theirs)]) == ("seqpar.load", [2, 2])
+    assert ours["bytes"] > 0
+    assert min(rank["seconds"] for line in (ours, theirs) for rank in line["rounds"][0]) > 0
+    assert capsys.readouterr().out.count("GB of files") == 2

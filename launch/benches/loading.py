@@ -1,0 +1,85 @@
+"""Seconds until a pipeline's weights lie on every GPU: `seqpar.load` beside diffusers' fastest way.
+
+    python launch/bench.py loading --model qwen-image --folder /tmp/qwen --ranks 2 --out lines.jsonl
+
+The folder is written first, so that its files lie in the page cache. Each round starts new processes for either way,
+which take turns; what is timed begins after their imports, with a GPU that is ready (`launch/benches/loading_job.py`).
+diffusers' processes know nothing of each other, as where each rank of its context parallelism loads the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from launch.benches.timing import append, command, environment, spread
+
+ROOT = Path(__file__).parents[2]
+JOB = str(Path(__file__).with_name("loading_job.py"))
+RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Time the loading of a whole pipeline on all ranks."""
+
+    model: Literal["flux.1-dev", "qwen-image"] = "qwen-image"
+    """The pipeline, of random weights."""
+    folder: Path = Path("qwen-image")
+    """Where it is written, unless it is there."""
+    ranks: int = 2
+    """Number of ranks, on GPUs where the machine has them."""
+    rounds: int = 3
+    """How often either way loads it."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+
+def main(args: Loading) -> None:
+    """Print the seconds of both ways, each those of the slowest rank."""
+    if args.ranks < 1 or args.rounds < 1:
+        raise ValueError(f"got --ranks {args.ranks} --rounds {args.rounds}, expected at least 1")
+    _answers([_started([sys.executable], "write", args)])  # afterwards no GPU holds anything of it
+    found: dict[str, list[list[dict[str, Any]]]] = {"seqpar.load": [], "diffusers": []}
+    for _ in range(args.rounds):
+        found["seqpar.load"].append(_answers([_started([*RANKS, f"--nproc_per_node={args.ranks}"], "ours", args)]))
+        each = [_started([sys.executable], "theirs", args, rank) for rank in range(args.ranks)]
+        found["diffusers"].append(_answers(each))
+    for way, rounds in found.items():
+        _told(args, way, rounds)
+
+
+def _started(program: list[str], way: str, args: Loading, gpu: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a job. gpu: the only one that it sees; None for all."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path, "HF_ENABLE_PARALLEL_LOADING": "yes"}
+    if gpu is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    return subprocess.Popen([*program, JOB, way, args.model, str(args.folder)], stdout=subprocess.PIPE, env=environ)
+
+
+def _answers(processes: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
+    """Return what the ranks of jobs say. Raises RuntimeError if one fails."""
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    if failed := [process for process in processes if process.returncode]:
+        raise RuntimeError(f"got exit code {failed[0].returncode} of {failed[0].args}, expected 0")
+    return [json.loads(line) for text in said for line in text.splitlines() if line.startswith(b'{"seconds"')]
+
+
+def _told(args: Loading, way: str, rounds: list[list[dict[str, Any]]]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file())
+    seconds = spread([max(rank["seconds"] for rank in ranks) for ranks in rounds])
+    line = {"bench": "loading", "model": args.model, "ranks": args.ranks, "way": way, "bytes": size, "seconds": seconds}
+    append([line | {"rounds": rounds, "command": command(), "env": environment(device)}], args.out)
+    gpus = ", ".join(f"{rank['gpu_bytes'] / 2**30:.1f}" for rank in rounds[-1])
+    shown = f"{seconds['median']:.2f} s ({seconds['min']:.2f} - {seconds['max']:.2f})"
+    print(f"{way}: {shown}; {size / 1e9:.2f} GB of files; GiB on each GPU: {gpus}", flush=True)

@@ -18,14 +18,13 @@ PARTS: dict[str, Any] = {"flux.1-dev": flux_pipeline, "qwen-image": qwen_pipelin
 """Name of a released transformer -> the module of the other parts of its pipeline."""
 
 
-def saved(model: str, folder: Path, dtype: torch.dtype) -> None:
-    """Write a pipeline of released sizes, or tiny ones on a machine without GPUs, unless the folder is there."""
+def saved(model: str, folder: Path, dtype: torch.dtype, small: bool = not torch.cuda.is_available()) -> None:
+    """Write a pipeline of released or tiny sizes, unless the folder is there."""
     if (folder / "model_index.json").is_file():
         return
-    on_gpu, parts = torch.cuda.is_available(), PARTS[model]
-    device, known = torch.device("cuda" if on_gpu else "cpu"), RELEASED[model]
-    transformer = (known if on_gpu else known.small()).build(dtype, device)
-    parts.pipeline(transformer, dtype, device, None if on_gpu else parts.SMALL).save_pretrained(folder)
+    device, known, parts = torch.device("cuda" if torch.cuda.is_available() else "cpu"), RELEASED[model], PARTS[model]
+    transformer = (known.small() if small else known).build(dtype, device)
+    parts.pipeline(transformer, dtype, device, parts.SMALL if small else None).save_pretrained(folder)
 
 
 def saved_loras(folder: Path, transformer: Path, names: Sequence[str], rank: int) -> None:

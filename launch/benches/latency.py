@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from launch.baselines.folders import saved, saved_loras
+from launch.baselines.folders import saved_loras
+from launch.benches.loading import write
 from launch.benches.served import a_rank, asked, get, server, status, until_ready
 from launch.benches.timing import append, command, environment
-from seqpar.ranks.mesh import default_dtype
 
 FLUX = "flux.1-dev"
 LORAS = ("first", "second")
@@ -114,7 +114,7 @@ def main(args: Latency) -> None:
     folder = str(args.folder)
     words = ["--queue", str(args.waiting + 64)]
     if args.model == FLUX:
-        saved(FLUX, args.folder, default_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        write(FLUX, args.folder)
         if args.lora_rank:
             loras = args.folder.with_name(f"{args.folder.name}-loras")
             saved_loras(loras, args.folder / "transformer", LORAS, args.lora_rank)

@@ -3,8 +3,9 @@
     python launch/bench.py loading --model qwen-image --folder /tmp/qwen --ranks 2 --out lines.jsonl
 
 The folder is written first, so that its files lie in the page cache. Each round starts new processes for either way,
-which take turns; what is timed begins after their imports, with a GPU that is ready (`launch/benches/loading_job.py`).
-diffusers' processes know nothing of each other, as where each rank of its context parallelism loads the pipeline.
+which take turns. They first load a tiny pipeline of the same kind, whose seconds are those of imports, communicators
+and small kernels; then the whole one. diffusers' processes know nothing of each other, as where each rank of its
+context parallelism loads the pipeline.
 """
 
 from __future__ import annotations
@@ -47,23 +48,29 @@ def main(args: Loading) -> None:
     """Print the seconds of both ways, each those of the slowest rank."""
     if args.ranks < 1 or args.rounds < 1:
         raise ValueError(f"got --ranks {args.ranks} --rounds {args.rounds}, expected at least 1")
-    _answers([_started([sys.executable], "write", args)])  # afterwards no GPU holds anything of it
+    write(args.model, args.folder)
+    names = (args.model, str(args.folder))
     found: dict[str, list[list[dict[str, Any]]]] = {"seqpar.load": [], "diffusers": []}
     for _ in range(args.rounds):
-        found["seqpar.load"].append(_answers([_started([*RANKS, f"--nproc_per_node={args.ranks}"], "ours", args)]))
-        each = [_started([sys.executable], "theirs", args, rank) for rank in range(args.ranks)]
+        found["seqpar.load"].append(_answers([_started([*RANKS, f"--nproc_per_node={args.ranks}"], ("ours", *names))]))
+        each = [_started([sys.executable], ("theirs", *names), rank) for rank in range(args.ranks)]
         found["diffusers"].append(_answers(each))
     for way, rounds in found.items():
         _told(args, way, rounds)
 
 
-def _started(program: list[str], way: str, args: Loading, gpu: int | None = None) -> subprocess.Popen[bytes]:
+def write(model: str, folder: Path) -> None:
+    """Write a pipeline's folder unless it is there, by a process of its own: afterwards no GPU holds anything of it."""
+    _answers([_started([sys.executable], ("write", model, str(folder)))])
+
+
+def _started(program: list[str], words: tuple[str, ...], gpu: int | None = None) -> subprocess.Popen[bytes]:
     """Start a job. gpu: the only one that it sees; None for all."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, "HF_ENABLE_PARALLEL_LOADING": "yes"}
     if gpu is not None:
         environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    return subprocess.Popen([*program, JOB, way, args.model, str(args.folder)], stdout=subprocess.PIPE, env=environ)
+    return subprocess.Popen([*program, JOB, *words], stdout=subprocess.PIPE, env=environ)
 
 
 def _answers(processes: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
@@ -78,8 +85,11 @@ def _told(args: Loading, way: str, rounds: list[list[dict[str, Any]]]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file())
     seconds = spread([max(rank["seconds"] for rank in ranks) for ranks in rounds])
-    line = {"bench": "loading", "model": args.model, "ranks": args.ranks, "way": way, "bytes": size, "seconds": seconds}
-    append([line | {"rounds": rounds, "command": command(), "env": environment(device)}], args.out)
+    tiny = spread([max(rank["tiny_s"] for rank in ranks) for ranks in rounds])
+    line = {"bench": "loading", "model": args.model, "ranks": args.ranks, "way": way, "bytes": size}
+    facts = {"seconds": seconds, "tiny_s": tiny, "rounds": rounds, "command": command(), "env": environment(device)}
+    append([line | facts], args.out)
     gpus = ", ".join(f"{rank['gpu_bytes'] / 2**30:.1f}" for rank in rounds[-1])
     shown = f"{seconds['median']:.2f} s ({seconds['min']:.2f} - {seconds['max']:.2f})"
-    print(f"{way}: {shown}; {size / 1e9:.2f} GB of files; GiB on each GPU: {gpus}", flush=True)
+    before = f"after a tiny one in {tiny['median']:.2f} s"
+    print(f"{way}: {shown}, {before}; {size / 1e9:.2f} GB of files; GiB on each GPU: {gpus}", flush=True)

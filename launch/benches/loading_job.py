@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +22,39 @@ from seqpar.ranks.mesh import Mesh, default_dtype
 
 
 def main(way: str, model: str, folder: Path) -> None:
-    """Do what a command line names."""
+    """Do what a command line names. The tiny pipeline lies beside the whole one."""
+    device, tiny = torch.device("cuda" if torch.cuda.is_available() else "cpu"), folder.with_name(f"{folder.name}-tiny")
     if way == "write":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         saved(model, folder, default_dtype(device))
-    else:
-        print(json.dumps(_ours(folder) if way == "ours" else _theirs(folder)), flush=True)
-
-
-def _ours(folder: Path) -> dict[str, Any]:
+        saved(model, tiny, default_dtype(device), small=True)
+        return
     mesh = Mesh.joined()
-    mesh.collect(float(torch.ones(1, device=mesh.device)), float)  # all ranks and their GPUs are ready
-    start = time.perf_counter()
-    pipe = seqpar.load(folder)
-    return _facts(start, mesh.device, pipe)
-
-
-def _theirs(folder: Path) -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.ones(1, device=device)
-    start = time.perf_counter()
-    kind: Any = diffusers.DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
-    pipe = kind.from_pretrained(folder, torch_dtype=default_dtype(device), device_map=device.type)
-    return _facts(start, device, pipe)
-
-
-def _facts(start: float, device: torch.device, pipe: Any) -> dict[str, Any]:
-    """Return the seconds since `start`, with the bytes that lie on a GPU and that a process has read since it began."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    torch.ones(1, device=mesh.device)
+    load = seqpar.load if way == "ours" else _diffusers
+    (first, tiny_s), facts = _timed(load, tiny, mesh), {"rank": os.environ.get("RANK")}
+    if way == "ours":
+        seqpar.release(first)
+    del first
+    pipe, seconds = _timed(load, folder, mesh)
     assert all(x.device.type == device.type for x in pipe.transformer.parameters())
-    read = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"]
     gpu = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    return {"seconds": seconds, "gpu_bytes": gpu, "read_bytes": int(read), "rank": os.environ.get("RANK")}
+    print(json.dumps({"seconds": seconds, "tiny_s": tiny_s, "gpu_bytes": gpu, **facts}), flush=True)
+
+
+def _timed(load: Callable[[Path], Any], folder: Path, mesh: Mesh) -> tuple[Any, float]:
+    """Return a pipeline and the seconds from when all ranks are here until its weights lie on the device."""
+    mesh.together(lambda: None)
+    start = time.perf_counter()
+    pipe = load(folder)
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    return pipe, time.perf_counter() - start
+
+
+def _diffusers(folder: Path) -> Any:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind: Any = diffusers.DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
+    return kind.from_pretrained(folder, torch_dtype=default_dtype(device), device_map=device.type)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def server(
 ) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
     """Start a server on ranks, on GPUs where the machine has them; yield process, port and the lines of its log.
 
-    words: further flags. More lines are added to the log as they come.
+    words: further flags. More lines are added to the log as they come; the last ones are printed if an error ends it.
     """
     count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
     every = ["serve", *models, *count, "--port", "0", "--restarts", "1000", *words]
@@ -41,6 +41,9 @@ def server(
     reader.start()
     try:
         yield process, _port(process, lines), lines
+    except BaseException:
+        print(*lines[-20:], sep="\n", file=sys.stderr, flush=True)
+        raise
     finally:
         if process.poll() is None:
             process.kill()

@@ -144,10 +144,10 @@ def with_terms(
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias with terms of LoRAs, each at a scale, in fp32 (fp64 for fp64); no bias if none has one."""
     wide = torch.promote_types(weight_FE.dtype, torch.float32)
-    weight, bias = weight_FE.to(wide), None
+    weight, bias = weight_FE.to(wide, copy=True), None  # in its place: memory's rate is what limits this
     for term, scale in terms:
         factor = term.factor * scale
-        weight = torch.addmm(weight, term.b_FR.to(wide), term.a_RE.to(wide), alpha=factor)
+        weight.addmm_(term.b_FR.to(wide), term.a_RE.to(wide), alpha=factor)
         if term.bias_F is not None and bias_F is not None:
             bias = (bias_F.to(wide) if bias is None else bias) + factor * term.bias_F.to(wide)
     return weight, bias

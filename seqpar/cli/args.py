@@ -154,6 +154,8 @@ class ReplicaArgs:
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
     loras: Path | None = None
     """Folder of LoRAs that orders may name, NAME.safetensors each."""
+    warm: tuple[str, ...] = ()
+    """Sizes, WIDTHxHEIGHT or auto, that each model makes before the ranks are ready, if it takes them."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
     first_deadline_s: float = 120.0

@@ -13,4 +13,4 @@ def run_replica(args: ReplicaArgs) -> None:
     if not args.models:
         raise ValueError("got no model, expected at least one to serve")
     deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
-    run(args.models, DTYPES.get(args.dtype), deadlines, args.loras)
+    run(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm)

@@ -41,10 +41,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Driver]:
-    """Return two ranks with both built-in models and the LoRAs."""
-    with replica(tmp_path_factory.mktemp("serve"), 2, "builtin", "builtin-text", "--loras", str(folder)) as made:
+    """Return two ranks with both built-in models and the LoRAs, which have made two sizes before they were ready."""
+    words = ("builtin", "builtin-text", "--loras", str(folder), "--warm", "auto", "48x64")
+    with replica(tmp_path_factory.mktemp("serve"), 2, *words) as made:
         yield made
         assert made.finish() == 0
+
+
+def test_sizes_are_made_before_the_ranks_are_ready(driver: Driver) -> None:
+    told = driver.errors.with_name("output").read_text().splitlines()
+    warm = [line.partition(" after")[0] for line in told if "is warm for" in line]
+    assert warm == [
+        f"seqpar: {name} is warm for {size}" for name in ("builtin", "builtin-text") for size in ("auto", "48x64")
+    ]
+    assert sum("partial pictures of" in line for line in told) == 2
+    assert not driver.steps
+    assert not driver.partial
 
 
 def asked(driver: Driver, name: str, id_: str) -> Made:
@@ -104,6 +116,20 @@ def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None
         assert np.array_equal(mine, np.asarray(Image.open(tmp_path / "x.png")))
     assert np.array_equal(plain, again)
     assert not np.array_equal(plain, styled)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        (("auto", "64x50"), "got --warm 64x50, which no model that is served takes: got size 50x64"),
+        (("big",), "got --warm big, expected WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
+    ],
+)
+def test_a_size_that_is_none_ends_the_start(monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, ...], told: str) -> None:
+    monkeypatch.setenv(SOCKET, "/nowhere")
+    done = seqpar("replica", "builtin-text", "--warm", *sizes, "--ranks", 1)
+    assert done.returncode == 2
+    assert told in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["empty", "name", "misfit"])

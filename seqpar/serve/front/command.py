@@ -40,6 +40,9 @@ class ServeArgs:
     """File of API keys, a line NAME:KEY each, which only its owner can read."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit."""
+    warm: tuple[str, ...] = ()
+    """Sizes, WIDTHxHEIGHT or auto, that each model makes before it is ready, if it takes them; others work, too, but
+    their first one takes longer."""
     queue: int = 64
     """Requests that wait at most; one more is told to come again (429)."""
     deadline_s: float = 600.0
@@ -115,4 +118,5 @@ def _child(args: ServeArgs) -> list[str]:
     """Return the command that starts the ranks."""
     count = ["--gpus", str(args.gpus)] if args.gpus is not None else ["--ranks", str(args.ranks or 1)]
     loras = [] if args.loras is None else ["--loras", str(args.loras)]
-    return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *args.models, *count, *loras]
+    warm = ["--warm", *args.warm] if args.warm else []
+    return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *args.models, *count, *loras, *warm]

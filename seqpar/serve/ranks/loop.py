@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,30 @@ import torch
 from PIL import Image
 
 from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
+from seqpar.pipelines._image_files import Picture
 from seqpar.pipelines._lora import Lora
 from seqpar.pipelines._videos import encoded
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.serve.messages import LONGEST, Alive, Failed, Finish, Made, MadeVideo, PictureOrder, Ready, Step, ToFront
+from seqpar.serve.messages import (
+    LONGEST,
+    Alive,
+    Failed,
+    Finish,
+    Made,
+    MadeVideo,
+    Partial,
+    PictureOrder,
+    Ready,
+    Step,
+    ToFront,
+)
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
 from seqpar.serve.ranks.models import Clock, Found, OrderResult, Resident
 from seqpar.serve.ranks.pictures import pictures_of
 from seqpar.serve.ranks.preview import Estimates, Previews
+from seqpar.serve.ranks.warm import warm, warming
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
 MARGIN = 1 << 16  # bytes of a message beside the file of a video
@@ -55,18 +70,29 @@ class Served:
             self.line.send(message)
 
 
-def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, loras: Path | None = None) -> None:
+def run(
+    names: Sequence[str],
+    dtype: torch.dtype | None,
+    deadlines: Deadlines,
+    loras: Path | None = None,
+    sizes: Sequence[str] = (),
+) -> None:
     """Load the models and serve orders until the front asks to finish, or has gone. Every rank calls it.
 
     dtype: of the weights; None takes bf16 on GPUs and fp32 on CPUs. loras: a folder of LoRAs that orders may name.
+    sizes: what is made before the ranks are ready (`seqpar.serve.ranks.warm`).
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"got no {SOCKET}, expected the path of a front's socket; start the ranks by `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
-    models = loaded(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
+    found = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
+    first = mesh.together(lambda: warming(found, sizes))
+    models = {each.name: each.load(mesh) for each in found}
     line = mesh.together(lambda: Line(path) if mesh.is_main else None)
     served = Served(mesh, models, line, Previews(mesh))
+    for each in found:
+        warm(mesh, first[each.name], partial(_run_unseen, served, each.begun))
     device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
     facts = tuple(model.facts for model in models.values())
     served.tell(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
@@ -76,10 +102,10 @@ def run(names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, l
         line.close()
 
 
-def loaded(
+def checked(
     names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora] | None = None
-) -> dict[str, Resident]:
-    """Load all models, after a ValueError if they do not fit into the memory of a rank, or a LoRA fits none."""
+) -> list[Found]:
+    """Return all models before weights load; ValueError if they do not fit a rank, or a LoRA fits none."""
     found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
     mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
     needed, memory = sum(each.memory for each in found), _total(mesh)
@@ -89,7 +115,14 @@ def loaded(
             f"got models that need {needed / 2**30:.1f} GiB on each of {mesh.world.size} ranks ({shares}), expected at "
             f"most {memory / 2**30:.1f} GiB; serve fewer of them, or use more GPUs"
         )
-    return {each.name: each.load(mesh) for each in found}
+    return found
+
+
+def _run_unseen(served: Served, images: Sequence[Picture], order: PictureOrder) -> None:
+    """Make what an order asks for on every rank; nobody is told of it."""
+    model, boundary = served.models[order.model], StepBoundary(served.mesh, lambda: None)
+    estimates = _estimates(served, order, images, boundary, lambda message: None)
+    model.make(order, images, boundary, lambda index, count: None, Clock(), estimates)
 
 
 def _next(served: Served, idle_s: float) -> PictureOrder | None:
@@ -125,17 +158,8 @@ def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
     if model is None:
         raise ValueError(f"got model {order.model}, expected one of {', '.join(served.models)}")
     boundary = StepBoundary(served.mesh, served.wants)
-
     images = pictures_of(order, served.mesh)
-
-    def small(other: PictureOrder, asked: Estimates) -> Image.Image:
-        begun = images if model.facts.needs_picture else ()
-        picture = model.make(other, begun, boundary, lambda index, count: None, Clock(), asked).picture
-        if picture is None:
-            raise ValueError(f"got partial pictures with {order.model}, which makes videos, expected none")
-        return picture
-
-    estimates = served.previews.estimates(order, model.facts, small, served.tell)
+    estimates = _estimates(served, order, images, boundary, served.tell)
     clock = Clock()
     result = model.make(
         order, images, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates
@@ -145,6 +169,26 @@ def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
     pixels = np.ascontiguousarray(np.asarray(picture.convert("RGB"))).tobytes() if served.mesh.is_main else b""
     memory = _memory(served.mesh)
     return Made(order.id, picture.height, picture.width, pixels, result.steps, clock.parts_s, memory)
+
+
+def _estimates(
+    served: Served,
+    order: PictureOrder,
+    images: Sequence[Picture],
+    boundary: StepBoundary,
+    tell: Callable[[Partial], None],
+) -> Estimates:
+    """Return which estimates of its latents an order needs; every rank must call this at the same time."""
+    model = served.models[order.model]
+
+    def small(other: PictureOrder, asked: Estimates) -> Image.Image:
+        begun = images if model.facts.needs_picture else ()
+        picture = model.make(other, begun, boundary, lambda index, count: None, Clock(), asked).picture
+        if picture is None:
+            raise ValueError(f"got partial pictures with {order.model}, which makes videos, expected none")
+        return picture
+
+    return served.previews.estimates(order, model.facts, small, tell)
 
 
 def _video(served: Served, order: PictureOrder, result: OrderResult, clock: Clock) -> MadeVideo:

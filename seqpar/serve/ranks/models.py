@@ -116,12 +116,22 @@ class Found:
         texts = () if family.ASKED == "classes" else ("a",)
         parts = ranks.together(lambda: _parts_of(family, source))
         drawing, needs = _drawing(parts)
-        images = (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needs else ()
-        example = ranks.together(lambda: family.check(Order(name, dtype, prompts=texts, images=images), parts))
+        order = Order(name, dtype, prompts=texts, images=example_pictures(needs))
+        example = ranks.together(lambda: family.check(order, parts))
         video = ranks.together(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
         plan = make(example.work, example.load, dtype, ranks, Wish())
         fitting = ranks.together(lambda: FittingLoras.of(example, loras))
         return Found(name, family, dtype, example, plan, fitting, drawing, needs, video)
+
+    @property
+    def prompt(self) -> str:
+        """Return something that the model can show, for a run whose result nobody sees."""
+        return "0" if self.family.ASKED == "classes" else "a"
+
+    @property
+    def begun(self) -> tuple[Picture, ...]:
+        """Return a picture for such a run, if the model makes nothing without one."""
+        return example_pictures(self.needs_picture)
 
     @property
     def memory(self) -> int:
@@ -178,6 +188,11 @@ class Found:
         if isinstance(self.example, Adapted):
             return DiffusersModel(self, self.example, ranks)
         return OwnModel(self, self.example)
+
+
+def example_pictures(needed: bool) -> tuple[Picture, ...]:
+    """Return a picture that stands for one of an order, if it is needed."""
+    return (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needed else ()
 
 
 def _parts_of(family: Any, source: Path | Blueprint | Preset) -> Any:

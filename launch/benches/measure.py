@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import cycle
 from types import ModuleType
@@ -24,7 +24,7 @@ from launch.baselines.graphs import graphed
 from launch.benches.timing import over, timed
 from seqpar.kernels.push import push
 from seqpar.planner import rates
-from seqpar.planner.machine import here
+from seqpar.planner.machine import here, ranks_of_a_host
 from seqpar.planner.plan import choose_local, load_local
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.transports import _folder
@@ -95,7 +95,7 @@ def main(args: Rates) -> None:
 def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
     """Return all rates for one dtype; they are equal on every rank."""
     device, sizes = mesh.device, GPU if mesh.device.type == "cuda" else CPU
-    machine = here(device, mesh.world.size, "auto")
+    machine = here(device, mesh.world.size, "auto", ranks_of_a_host(mesh))
 
     def us(work: Callable[[], object]) -> float:
         return max(mesh.collect(time_us(work, device), float))
@@ -112,8 +112,9 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
         },
         copy=2e-6 * sizes.copied / us(copying(sizes.copied, device)),
         kernel_us=us(copying(16, device)),
-        exchange=exchanges(mesh, sizes.sent) if mesh.world.size > 1 else {},
+        exchange=exchanges(mesh, machine.host, sizes.sent) if mesh.world.size > 1 else {},
         memory=machine.memory,
+        host=machine.host,
     )
 
 
@@ -148,8 +149,16 @@ def copying(size: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def exchanges(mesh: Mesh, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
-    """Return the curve of each transport that works between all ranks: bytes that leave each rank -> us."""
+def exchanges(mesh: Mesh, host: int | None, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
+    """Return the curve of each transport that works between all ranks: bytes that leave each rank -> us.
+
+    host: as of `Rates`. On several hosts the one that works is measured between all of them, and within each.
+    """
+    if host is not None:
+        (across,) = exchanges(mesh, None, sent).values()
+        inner = Mesh.from_env(data=mesh.world.size // host, cfg=1, device=mesh.device)
+        own = replace(mesh, world=inner.sequence)
+        return {rates.BETWEEN: across, **(exchanges(own, None, sent) if host > 1 else {})}
     found = {}
     for name in _folder.names():
         module = _folder.load(name)

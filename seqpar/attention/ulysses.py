@@ -100,8 +100,8 @@ def around(at: ShardedLayer, rank: int, inner: Layer) -> Layer:
     work, mine, block = at.work, at.sizes[rank], at.blocks[rank // at.ulysses]
     (heads, groups), whole, others = at.heads(rank), work.heads + 2 * work.kv_heads, at.ulysses - 1
     share, elsewhere = work.heads // work.kv_heads, work.kv_heads - groups
-    there = Move(mine * elsewhere * (share + 2), (block - mine) * groups * (share + 2), others)
-    back = Move((block - mine) * heads, mine * elsewhere * share, others)
+    there = Move(mine * elsewhere * (share + 2), (block - mine) * groups * (share + 2), others, at.ulysses)
+    back = Move((block - mine) * heads, mine * elsewhere * share, others, at.ulysses)
     local, kept = block * heads, inner.kept + block * (heads + 2 * groups)
     if at.direct:  # writes to other ranks count as the exchange; only this rank's part of each tensor counts as a pass
         passes = (mine * whole + mine * whole // at.ulysses, 1), *inner.passes, (local + local // at.ulysses, 1)

@@ -109,6 +109,8 @@ class Args(Options):
     dry_run: tuple[int, ...] | None = None
     """Print what `seqpar plan` prints and load no weights: for the processes that run, or for each number of GPUs that
     is given, as --dry-run 1 2 4 8."""
+    hosts: int = 1
+    """Number of machines that the GPUs of such a plan are on, equally many on each."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class PlanArgs(Options):
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, as 1 2 4 8: GPUs like this machine's, or H200s if it has none; by default this
     machine with all its GPUs."""
+    hosts: int = 1
+    """Number of machines that the GPUs of each plan are on, equally many on each."""
     explain: bool = False
     """Also print what a step costs, what each way to split it sends, and why the chosen layout wins
     (docs/analysis.md)."""

@@ -12,7 +12,7 @@ from seqpar.cli.job import scales
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.explain import explain
-from seqpar.planner.machine import Machine, here, imagined
+from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
@@ -21,7 +21,11 @@ from seqpar.ranks.mesh import Mesh
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
     all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
+    return Args(
+        **{field.name: getattr(args, field.name) for field in fields(Options)},
+        dry_run=args.gpus or all_gpus,
+        hosts=args.hosts,
+    )
 
 
 def wish_of(args: Args) -> Wish:
@@ -38,7 +42,7 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, explained: bool = False
     """
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
-    machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
+    machines = [imagined(ranks.device, count, args.transport, args.hosts) for count in args.dry_run or ()]
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:
         try:
@@ -46,19 +50,19 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, explained: bool = False
         except ValueError as error:
             if len(machines) < 2:
                 raise
-            tables.append(f"{machine.count} x {machine.device}: {error}")
+            tables.append(f"{machine}: {error}")
     return "\n\n".join([head.replace("torch.", ""), *tables])
 
 
 def _running(ranks: Mesh, transport: str) -> Machine:
     """Describe the machine of these processes. Every rank must call this at the same time."""
     name = transport_between(ranks.world, ranks.device).name if transport == "auto" else transport
-    return here(ranks.device, ranks.world.size, name)
+    return here(ranks.device, ranks.world.size, name, ranks_of_a_host(ranks))
 
 
 def _table(args: Args, job: Job | Adapted, machine: Machine, explained: bool) -> str:
     """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
     ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
-    lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
+    lines = [f"{machine}: {ranking}", ranking.table()]
     lines += filter(None, [decoding.line(args, job, ranking, machine)])
     return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

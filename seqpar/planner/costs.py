@@ -71,6 +71,11 @@ def busiest(every: tuple[Layer, ...]) -> tuple[int, ...]:
     return tuple(max(max(move.sent, move.received) for move in exchange) for exchange in exchanges)
 
 
+def reaches(layer: Layer, layout: Layout) -> tuple[int, ...]:
+    """Return, for each exchange of a layer, among how many neighbouring ranks it stays."""
+    return tuple(move.among or layout.sequence for move in layer.moves)
+
+
 def attention_calls(work: Work, layer: Layer, batch: int) -> tuple[Cost, ...]:
     """Return the cost of each call of the local attention."""
     return tuple(core(batch, x.queries, x.keys, x.heads, work.head_dim, x.kv_heads) for x in layer.calls)

@@ -19,7 +19,7 @@ import torch
 import seqpar.attention
 import seqpar.local
 from seqpar.planner import rates
-from seqpar.planner.machine import Machine, here
+from seqpar.planner.machine import Machine, here, ranks_of_a_host
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
 from seqpar.ranks import exact
@@ -100,7 +100,7 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
     transport = ranks.together(lambda: choose_transport(wish.transport, mesh or ranks, mesh is not None))
-    machine = here(ranks.device, ranks.world.size, transport.name)
+    machine = here(ranks.device, ranks.world.size, transport.name, ranks_of_a_host(ranks))
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
     return ranks.share(
@@ -130,7 +130,7 @@ def work_of(config: Any) -> Work:
 
 def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
     """Return all layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
-    measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
+    measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."), machine.host)
     if machine.count > 1 and machine.transport not in measured.exchange:
         known = ", ".join(measured.exchange)
         raise ValueError(

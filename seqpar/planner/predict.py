@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
-from seqpar.planner.rates import Rates, rate_at, time_at
+from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes, reaches
+from seqpar.planner.rates import BETWEEN, Curve, Rates, rate_at, time_at
 from seqpar.ranks.shard import Shard
 from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
@@ -190,11 +190,16 @@ def _exchanges_us(
     work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
 ) -> float:
     """Return the us of one layer's exchanges; a hidden exchange still costs at least that of an empty message."""
-    value, curve = load.rows(layout) * work.head_dim * load.itemsize, rates.exchange[layout.transport]
-    moved = busiest(every)
+    value, moved = load.rows(layout) * work.head_dim * load.itemsize, busiest(every)
+    curves = [curve_of(rates, layout, ranks) for ranks in reaches(every[0], layout)]
     if not every[0].behind or not sum(moved):
-        return sum(time_at(curve, each * value) for each in moved)
-    return max(time_at(curve, 0), _exposed_us(work, kind, load, layout, every, rates))
+        return sum(time_at(curve, each * value) for curve, each in zip(curves, moved, strict=True))
+    return max(time_at(curves[0], 0), _exposed_us(work, kind, load, layout, every, rates))
+
+
+def curve_of(rates: Rates, layout: Layout, ranks: int) -> Curve:
+    """Return the times of an exchange among so many neighbouring ranks."""
+    return rates.exchange[BETWEEN if rates.crosses(ranks) else layout.transport]
 
 
 def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
@@ -207,7 +212,7 @@ def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tup
     b, (mine, others), behind = load.rows(layout), load.mine(layout), every[0].behind
     (moved,) = busiest(every)
     part = moved / len(behind) * b * work.head_dim * load.itemsize
-    copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
+    copy, computed, arrived = time_at(curve_of(rates, layout, layout.sequence), part), 0.0, 0.0
     if kind.beside or kind.given:
         products = replace(kind, gemms=kind.beside, apart=(), cross=None).products(mine, others)
         return copy * len(behind) - sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
@@ -224,4 +229,4 @@ def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:
     if layout.cfg == 1:
         return 0.0
     sent = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0] * load.latent * STATE
-    return time_at(rates.exchange[layout.transport], sent)
+    return time_at(curve_of(rates, layout, layout.cfg * layout.sequence), sent)

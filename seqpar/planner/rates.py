@@ -31,7 +31,8 @@ class Rates:
     gemm: elements of the product's output -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
-    us). memory: GiB of one device (None if unknown).
+    us); `BETWEEN` is that of ranks on several hosts. memory: GiB of one device (None if unknown). host: number of ranks
+    on each of several hosts, None on one.
     """
 
     device: str
@@ -44,6 +45,11 @@ class Rates:
     kernel_us: float
     exchange: Mapping[str, Curve]
     memory: float | None = None
+    host: int | None = None
+
+    def crosses(self, ranks: int) -> bool:
+        """Return whether a group of so many neighbouring ranks is on several hosts."""
+        return self.host is not None and self.host % ranks != 0
 
 
 def rate_at(curve: Curve, x: float) -> float:
@@ -76,6 +82,8 @@ def time_at(curve: Curve, x: float) -> float:
 # Defaults ------------------------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
+BETWEEN = "between hosts"
+# Between hosts nothing is measured: a network of 400 Gb/s for each GPU is assumed, of which 40 GB/s arrive.
 # 4 x H200, torch 2.11.0+cu130, NCCL 2.28.9, 2026-11-20, under sustained load where there is a choice. Products:
 # 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
 # flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
@@ -104,6 +112,7 @@ H200 = Rates(
             (192 * _MIB, 676),
         ),
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
+        BETWEEN: ((0.1875 * _MIB, 35), (192 * _MIB, 30 + 192 * _MIB / 40e3)),
     },
     memory=139,
 )
@@ -117,20 +126,24 @@ CPU = Rates(
     attention={64: ((1.0e6, 0.05), (3.4e7, 0.09), (5.4e8, 0.05))},
     copy=0.02,
     kernel_us=0.6,
-    exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)), "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500))},
+    exchange={
+        "gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)),
+        "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500)),
+        BETWEEN: ((1.6e4, 190), (2.6e5, 260), (4.2e6, 4000)),
+    },
 )
 
 
 # The cache -----------------------------------------------------------------------------------------------------
 
 
-def load(device: str, count: int, dtype: str) -> Rates:
+def load(device: str, count: int, dtype: str, host: int | None = None) -> Rates:
     """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
-    A measurement with one process has no exchanges; these are taken from the defaults.
+    host: see `Rates`. A measurement with one process has no exchanges; these are taken from the defaults.
     """
-    default = CPU if device == "CPU" else H200
-    path = _path(device, count, dtype)
+    default = replace(CPU if device == "CPU" else H200, host=host)
+    path = _path(device, count, dtype, host)
     if not path.exists():
         other = "" if device == default.device else f", not of a {device}"
         wide = "" if dtype == default.dtype else f", in {default.dtype}"
@@ -138,12 +151,12 @@ def load(device: str, count: int, dtype: str) -> Rates:
     measured = _read(path)
     note = "" if measured.exchange else f"; exchanges: {default.source}"
     exchange = {**default.exchange, **measured.exchange}
-    return replace(measured, exchange=exchange, source=measured.source + note)
+    return replace(measured, exchange=exchange, source=measured.source + note, host=host)
 
 
 def save(rates: Rates, count: int) -> Path:
     """Write measured rates to the cache in one atomic step, and return the path of the file."""
-    path = _path(rates.device, count, rates.dtype)
+    path = _path(rates.device, count, rates.dtype, rates.host)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     with os.fdopen(handle, "w") as file:
@@ -152,17 +165,18 @@ def save(rates: Rates, count: int) -> Path:
     return path
 
 
-def _path(device: str, count: int, dtype: str) -> Path:
+def _path(device: str, count: int, dtype: str, host: int | None) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("SEQPAR_CACHE") or Path(base) / "seqpar")
-    key = f"{device} x {count} {dtype} torch {torch.__version__}"
+    hosts = "" if host is None else f" by {host}"
+    key = f"{device} x {count}{hosts} {dtype} torch {torch.__version__}"
     return folder / f"rates-{re.sub(r'[^a-z0-9.]+', '-', key.lower())}.json"
 
 
 def _read(path: Path) -> Rates:
     try:
         kept = json.loads(path.read_text())
-        values: dict[str, Any] = {field.name: kept[field.name] for field in fields(Rates)}
+        values: dict[str, Any] = {field.name: kept[field.name] for field in fields(Rates) if field.name != "host"}
         values["gemm"] = _curve(values["gemm"])
         values["attention"] = {int(dim): _curve(points) for dim, points in values["attention"].items()}
         values["exchange"] = {name: _curve(points) for name, points in values["exchange"].items()}

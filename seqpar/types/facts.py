@@ -239,11 +239,13 @@ class Move:
     """The amounts that one rank sends and receives in one exchange, and the number of ranks that it sends to.
 
     The unit of `sent` and `received` is one head of one token: multiply by batch rows x head dim x bytes of the dtype.
+    among: the number of neighbouring ranks that it stays among; 0 for all that share the sequence.
     """
 
     sent: int
     received: int
     messages: int
+    among: int = 0
 
 
 @dataclass(frozen=True)

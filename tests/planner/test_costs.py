@@ -182,10 +182,10 @@ def test_negative_control_another_layout_moves_something_else() -> None:
     def moves(*where: Any) -> tuple[Move, ...]:
         return costs.layers(of(4, 4), layout(*where), 16)[0].moves
 
-    assert moves("ulysses", 1, 4) == (Move(36, 36, 3), Move(12, 12, 3))
+    assert moves("ulysses", 1, 4) == (Move(36, 36, 3, 4), Move(12, 12, 3, 4))
     assert moves("kv_gather", 1, 4) == (Move(96, 96, 3),)
     assert moves("ring", 4, 1) == (Move(32, 32, 1),) * 3
-    assert moves("usp", 2, 2) == (Move(24, 24, 1), Move(32, 32, 1), Move(8, 8, 1))
+    assert moves("usp", 2, 2) == (Move(24, 24, 1, 2), Move(32, 32, 1), Move(8, 8, 1, 2))  # heads stay in pairs
 
 
 def test_peer_memory_writes_less_locally_and_keeps_less() -> None:

@@ -296,3 +296,22 @@ def test_the_rates_of_rank_zero_decide_for_all(ranks: Pool, tmp_path: Path, monk
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "0"))
     rates.save(replace(CPU, source="on rank 0"), 2)
     assert all("on rank 0" in text for text, _ in ranks.run(2, on_rank, str(tmp_path)))
+
+
+def test_what_crosses_hosts_has_the_time_of_their_network() -> None:
+    """Branches of guidance part between hosts; a group counts as crossing where its ranks do not fill hosts evenly."""
+    work, load = SEVEN_B, ONE
+    here, pairs, fours = (replace(H200, host=host) for host in (None, 2, 4))
+    usp = of(1, 2, "usp", "nccl", ring=2)
+
+    def exchange(layout: Layout, rates: Rates) -> float:
+        return predict(work, load, layout, rates).exchange
+
+    network = replace(H200, exchange={**H200.exchange, "nccl": H200.exchange[rates.BETWEEN]})
+    inside = replace(usp, cfg=1)
+    assert exchange(of(1, 4, transport="nccl"), fours) == exchange(of(1, 4, transport="nccl"), here)
+    assert exchange(of(1, 4, transport="nccl"), pairs) == exchange(of(1, 4, transport="nccl"), network)
+    assert exchange(inside, here) < exchange(inside, pairs) < exchange(inside, network)  # heads stay on a host
+    assert exchange(of(2, 2, transport="nccl"), pairs) < 1.2 * exchange(of(2, 2, transport="nccl"), here)
+    assert exchange(of(1, 2, transport="nccl"), replace(H200, host=3)) == exchange(of(1, 2, transport="nccl"), network)
+    assert planned(world=8, rates=fours, transport="nccl").best.cfg == 2

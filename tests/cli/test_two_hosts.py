@@ -1,0 +1,115 @@
+"""Tests of ranks on two hosts: two torchrun agents, each with a hostname of its own, by which hosts are told apart."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch.distributed.run import main as agent
+
+from seqpar.cli.main import sample
+from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
+from tests.support.forks import Forked
+from tests.support.pool import server
+
+pytestmark = pytest.mark.slow
+CLONE_NEWUTS, NAME = 0x04000000, "SEQPAR_TEST_HOST"
+USP = ("--strategy", "usp", "--mesh", "ring=2,ulysses=2")  # the ring is between the hosts
+CAT = ("--model", "builtin", "--classes", "cat", "--seed", "3")
+
+
+def hosted() -> None:
+    """Run torchrun's agent with a hostname of its own, which its ranks inherit."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(os.environ[NAME])
+    agent()
+
+
+def sample_there() -> None:
+    """Run one rank of `launch/sample.py`, which tells its host first."""
+    print(f"rank {os.environ['RANK']} on {socket.gethostname()}", flush=True)
+    sample()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host's agent, and the files of what it and its ranks print."""
+
+    process: Forked
+    output: Path
+    errors: Path
+
+
+@contextmanager
+def two_hosts(folder: Path, ranks: int, *flags: object) -> Iterator[tuple[Host, Host]]:
+    """Start `launch/sample.py` with so many ranks on each of two hosts."""
+    if subprocess.run(("unshare", "--uts", "true"), check=False, capture_output=True).returncode:
+        pytest.skip("a process may not have a hostname of its own here")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server()
+    every = list[Host]()
+    for number in range(2):
+        words = ("--nnodes=2", f"--nproc_per_node={ranks}", f"--node_rank={number}", "--master_addr=127.0.0.1")
+        output, errors = folder / f"output{number}", folder / f"errors{number}"
+        own = environment() | {NAME: f"host-{number}"}
+        words = (*words, f"--master_port={port}", SCRIPT, *flags)
+        errors.touch()
+        every.append(Host(Forked(hosted, words, own, output, errors, sample_there), output, errors))
+    try:
+        yield every[0], every[1]
+    finally:
+        for each in every:
+            each.process.wait(0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "same"),
+    [
+        (2, USP, (*USP, "--ranks", 4)),
+        (1, ("--dtype", "fp64", "--strategy", "ulysses", "--mesh", "ulysses=2"), ("--ranks", 1, "--dtype", "fp64")),
+    ],
+    ids=["bits of one host's ranks", "picture of one rank"],
+)
+def test_a_picture_of_two_hosts_is_that_of_one(
+    tmp_path: Path, ranks: int, flags: tuple[str, ...], same: tuple[object, ...]
+) -> None:
+    words = (*CAT, "--steps", 4)
+    with two_hosts(tmp_path, ranks, *words, *flags, "--out", tmp_path / "two.png") as hosts:
+        codes = [host.process.wait(LIMIT_S) for host in hosts]
+        assert codes == [0, 0], [host.errors.read_text()[-2000:] for host in hosts]
+    for number, host in enumerate(hosts):
+        told = host.output.read_text()
+        assert {f"rank {ranks * number + each} on host-{number}" for each in range(ranks)} <= set(told.splitlines())
+    done = seqpar("sample", *words, *same, "--out", tmp_path / "one.png")
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "two.png")), np.asarray(Image.open(tmp_path / "one.png")))
+
+
+def test_a_rank_that_is_killed_ends_the_job_on_both_hosts(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, 1, *CAT, "--steps", 900, "--mesh", "ulysses=2", "--out", tmp_path / "two.png") as hosts:
+        end = time.monotonic() + LIMIT_S
+        while "step/s" not in hosts[0].errors.read_text():
+            assert time.monotonic() < end, hosts[0].errors.read_text()[-2000:]
+            time.sleep(0.05)
+        pid = hosts[1].process.pid
+        (rank,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        os.kill(rank, signal.SIGKILL)
+        codes = [host.process.wait(LIMIT_S) for host in hosts]
+    assert codes == [1, 1]
+    assert "for rank 1" in hosts[0].errors.read_text()
+    assert "no sign of life" in hosts[0].errors.read_text()
+    assert not (tmp_path / "two.png").exists()

@@ -90,7 +90,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """A model that is loaded. size: (height, width) of what it makes if an order names none. layout: for people.
 
     step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it. edits: whether it
-    takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures.
+    takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures. sizes: some that it
+    takes, its own first.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     edits: bool = False
     needs_picture: bool = False
     video: VideoFacts | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

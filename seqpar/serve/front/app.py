@@ -14,6 +14,7 @@ from seqpar.serve.front.errors import Problem, ProblemError, handle_errors
 from seqpar.serve.front.gate import EDITS, GENERATIONS, Gate
 from seqpar.serve.front.generations import generate
 from seqpar.serve.front.keys import Keys
+from seqpar.serve.front.page import page
 from seqpar.serve.front.state import Front, Here, Key, not_ready
 from seqpar.serve.front.videos import add_videos
 
@@ -21,10 +22,11 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(front: Front, keys: Keys | None, hosts: frozenset[str]) -> ASGIApp:
-    """Return the application behind its gate. There is no page with scripts: /openapi.json describes it."""
+    """Return the application behind its gate. /openapi.json describes it; FastAPI's own pages load foreign scripts."""
     app = FastAPI(title="seqpar", docs_url=None, redoc_url=None)
     app.state.front = front
     handle_errors(app)
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
     app.add_api_route(GENERATIONS, generate, methods=["POST"])
     app.add_api_route(EDITS, edit, methods=["POST"], openapi_extra=BODY)
     add_videos(app)

@@ -25,7 +25,7 @@ JSON, FORM = "application/json", "multipart/form-data"
 LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
 BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # the routes that take one
 BODY_S = 60.0  # for a body to arrive
-OPEN = ("/health", "/ready", "/openapi.json")  # need no key
+OPEN = ("/", "/health", "/ready", "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})
 NO_KEY = "got no key of this server, expected the header Authorization: Bearer KEY; ask who runs it for one"
 

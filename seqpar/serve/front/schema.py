@@ -230,7 +230,7 @@ def of_model(model: ServedModel, created: int) -> dict[str, Any]:
     about: dict[str, Any] = {"kind": model.kind, "makes": "pictures" if model.video is None else "videos"}
     about |= {"edits": model.edits, "needs_picture": model.needs_picture}
     about |= {"size": f"{width}x{height}" if width else "auto", "steps": model.steps, "layout": model.layout}
-    about |= {"classes": model.classes, "loras": model.loras}
+    about |= {"sizes": [f"{wide}x{high}" for high, wide in model.sizes], "classes": model.classes, "loras": model.loras}
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)
     return {"id": model.name, "object": "model", "created": created, "owned_by": "seqpar", "seqpar": about}

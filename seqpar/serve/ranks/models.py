@@ -33,6 +33,7 @@ from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
 from seqpar.serve.ranks.loras import FittingLoras
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
+from seqpar.serve.ranks.sizes import offered, usual_size
 from seqpar.weights.find import Blueprint
 from seqpar.weights.presets import Preset
 
@@ -169,6 +170,11 @@ class Found:
         files = job.files if is_classes and isinstance(job, Job) else None
         names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
         steps = job.steps if isinstance(job, Adapted) else job.evaluations
+        asked = "a" if files is None else str(min(files.labels, default=0))
+
+        def fits(other: tuple[int, int]) -> object:
+            return self.job(PictureOrder("", self.name, asked, size=other), ())
+
         return ServedModel(
             self.name,
             "classes" if is_classes else "texts",
@@ -181,6 +187,7 @@ class Found:
             self.drawing is not None,
             self.needs_picture,
             self.video,
+            offered(size, fits) if self.video is None and not self.needs_picture else (),
         )
 
     def load(self, ranks: Mesh) -> Resident:
@@ -216,14 +223,6 @@ def _video_facts(job: Adapted) -> VideoFacts | None:
     if frames is None:
         raise ValueError(f"got {job.order.model}, expected a model whose files tell how many frames it makes")
     return VideoFacts(job.fps, frames.usual, frames.unit)
-
-
-def _usual_size(job: Adapted) -> tuple[int, int]:
-    """Return height and width of what is made by default; (0, 0) where the pipeline chooses them by its picture."""
-    parameters = inspect.signature(job.kind.__call__).parameters
-    own = [parameters[side].default for side in ("height", "width") if side in parameters]
-    named = len(own) == 2 and all(isinstance(side, int) for side in own)
-    return job.pixels or ((own[0], own[1]) if named else (0, 0))
 
 
 def _beside(pipe: Any, kind: Any) -> Any:
@@ -285,7 +284,7 @@ class DiffusersModel:
         for each in self._pipes.values():
             each.set_progress_bar_config(disable=True)
         self._scheduler = pipe.scheduler
-        self.facts = found.facts(_usual_size(example))
+        self.facts = found.facts(usual_size(example))
 
     def make(
         self,

@@ -1,0 +1,46 @@
+"""Sizes of a served model: its own, and those of other shapes with about as many pixels that it takes, too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from math import sqrt
+
+from seqpar.pipelines.adapted import Adapted
+
+SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
+LEAST_UNIT = 8  # pixels; sides of pictures of 1024 x 1024 pixels are multiples of 64, as models are trained
+
+
+def usual_size(job: Adapted) -> tuple[int, int]:
+    """Return height and width of what is made by default; (0, 0) where the pipeline chooses them by its picture."""
+    parameters = inspect.signature(job.kind.__call__).parameters
+    own = [parameters[side].default for side in ("height", "width") if side in parameters]
+    named = len(own) == 2 and all(isinstance(side, int) for side in own)
+    return job.pixels or ((own[0], own[1]) if named else (0, 0))
+
+
+def offered(own: tuple[int, int], fits: Callable[[tuple[int, int]], object]) -> tuple[tuple[int, int], ...]:
+    """Return (height, width) of each size, the model's own first; nothing where the pipeline chooses its size.
+
+    fits: raises ValueError for a size that the model does not take.
+    """
+    if not all(own):
+        return ()
+    return tuple(dict.fromkeys([own, *(size for size in _of_shapes(own) if _fits(size, fits))]))
+
+
+def _of_shapes(own: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    side = sqrt(own[0] * own[1])
+    unit = max(LEAST_UNIT, int(side / 16))
+    for wide, high in SHAPES:
+        height, width = side * sqrt(high / wide), side * sqrt(wide / high)
+        yield max(unit, round(height / unit) * unit), max(unit, round(width / unit) * unit)
+
+
+def _fits(size: tuple[int, int], fits: Callable[[tuple[int, int]], object]) -> bool:
+    try:
+        fits(size)
+    except ValueError:
+        return False
+    return True

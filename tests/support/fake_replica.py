@@ -43,7 +43,7 @@ from seqpar.serve.messages import (
 STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
 VIDEO = VideoFacts(fps=8.0, frames=9, unit=4)
 FACTS: dict[str, dict[str, Any]] = {
-    "toy": {"loras": ("style", "lines")},
+    "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
     "other": {},
     "editor": {"edits": True},
     "changer": {"edits": True, "needs_picture": True},

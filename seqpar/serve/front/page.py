@@ -13,12 +13,12 @@ from importlib.resources import files
 
 from fastapi import Response
 
-FILE = "page.html"
+PACKAGE, FILE = "seqpar.serve.front", "page.html"
 
 
 async def page() -> Response:
     """Return the page, which is the same for everyone and holds no secret: it asks for the key itself."""
-    text = (files(__package__) / FILE).read_text(encoding="utf-8")
+    text = (files(PACKAGE) / FILE).read_text(encoding="utf-8")
     headers = {
         "content-security-policy": _policy(text),
         "x-content-type-options": "nosniff",

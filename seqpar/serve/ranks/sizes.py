@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from math import sqrt
+from math import log2, sqrt
 
 from seqpar.pipelines.adapted import Adapted
 
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
-LEAST_UNIT = 8  # pixels; sides of pictures of 1024 x 1024 pixels are multiples of 64, as models are trained
+LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
 
 
 def usual_size(job: Adapted) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def offered(own: tuple[int, int], fits: Callable[[tuple[int, int]], object]) -> 
 
 def _of_shapes(own: tuple[int, int]) -> Iterator[tuple[int, int]]:
     side = sqrt(own[0] * own[1])
-    unit = max(LEAST_UNIT, int(side / 16))
+    unit = max(LEAST_UNIT, 2 ** int(log2(side / 16)))
     for wide, high in SHAPES:
         height, width = side * sqrt(high / wide), side * sqrt(wide / high)
         yield max(unit, round(height / unit) * unit), max(unit, round(width / unit) * unit)

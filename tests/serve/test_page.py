@@ -231,20 +231,27 @@ def test_keys_stay_in_the_tab(empty: Page, tmp_path: Path) -> None:
 def test_a_real_model_is_cancelled_and_makes_the_picture_that_it_makes_for_others(empty: Page, tmp_path: Path) -> None:
     """Other tests compare the bits of a server's ranks with those of the command."""
     page = empty
-    with running(tmp_path, "builtin-text", "--ranks", "1", fake=False) as front, front.http() as http:
+    with running(tmp_path, "builtin", "--ranks", "1", fake=False) as front, front.http() as http:
         page.open(front.url)
         assert page.offers("size")[:3] == ["64x64", "72x56", "56x72"]
-        page.ask("a green frog", steps=900)
+        assert {"cat", "ice cream"} < set(page.offers("class"))
+        assert not page.shows("texts")
+        page.choose("class", "ice cream")
+        page.fill(steps=900)
+        page["generate"].click()
         page.until(lambda: page["step"].text.startswith("step "))
+        assert page.driver.switch_to.active_element == page["cancel"]
         page["cancel"].click()
         page.until(lambda: page["status"].text == "Cancelled.")
         until(lambda: 'seqpar_jobs_total{end="cancelled"} 1.0' in http.get("/metrics").text)
         page.choose("size", "56x72")
-        page.make("a green frog", steps=6, seed=3)
-        body = {"model": "builtin-text", "prompt": "a green frog", "size": "56x72", "steps": 6, "seed": 3}
+        page.fill(steps=6, seed=3)
+        page["seed"].send_keys(Keys.ENTER)
+        page.until(lambda: page.shows("made"))
+        body = {"model": "builtin", "prompt": "ice cream", "size": "56x72", "steps": 6, "seed": 3}
         assert page.file == asked(front, body)
         assert (len(page.history), opened(page.file).size) == (1, (56, 72))
-        assert page["command"].text.endswith("--prompt='a green frog' --size=72x56 --seed=3 --steps=6 --ranks=1")
+        assert page["command"].text.endswith("--classes='ice cream' --size=72x56 --seed=3 --steps=6 --ranks=1")
 
 
 def test_sizes_have_the_pixels_of_the_models_own() -> None:

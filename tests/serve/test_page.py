@@ -18,6 +18,7 @@ from selenium.common.exceptions import JavascriptException
 from selenium.webdriver import Chrome, Keys
 
 from seqpar.cli.args import Args
+from seqpar.serve.front.page import FILE
 from seqpar.serve.ranks.sizes import offered
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
@@ -266,4 +267,4 @@ def test_sizes_have_the_pixels_of_the_models_own() -> None:
 
 
 def test_the_page_is_packaged() -> None:
-    assert '"serve/front/page.html"' in (ROOT / "pyproject.toml").read_text()
+    assert f'"serve/front/{FILE}"' in (ROOT / "pyproject.toml").read_text()

@@ -45,6 +45,7 @@ def test_what_is_loaded_is_told(driver: Driver) -> None:
     assert (classes.name, classes.kind, classes.size) == ("builtin", "classes", (64, 64))
     assert "cat" in classes.classes
     assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
+    assert classes.sizes[:3] == texts.sizes[:3] == ((64, 64), (56, 72), (72, 56))
     assert driver.ready.ranks == 2
 
 

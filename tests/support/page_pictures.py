@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 LORAS = ROOT / "seqpar" / "assets"  # with outline.safetensors
 PROMPTS = ("a blue frog on yellow", "a red car on white", "a green frog")
 SIZES = {(1280, 900): "header", (390, 844): "section"}  # of the window, and what is at its top
+PAINTED = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)));"
 QUALITY = 90
 
 
@@ -37,6 +38,7 @@ def main() -> None:
                 for (width, height), top in SIZES.items():
                     page.look(width, height, scheme)
                     driver.execute_script("arguments[0].scrollIntoView()", driver.find_element("tag name", top))
+                    driver.execute_async_script(PAINTED)
                     _write(driver.get_screenshot_as_png(), ROOT / "docs" / f"page-{width}-{scheme}.webp")
         process.terminate()
         process.wait()

@@ -92,7 +92,7 @@ RAW: list[tuple[bytes, str, int, str]] = [
     (json.dumps({"prompt": "x" * 1_000_001}).encode(), "application/json", 413, "got a body of 10000"),
 ]
 PATHS: list[tuple[str, str, int]] = [
-    ("GET", "/", 404),
+    ("POST", "/", 405),
     ("GET", "/docs", 404),
     ("GET", "/v1/images/edits", 405),
     ("POST", "/v1/images/edits", 415),
@@ -151,7 +151,7 @@ def test_the_client_of_openai_raises_its_own_error(front: Running) -> None:
 )
 def test_other_sites_are_refused(front: Running, name: str, value: str, status: int) -> None:
     with front.http() as http:
-        for path in ("/v1/models", "/health", "/metrics"):
+        for path in ("/", "/v1/models", "/health", "/metrics"):
             answer = http.get(path, headers={name: value})
             assert answer.status_code == status
             assert "access-control-allow-origin" not in answer.headers

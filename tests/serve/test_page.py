@@ -28,7 +28,8 @@ from tests.support.front import ROOT, Running, running, until
 pytestmark = pytest.mark.slow
 PATH = "/v1/images/generations"
 MARKUP = """<img src=x onerror="document.title='run'"><script>document.title='run'</script>"""
-ODD = f'it\'s "$HOME" `id` \\ {MARKUP}'  # what shells and JSON read in other ways
+NEW_LINE = Keys.SHIFT + Keys.ENTER + Keys.NULL
+ODD = f'two\nlines, it\'s "$HOME" `id` \\ {MARKUP}'  # what shells and JSON read in other ways
 SAID = ("Press Ctrl+C", "Copied")
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(|<[^>]*\son\w+=|//\w+\.\w"
@@ -116,6 +117,7 @@ def test_a_picture_grows_until_it_is_made(page: Page, front: Running) -> None:
     page.until(lambda: page.shows("made"))
     assert pixels(page.file) == pixels_of(5, 24, 40)
     assert not page.shows("doing")
+    assert page["about-picture"].text == "toy · 40x24 · seed 5 · 3 steps · guidance 2.5 · style x 0.5 · 9.0 s"
     order = next(each for each in front.heard if each.get("prompt") == "hold growing")
     facts = {"size": [24, 40], "seed": 5, "steps": 3, "guidance": 2.5, "loras": [["style", 0.5]], "partial_images": 3}
     assert {**order, **facts} == order
@@ -155,7 +157,8 @@ def copied(page: Page, name: str) -> str:
 def test_the_lines_to_copy_make_the_same_picture(page: Page, tmp_path: Path) -> None:
     page["loras"].find_element("tag name", "input").click()
     page.choose("size", "40x24")
-    page.make(ODD, seed=7, guidance=1.5)
+    page.make(ODD.replace("\n", NEW_LINE), seed=7, guidance=1.5)
+    assert page["caption"].text == ODD
     command, curl = (copied(page, name) for name in ("command", "curl"))
     subprocess.run(["bash", "-e", "-o", "pipefail", "-c", curl], cwd=tmp_path, check=True)
     assert (tmp_path / "seqpar.png").read_bytes() == page.file
@@ -170,6 +173,16 @@ def test_the_lines_to_copy_make_the_same_picture(page: Page, tmp_path: Path) -> 
     loras = ("/folder/style.safetensors:1",)
     expected = Args("toy", prompt=(ODD,), size="24x40", seed=7, guidance=1.5, lora=loras, ranks=2)
     assert (subcommand, tyro.cli(Args, args=words)) == ("sample", expected)
+
+
+def test_a_request_that_waits_tells_its_place(page: Page, front: Running) -> None:
+    body = {"prompt": "hold place", "stream": True, "partial_images": 1}
+    with front.http() as http, http.stream("POST", PATH, json=body):
+        until(lambda: "hold place" in front.prompts)
+        page.ask("after it")
+        page.until(lambda: page["step"].text.startswith("1 request before this one, ready in about "))
+        (front.folder / "place").touch()
+        page.until(lambda: page.shows("made"))
 
 
 def test_escape_cancels_and_the_next_picture_is_made(page: Page, front: Running) -> None:
@@ -207,26 +220,31 @@ def test_nothing_is_wider_than_the_window(page: Page) -> None:
         assert page.driver.execute_script("return document.documentElement.scrollWidth") == size[0]
 
 
-def test_keys_stay_in_the_tab(empty: Page, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+def test_keys_stay_in_the_tab_and_ranks_that_load_are_waited_for(empty: Page, tmp_path: Path) -> None:
+    page, keys, slow = empty, tmp_path / "keys", tmp_path / "slow-start"
     keys.write_text("ada:key-of-ada\n")
     keys.chmod(0o600)
-    page = empty
-    with running(tmp_path, "--keys", str(keys)) as front:
+    slow.touch()
+    with running(tmp_path, "--keys", str(keys), wait=False) as front:
         page.driver.get(front.url)
-        for key, said in (("wrong", "This server does not know that key."), ("key-of-ada", None)):
-            page.until(lambda: page.shows("unlock"))
-            assert page["key"].get_attribute("type") == "password"
-            page["key"].send_keys(key, Keys.ENTER)
-            page.until(lambda said=said: page.shows("form") if said is None else page["refused"].text == said)
+        page.until(lambda: page.shows("unlock"))
+        assert page["key"].get_attribute("type") == "password"
+        page["key"].send_keys("wrong", Keys.ENTER)
+        page.until(lambda: page["refused"].text == "This server does not know that key.")
+        page["key"].send_keys("key-of-ada", Keys.ENTER)
+        page.until(lambda: page["server"].text == "The ranks load their models.")
+        assert not page.shows("unlock")
+        slow.unlink()
+        page.until(lambda: page.shows("form"))
         page.make("a cat", seed=3)
         assert pixels(page.file) == pixels_of(3, 24, 16)
         assert '"authorization: Bearer $SEQPAR_KEY"' in page["curl"].text
         kept = page.driver.execute_script("return [document.cookie, localStorage.length, document.body.outerHTML]")
         assert kept[:2] == ["", 0]
         assert "key-of-ada" not in kept[2]
-    refused = page.messages()
-    assert [("v1/models" in each["message"], "401" in each["message"]) for each in refused] == [(True, True)] * 2
+    refused = [each["message"] for each in page.messages()]
+    assert all("/v1/models - Failed to load resource" in each for each in refused)
+    assert [re.findall(" status of ([0-9]+)", each) for each in refused[:3]] == [["401"], ["401"], ["503"]]
 
 
 def test_a_real_model_is_cancelled_and_makes_the_picture_that_it_makes_for_others(empty: Page, tmp_path: Path) -> None:
@@ -234,6 +252,7 @@ def test_a_real_model_is_cancelled_and_makes_the_picture_that_it_makes_for_other
     page = empty
     with running(tmp_path, "builtin", "--ranks", "1", fake=False) as front, front.http() as http:
         page.open(front.url)
+        assert page["server"].text == "1 rank on the CPU"
         assert page.offers("size")[:3] == ["64x64", "72x56", "56x72"]
         assert {"cat", "ice cream"} < set(page.offers("class"))
         assert not page.shows("texts")

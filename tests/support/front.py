@@ -109,13 +109,14 @@ def until(found: Callable[[], T | None]) -> T:
 
 
 @contextmanager
-def running(folder: Path, *words: str, wait: bool = True, fake: bool = True) -> Generator[Running]:
+def running(folder: Path, *words: str, wait: bool = True, fake: bool = True, before: str = "") -> Generator[Running]:
     """Start a front whose fake ranks use a folder; kill it at the end.
 
-    wait: until the ranks are ready. fake: False for real ranks of the models and flags in `words`.
+    wait: until the ranks are ready. fake: False for real ranks of the models and flags in `words`. before: what the
+    process runs first.
     """
     child = CHILD if fake else None
-    command = [sys.executable, "-c", f"CHILD = {child!r}\n{RUN}", "--port", "0", *words]
+    command = [sys.executable, "-c", f"CHILD = {child!r}\n{before}\n{RUN}", "--port", "0", *words]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {**os.environ, "PYTHONPATH": path, "FAKE_FOLDER": str(folder)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=variables)

@@ -48,7 +48,7 @@ class Dispatch:
 
     async def _one(self, job: ServedJob, files: asyncio.TaskGroup) -> None:
         """Have one picture of a job made."""
-        order = _order_of(job)
+        order, begun = _order_of(job), time.time()
         log.event("ordered", job.id, order=order.id)
         try:
             answer = await self._answer(job, order, files)
@@ -58,11 +58,14 @@ class Dispatch:
         finally:
             self.queue.current = None
         answer = _checked(answer)
+        why = answer.why if isinstance(answer, Failed) else None
+        span = job.span.part("picture", begun, time.time(), seed=order.seed, attempt=job.attempts, failed=why)
         if isinstance(answer, Failed):
             log.event("failed", job.id, why=answer.why, text=answer.text)
             end = "cancelled" if answer.why == "cancelled" else "failed"
             self.queue.end(job, end, of_ranks(answer.why, answer.text))
             return
+        span.parts(begun, answer.parts_s)
         self.speeds.measured(order.model, answer.steps, answer.parts_s)
         self.metrics.made(answer)
         if job.ended is None:
@@ -120,7 +123,7 @@ class Dispatch:
 
     async def _write(self, job: ServedJob, index: int, order: PictureOrder, made: Made) -> None:
         """Make the file of a picture; the job has ended well with the last one."""
-        begun = time.monotonic()
+        begun, asked = time.monotonic(), time.time()
         try:
             size = made.height, made.width
             file = await self.pictures.file_of(size, made.pixels, job.wanted.how, order.about(made.steps, size))
@@ -129,6 +132,7 @@ class Dispatch:
             self.queue.end(job, "failed", Problem(500, "failure", f"got no file of the picture: {error}"))
             return
         parts_s = {**made.parts_s, "file": time.monotonic() - begun}
+        job.span.part("file", asked, asked + parts_s["file"])
         self.metrics.seconds.labels("file").observe(parts_s["file"])
         job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
         job.files[index], job.size = file, size

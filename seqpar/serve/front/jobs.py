@@ -16,6 +16,7 @@ from typing import Literal
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.events import JobEnded, JobEvent, Moved
 from seqpar.serve.front.pictures import Format
+from seqpar.serve.front.spans import Span
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.messages import PictureOrder
 
@@ -71,6 +72,7 @@ class ServedJob:
     problem: Problem | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     timer: asyncio.TimerHandle | None = None
+    span: Span = field(default_factory=Span.begun)
     listener: Callable[[JobEvent], None] | None = None  # a stream, for as long as it is sent
 
     def tell(self, event: JobEvent) -> None:
@@ -147,6 +149,7 @@ class Queue:
         self.current = next(iter(self._to_order()), None)
         if self.current is not None and self.current.state == "queued":
             self.current.state, self.current.started = "running", time.time()
+            self.current.span.part("queue", self.current.arrived, self.current.started)
         return self.current
 
     def ordered(self, job: ServedJob) -> None:

@@ -87,6 +87,9 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
     def ended(job: ServedJob) -> None:
         end = job.state if job.problem is None else job.problem.code
         metrics.ends.labels(end).inc()
+        order = job.wanted.order
+        told = {"request": job.id, "model": order.model, "pictures": job.wanted.count, "steps": job.wanted.steps}
+        job.span.end(None if job.problem is None else end, **told, state=job.state)
         log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
 
     pictures = Pictures()

@@ -167,7 +167,7 @@ class Pool:
         # a thread without a core of its own only takes turns; on the CPU an operation has its own threads
         cores = len(os.sched_getaffinity(0)) // ranks
         count = max(1, min(READERS, cores)) if device.type == "cuda" else 1
-        self._threads = ThreadPoolExecutor(count, initializer=self._start)
+        self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Pool:
         """Return this pool."""
@@ -182,7 +182,7 @@ class Pool:
 
         def equal_values(pair: tuple[str, str]) -> bool:
             with self._told(pair):
-                one, other = (self._local.staging.fetch(self._checkpoint, key) for key in pair)
+                one, other = (self._staging().fetch(self._checkpoint, key) for key in pair)
                 return torch.equal(one, other)
 
         same = self._threads.map(equal_values, pairs)
@@ -200,9 +200,9 @@ class Pool:
         """
 
         def made(name: str) -> tuple[Tensor, Tensor]:
-            source, stage, dtype = keys.sources[name], self._local.staging, like[name].dtype
+            source, dtype = keys.sources[name], like[name].dtype
             with self._told(source.keys):
-                parts = (stage.fetch(self._checkpoint, key, dtype) for key in source.keys)
+                parts = (self._staging().fetch(self._checkpoint, key, dtype) for key in source.keys)
                 parameter = source.combine(*parts).contiguous()
                 return parameter, parameter.sum(dtype=torch.promote_types(dtype, torch.float32))
 
@@ -234,8 +234,13 @@ class Pool:
         except (SafetensorError, RuntimeError, IndexError) as error:
             raise ValueError(f"{self._checkpoint.name}: got {', '.join(keys)}, which do not load: {error}") from error
 
-    def _start(self) -> None:
-        """Give a new thread its buffers; without its device it would open a context on the first GPU."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._local.staging = Staging(self._device)
+    def _staging(self) -> Staging:
+        """Return the buffers of this thread, made when it first reads: no initializer of threads can tell its error.
+
+        Without its device, a thread would open a context on the first GPU.
+        """
+        if not hasattr(self._local, "staging"):
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._local.staging = Staging(self._device)
+        return self._local.staging

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from seqpar.ranks.mesh import Mesh
-from seqpar.weights import staging
+from seqpar.weights import loading, staging
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import from_diffusers, locate
 from seqpar.weights.loading import shares
+from seqpar.weights.staging import Staging
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
@@ -87,6 +88,17 @@ def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception
     spoiled = replace(blueprint, checkpoint=replace(checkpoint, read=read))
     with pytest.raises(ValueError, match=rf"DiTTransformer2DModel: got .*{key}.*, which do not load: .*cut short"):
         spoiled.build(torch.float32, torch.device("cpu"))
+
+
+def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a thread's initializer would be "a thread initialized itself in vain", whatever it was."""
+
+    def full(device: torch.device) -> Staging:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loading, "Staging", full)
+    with pytest.raises(ValueError, match=r"which do not load: CUDA out of memory"):
+        from_diffusers(diffusers_dit()).build(torch.float32, torch.device("cpu"))
 
 
 SPOILED: dict[str, tuple[float, slice, torch.dtype]] = {

@@ -13,7 +13,7 @@ import msgspec
 HEAD = 4  # bytes of a message's length
 LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
 Kind = Literal["classes", "texts"]
-UNTOLD = ("id", "deadline_s", "partial_images", "images")  # fields of an order that no file keeps
+UNTOLD = ("id", "deadline_s", "partial_images", "images", "loras")  # fields of an order that no file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
@@ -65,7 +65,8 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
         told = msgspec.structs.asdict(self)
         images = [{"size": f"{each.height}x{each.width}", "pixels": each.digest} for each in self.images]
         left = {name: value for name, value in told.items() if value not in (None, ()) and name not in UNTOLD}
-        return {**left, **({"images": images} if images else {}), "steps": steps, "size": list(size)}
+        more: dict[str, Any] = {"images": images, "lora": [f"{name}:{scale:g}" for name, scale in self.loras]}
+        return {**left, **{name: each for name, each in more.items() if each}, "steps": steps, "size": list(size)}
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -53,10 +53,13 @@ def test_a_seed_that_nobody_named_is_told(front: Running) -> None:
     assert opened(data[0].b64_json).tobytes() == pixels_of(data[0].seed, 24, 16)
 
 
-def test_loras_go_to_the_ranks_with_their_scales(front: Running) -> None:
+def test_loras_go_to_the_ranks_with_their_scales_and_into_files_as_a_command_names_them(front: Running) -> None:
+    files = list[Any]()
     for lora in ("style", [{"name": "lines", "scale": 0.5}, {"name": "style"}], None):
         with front.openai() as client:
-            client.images.generate(prompt="with loras", extra_body={"lora": lora})
+            made: Any = client.images.generate(prompt="with loras", extra_body={"lora": lora})
+            files.append(json.loads(opened(made.data[0].b64_json).info["seqpar"]).get("lora"))
+    assert files == [["style:1"], ["lines:0.5", "style:1"], None]
     heard = [each["loras"] for each in front.heard if each.get("prompt") == "with loras"]
     assert heard == [[["style", 1.0]], [["lines", 0.5], ["style", 1.0]], []]
 

@@ -160,8 +160,9 @@ def svg(moments: tuple[Moment, ...], alt: str) -> str:
         body += drawn
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}" role="img">'
     empty = "".join(_cell(0, 0, cell).replace(f"t{cell[0]}", "none") for cell in sorted(ALL[0]))
-    card = f'<defs><g id="none">{empty}</g></defs><rect class="card" x=".5" y=".5" width="{WIDTH - 1}" height="{y + 7}" rx="6"/>'
-    return "\n".join((head, f"<title>{alt}</title><style>{STYLE}</style>", card, *body, "</svg>")) + "\n"
+    grid, size = f'<defs><g id="none">{empty}</g></defs>', f'width="{WIDTH - 1}" height="{y + 7}"'
+    card = f'<rect class="card" x=".5" y=".5" {size} rx="6"/>'
+    return "\n".join((head, f"<title>{alt}</title><style>{STYLE}</style>", grid, card, *body, "</svg>")) + "\n"
 
 
 def _moment(moment: Moment, y: int) -> tuple[list[str], int]:

@@ -1,0 +1,116 @@
+"""Tests that each command of the pages is run by a test or says what it needs, and that its flags exist."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from torch.distributed.run import main as agent
+
+from seqpar.cli.main import Convert, Fidelity, Plan, Replica, Sample, sample
+from seqpar.serve.front.command import ServeArgs
+from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
+from tests.support.forks import Forked
+from tests.support.pages import ROOT, Block, blocks, every_block, words
+from tests.support.pool import server
+
+HERE = "tests/docs/test_commands.py"
+NEEDS = ("needs GPUs", "needs a download")
+GATE = re.findall(r"\bblock (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+MINE = [command for block in every_block() if block.mark == f"run by {HERE}" for command in block.commands]
+
+
+def who(block: Block) -> str | None:
+    """Return who runs a block or what it needs; None if it does not say, or names a file that is not there."""
+    mark = block.mark or ""
+    runs = mark.removeprefix("run by ")
+    is_known = (
+        mark in NEEDS or (block.page == "README.md" and mark in GATE) or (runs != mark and (ROOT / runs).is_file())
+    )
+    return mark if is_known else None
+
+
+def test_each_command_is_run_or_says_what_it_needs() -> None:
+    found = every_block()
+    assert [f"{block.page}: {block.commands[0]}" for block in found if who(block) is None] == []
+    assert len(found) > 40
+    assert sum(who(block) not in NEEDS for block in found) >= 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "text\n\n    seqpar plan --gpus 2\n",
+        "```bash\npip install x\n```\n",
+        "<!-- run by tests/none.py -->\n```bash\npytest\n```\n",
+        "<!-- picture -->\n\n    torchrun x.py\n",
+    ],
+)
+def test_a_command_without_a_test_is_found(text: str) -> None:
+    (block,) = blocks(text, "docs/a.md")
+    assert who(block) is None
+
+
+def flags(command: str) -> tuple[Any, list[str]] | None:
+    """Return the parser of a command of ours and its words; None for other programs and for outlines ([--flag])."""
+    kinds: Any = Sample | Plan | Fidelity | Convert | Replica
+    _, script, rest = command.partition("launch/sample.py")
+    if "[" in command or not (script or "seqpar " in command or "-m seqpar.cli " in command):
+        return None
+    if script:
+        return kinds, ["sample", *words(rest.rstrip("'"))]
+    after = words(re.split(r"^seqpar |-m seqpar\.cli ", command)[-1])
+    return (ServeArgs, after[1:]) if after[0] == "serve" else (kinds, after)
+
+
+def test_the_flags_of_all_commands_exist() -> None:
+    found = [(command, flags(command)) for block in every_block() for command in block.commands]
+    parsed = [(command, *of) for command, of in found if of is not None]
+    assert len(parsed) > 80
+    for command, kinds, given in parsed:
+        try:
+            tyro.cli(kinds, args=given)
+        except SystemExit as end:
+            pytest.fail(f"{command} ends with {end.code}")
+
+
+def test_a_flag_that_does_not_exist_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds, given = flags("seqpar sample --prompt cat --sise 4") or (None, [])
+    with pytest.raises(SystemExit):
+        tyro.cli(kinds, args=given)
+    assert "--sise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [command for command in MINE if not command.startswith(("pip", "torchrun"))])
+def test_a_command_runs(command: str, tmp_path: Path) -> None:
+    given = words(command)[1:]
+    if given[0] == "sample":
+        given = [word for word in given if word not in ("--out", "seqpar.png")] + ["--out", str(tmp_path / "out.png")]
+    done = seqpar(*given)
+    assert done.returncode == 0, done.stderr
+    assert given[0] != "sample" or (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_two_machines_make_one_picture(tmp_path: Path) -> None:
+    """The two commands of docs/multi-node.md, both on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    commands = [command for command in MINE if command.startswith("torchrun")]
+    assert len(commands) == 2
+    server()
+    nodes = list[Forked]()
+    for number, command in enumerate(commands):
+        given = command.replace("HOST", "127.0.0.1").replace("29500", str(port)).replace("launch/sample.py", SCRIPT)
+        flags_of = [*words(given)[1:], "--out", str(tmp_path / "out.png")]
+        nodes.append(
+            Forked(agent, flags_of, environment(), tmp_path / f"{number}", tmp_path / f"errors{number}", sample)
+        )
+    assert [node.wait(LIMIT_S) for node in nodes] == [0, 0], (tmp_path / "errors0").read_text()
+    assert "2 x CPU, gloo" in (tmp_path / "0").read_text()
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    assert "2 x CPU" not in (tmp_path / "1").read_text()

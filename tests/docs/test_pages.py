@@ -1,0 +1,103 @@
+"""Tests that pages which are made from data are up to date, and that pictures and quoted messages tell what is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from seqpar.models import large_dit
+from seqpar.planner.costs import layers
+from seqpar.types.facts import Layout, Move
+from tests.support import benchmarks_page, strategy_pictures
+from tests.support.pages import COMMAND, ROOT
+from tests.support.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
+
+WORK = replace(large_dit.work(large_dit.PRESETS["large-dit-7b"]), heads=4, kv_heads=4)
+SIZES = {"ulysses": (1, 4), "ring": (4, 1), "usp": (2, 2), "kv_gather": (1, 4), "kv_first": (1, 4)}
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+
+
+def test_the_page_of_benchmarks_is_made_of_the_lines() -> None:
+    written = benchmarks_page.PAGE.read_text(encoding="utf-8")
+    assert written == benchmarks_page.page(), "python -m tests.support.benchmarks_page --write"
+
+
+def test_the_pictures_are_made_of_the_data() -> None:
+    for name, text in strategy_pictures.pictures().items():
+        written = (strategy_pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert written == text, "python -m tests.support.strategy_pictures --write"
+
+
+def drawn(moments: tuple[Moment, ...]) -> list[list[Move]]:
+    """Return what each rank sends and receives in each exchange that a picture shows."""
+    return [moves for before, after in pairwise(moments) if (moves := moves_of(messages(before, after)))]
+
+
+def moves_of(sent: list[Message]) -> list[Move]:
+    amounts = [(message, len(message.cells) * len(message.tensor.split())) for message in sent]
+    return [
+        Move(
+            sum(amount for message, amount in amounts if message.sender == rank),
+            sum(amount for message, amount in amounts if message.receiver == rank),
+            len({message.receiver for message in sent if message.sender == rank}),
+        )
+        for rank in RANKS
+        if sent
+    ]
+
+
+def told(name: str) -> list[list[Move]]:
+    """Return what each rank sends and receives in each exchange as the strategy's facts say."""
+    ring, ulysses = SIZES[name]
+    of = layers(WORK, Layout(1, 1, ring, ulysses, name, "gloo"), 4)
+    return [list(moves) for moves in zip(*(layer.moves for layer in of), strict=True)]
+
+
+def sums(exchanges: list[list[Move]]) -> list[Move]:
+    """Return the sums over exchanges: kv_first sends in two parts what its facts call one exchange."""
+    return [
+        Move(sum(x.sent for x in of), sum(x.received for x in of), of[0].messages)
+        for of in zip(*exchanges, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_shows_what_the_strategy_sends(name: str) -> None:
+    shown, facts = drawn(PICTURES[name]), told(name)
+    assert (sums(shown) if name == "kv_first" else shown) == (sums(facts) if name == "kv_first" else facts)
+    assert sums(shown) != sums(told("ring" if name == "ulysses" else "ulysses"))
+    assert PICTURES[name][-1].held == {"out": TOKENS} or PICTURES[name][-1].held["out"] == TOKENS
+
+
+@cache
+def texts() -> str:
+    """Return all texts of the package, each on a line; what is filled in is left out."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "seqpar").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
+
+
+def missing(quoted: str) -> list[str]:
+    """Return the parts of a quoted message that stand in no text of the package."""
+    parts = (part.strip(" ;,") for part in quoted.split("..."))
+    return [part for part in parts if len(part) > 5 and part not in texts()]
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    page = TROUBLE.read_text(encoding="utf-8")
+    lines = re.findall(r"^ {4}(.+)$", page, re.MULTILINE)
+    spans = [span for span in re.findall(r"`([^`\n]+)`", page) if len(span.split()) > 3 and not COMMAND.match(span)]
+    assert len(lines) >= 6
+    assert len(spans) >= 12
+    assert [part for quoted in (*lines, *spans) for part in missing(quoted)] == []
+    assert missing("got ... processes on a machine with no GPUs at all, expected more")
+
+
+def test_every_model_has_its_way() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [path.name for path in (ROOT / "docs" / "models").glob("*.md") if f"models/{path.name}" not in page] == []

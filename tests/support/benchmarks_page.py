@@ -1,0 +1,128 @@
+"""Writes docs/benchmarks/index.md from the result lines beside it: one table a model, newest first.
+
+python -m tests.support.benchmarks_page --write
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+PAGE = FOLDER / "index.md"
+BENCHES = ("calls", "scale")
+INTRODUCTION = """# Benchmarks
+
+One table a model, newest first, made from the result lines (`.jsonl`) beside the pages by
+`python -m tests.support.benchmarks_page --write`. Times are medians in milliseconds, in bf16 with random weights: of a
+call of the transformer for models of diffusers, of a step with guidance for DiT and Large-DiT.
+
+- *Other* is the fastest of diffusers' own engine, plain Ulysses and cache-dit in the same run.
+- *x ceiling* is our time over that of a rank's products by cuBLAS and its attention alone.
+- Times of different dates or kinds of GPUs do not compare; their ratios do. An empty cell was not measured.
+- "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once a run, outside of a call.
+- A date leads to its page, which also says what lost. A command is that of the commit on the page.
+"""
+HEAD = "| date | GPUs | work | ms | by | other | by | gain | x ceiling | command |"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best of ours and of others for one work, in one file of lines."""
+
+    file: Path
+    gpus: int
+    gpu: str
+    work: str
+    ours: Mapping[str, Any]
+    other: Mapping[str, Any] | None
+    ceiling: float | None
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of calls and steps of one picture that have a time."""
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        case = line.get("case")
+        timed = line.get("bench") in BENCHES and isinstance(case, dict) and "median" in (line.get("ms") or {})
+        if timed and case.get("images", 1) == 1 and not case.get("masked"):
+            yield line
+
+
+def rows(path: Path) -> dict[str, list[Row]]:
+    """Return model -> its rows."""
+    works = defaultdict[tuple[Any, ...], dict[str, list[dict[str, Any]]]](lambda: defaultdict(list))
+    for line in lines(path):
+        case = line["case"]
+        gpu = line["env"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        works[case["model"], line["gpus"], gpu, _work(case)][case["kind"]].append(line)
+    found = defaultdict[str, list[Row]](list)
+    for (model, gpus, gpu, work), kinds in works.items():
+        if ours := _fastest(kinds["ours"]):
+            row = Row(path, gpus, gpu, work, ours, _fastest(kinds["peer"]), _over(ours, kinds["ceiling"]))
+            found[model].append(row)
+    return found
+
+
+def _work(case: Mapping[str, Any]) -> str:
+    text = f" + {case['text']}" if case.get("text") else ""
+    branches = ", both branches" if "both branches" in case["way"] else ""
+    return f"{case['tokens']:,}{text} tokens{branches}"
+
+
+def _fastest(of: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    return min(of, key=lambda line: line["ms"]["median"], default=None)
+
+
+def _over(line: Mapping[str, Any], ceilings: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the time over the ceiling: what the bench found beside it, or that of the same layout."""
+    if (over := line.get("over", line.get("over_ceiling"))) is not None:
+        return over
+    same = [x["ms"]["median"] for x in ceilings if x["case"].get("layout", "") == line["case"].get("layout")]
+    return line["ms"]["median"] / min(same) if same else None
+
+
+def page() -> str:
+    """Return the page."""
+    models = defaultdict[str, list[Row]](list)
+    for path in sorted(FOLDER.glob("*.jsonl"), reverse=True):
+        for model, added in rows(path).items():
+            models[model] += sorted(added, key=lambda row: (row.work, row.gpus))
+    parts = [INTRODUCTION]
+    for model, of in sorted(models.items()):
+        parts.append(f"## {model}\n\n{HEAD}\n|{' --- |' * HEAD.count(' | ')} --- |\n" + "".join(map(_cells, of)))
+    pages = [(path.name, _title(path)) for path in sorted(FOLDER.glob("2*.md"), reverse=True)]
+    return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
+
+
+def _cells(row: Row) -> str:
+    other = row.other
+    mine, by = row.ours["ms"]["median"], row.ours["case"]["way"]
+    theirs = (f"{other['ms']['median']:.4g}", other["case"]["way"]) if other else ("", "")
+    gain = f"{other['ms']['median'] / mine:.2f} x" if other else ""
+    ceiling = f"{row.ceiling:.2f}" if row.ceiling else ""
+    date = f"[{row.file.name[:10]}]({_page_of(row.file)})"
+    cells = (date, f"{row.gpus} x {row.gpu}", row.work, f"**{mine:.4g}**", by, *theirs, gain, ceiling)
+    return f"| {' | '.join(cells)} | `{row.ours['command']}` |\n"
+
+
+def _page_of(lines_of: Path) -> str:
+    """Return the page that has the longest common name with a file of lines, or the file itself."""
+    names = [path.name for path in FOLDER.glob("2*.md") if lines_of.stem.startswith(path.stem)]
+    return max(names, key=len, default=lines_of.name)
+
+
+def _title(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page())

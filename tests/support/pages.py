@@ -1,0 +1,68 @@
+"""Reads commands from the pages: README.md, CONTRIBUTING.md and docs/, without the dated pages of benchmarks.
+
+A comment before a block of commands says who runs it: `<!-- run by FILE -->`, `<!-- needs GPUs -->`,
+`<!-- needs a download -->`, or in README the name under which `.ci/run` finds it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(
+    r"seqpar (sample|plan|fidelity|convert|serve|replica) |python3? (-|\w+/)|pytest\b"
+    r"|(torchrun|pip|curl|bash|srun|hf|mkdocs) "
+)
+MARK = re.compile(r"<!-- (.+) -->\n*\Z")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n|\n)+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block with commands. mark: what the comment before it says, or None."""
+
+    page: str
+    text: str
+    mark: str | None
+
+    @property
+    def commands(self) -> list[str]:
+        """Return its commands, each on one line, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [re.sub(r"\s+#.*", "", line).strip() for line in lines if COMMAND.match(line)]
+
+
+def pages() -> list[Path]:
+    """Return the files of all pages; those of a date tell what was run then."""
+    docs = sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in docs if path.parent.name != "benchmarks")]
+
+
+def blocks(text: str, page: str) -> Iterator[Block]:
+    """Yield the blocks of a page that have commands."""
+    fenced = [(match.start(), match[2]) for match in FENCE.finditer(text) if match[1] in ("", "bash")]
+    without = FENCE.sub(lambda match: re.sub(r"[^\n]", "x", match[0]), text)  # code in a fence is not indented code
+    indented = [
+        (match.start(), re.sub(r"^ {4}", "", match[1], flags=re.MULTILINE)) for match in INDENTED.finditer(without)
+    ]
+    for start, code in sorted(fenced + indented):
+        mark = MARK.search(text[:start])
+        block = Block(page, code, mark[1] if mark else None)
+        if block.commands:
+            yield block
+
+
+def words(command: str) -> list[str]:
+    """Return the words of a command."""
+    return shlex.split(command.removesuffix("&"))
+
+
+def every_block() -> list[Block]:
+    """Return the blocks of all pages."""
+    paths = [(path, str(path.relative_to(ROOT))) for path in pages()]
+    return [block for path, name in paths for block in blocks(path.read_text(encoding="utf-8"), name)]

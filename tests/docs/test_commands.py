@@ -79,13 +79,14 @@ def test_the_flags_of_all_commands_exist() -> None:
 
 
 def test_a_flag_that_does_not_exist_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    kinds, given = flags("seqpar sample --prompt cat --sise 4") or (None, [])
+    parsed = flags("seqpar sample --prompt cat --sise 4")
+    assert parsed is not None
     with pytest.raises(SystemExit):
-        tyro.cli(kinds, args=given)
+        tyro.cli(parsed[0], args=parsed[1])
     assert "--sise" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if not command.startswith(("pip", "torchrun"))])
+@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("seqpar")])
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
     given = words(command)[1:]
     if given[0] == "sample":

@@ -90,7 +90,7 @@ def missing(quoted: str) -> list[str]:
 
 def test_quoted_messages_are_those_of_the_code() -> None:
     page = TROUBLE.read_text(encoding="utf-8")
-    lines = re.findall(r"^ {4}(.+)$", page, re.MULTILINE)
+    lines = re.findall(r"^> (.+)$", page, re.MULTILINE)
     spans = [span for span in re.findall(r"`([^`\n]+)`", page) if len(span.split()) > 3 and not COMMAND.match(span)]
     assert len(lines) >= 6
     assert len(spans) >= 12

@@ -28,7 +28,7 @@ call of the transformer for models of diffusers, of a step with guidance for DiT
 - "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once a run, outside of a call.
 - A date leads to its page, which also says what lost. A command is that of the commit on the page.
 """
-HEAD = "| date | GPUs | work | ms | by | other | by | gain | x ceiling | command |"
+HEAD = "| date | GPUs | work | seqpar, ms | other, ms | gain | x ceiling | command |"
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,36 @@ def page() -> str:
     for path in sorted(FOLDER.glob("*.jsonl"), reverse=True):
         for model, added in rows(path).items():
             models[model] += sorted(added, key=lambda row: (row.work, row.gpus))
-    parts = [INTRODUCTION]
-    for model, of in sorted(models.items()):
-        parts.append(f"## {model}\n\n{HEAD}\n|{' --- |' * HEAD.count(' | ')} --- |\n" + "".join(map(_cells, of)))
+    parts = [INTRODUCTION, *(_section(model, of) for model, of in _newest_first(models))]
     pages = [(path.name, _title(path)) for path in sorted(FOLDER.glob("2*.md"), reverse=True)]
     return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
 
 
-def _cells(row: Row) -> str:
-    other = row.other
-    mine, by = row.ours["ms"]["median"], row.ours["case"]["way"]
-    theirs = (f"{other['ms']['median']:.4g}", other["case"]["way"]) if other else ("", "")
-    gain = f"{other['ms']['median'] / mine:.2f} x" if other else ""
+def _newest_first(models: Mapping[str, list[Row]]) -> list[tuple[str, list[Row]]]:
+    """Return models, those that were measured last first, and of one date in the order of their names."""
+    by_name = sorted(models.items())
+    return sorted(by_name, key=lambda pair: pair[1][0].file.name[:10], reverse=True)
+
+
+def _section(model: str, of: list[Row]) -> str:
+    """Return the table of a model and, below it, the commands that it numbers."""
+    commands = list(dict.fromkeys(row.ours["command"] for row in of))
+    rows_of = "".join(_cells(row, 1 + commands.index(row.ours["command"])) for row in of)
+    listed = "".join(f"{number}. `{command}`\n" for number, command in enumerate(commands, 1))
+    return f"## {model}\n\n{HEAD}\n|{' --- |' * (HEAD.count('|') - 1)}\n{rows_of}\n{listed}"
+
+
+def _cells(row: Row, command: int) -> str:
+    ours, other = (_timed(line) if line else "" for line in (row.ours, row.other))
+    gain = f"{row.other['ms']['median'] / row.ours['ms']['median']:.2f} x" if row.other else ""
     ceiling = f"{row.ceiling:.2f}" if row.ceiling else ""
     date = f"[{row.file.name[:10]}]({_page_of(row.file)})"
-    cells = (date, f"{row.gpus} x {row.gpu}", row.work, f"**{mine:.4g}**", by, *theirs, gain, ceiling)
-    return f"| {' | '.join(cells)} | `{row.ours['command']}` |\n"
+    cells = (date, f"{row.gpus} x {row.gpu}", row.work, f"**{ours.replace(' ', '** ', 1)}", other, gain, ceiling)
+    return f"| {' | '.join(cells)} | {command} |\n"
+
+
+def _timed(line: Mapping[str, Any]) -> str:
+    return f"{line['ms']['median']:.4g} {line['case']['way']}"
 
 
 def _page_of(lines_of: Path) -> str:

@@ -9,6 +9,7 @@ A picture is a list of moments; what is sent between two of them follows from wh
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,12 +126,14 @@ def messages(before: Moment, after: Moment) -> list[Message]:
     sent = list[Message]()
     for tensor, held in after.held.items():
         had = before.held.get(tensor)
-        for receiver in RANKS if had is not None and after.after else ():
-            parts: dict[int, set[Cell]] = {}
+        if had is None or not after.after:
+            continue
+        for receiver in RANKS:
+            parts = defaultdict[int, set[Cell]](set)
             for cell in held[receiver] - had[receiver]:
                 senders = [rank for rank in RANKS if cell in had[rank]]
                 if senders:
-                    parts.setdefault(min(senders, key=lambda rank: (receiver - rank) % 4), set()).add(cell)
+                    parts[min(senders, key=lambda rank: (receiver - rank) % 4)].add(cell)
             sent += [Message(sender, receiver, tensor, frozenset(cells)) for sender, cells in sorted(parts.items())]
     return sent
 

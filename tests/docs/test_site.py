@@ -43,7 +43,7 @@ IN_STYLES = re.compile(r"(?:url\(|@import )[\"']?((?:https?:)?//[^)\"']+)")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the built site; warnings of the builder, as of links that lead nowhere, are errors."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -8,12 +8,13 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
 from seqpar.models import large_dit
 from seqpar.planner.costs import layers
-from seqpar.types.facts import Layout, Move
+from seqpar.types.facts import Layout
 from tests.support import benchmarks_page, strategy_pictures
 from tests.support.pages import COMMAND, ROOT
 from tests.support.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
@@ -34,37 +35,43 @@ def test_the_pictures_are_made_of_the_data() -> None:
         assert written == text, "python -m tests.support.strategy_pictures --write"
 
 
-def drawn(moments: tuple[Moment, ...]) -> list[list[Move]]:
+class Sent(NamedTuple):
+    """What a rank sends and receives in one exchange, and to how many ranks it sends."""
+
+    sent: int
+    received: int
+    messages: int
+
+
+def drawn(moments: tuple[Moment, ...]) -> list[list[Sent]]:
     """Return what each rank sends and receives in each exchange that a picture shows."""
-    return [moves for before, after in pairwise(moments) if (moves := moves_of(messages(before, after)))]
+    return [by_rank(sent) for before, after in pairwise(moments) if (sent := messages(before, after))]
 
 
-def moves_of(sent: list[Message]) -> list[Move]:
+def by_rank(sent: list[Message]) -> list[Sent]:
     amounts = [(message, len(message.cells) * len(message.tensor.split())) for message in sent]
     return [
-        Move(
+        Sent(
             sum(amount for message, amount in amounts if message.sender == rank),
             sum(amount for message, amount in amounts if message.receiver == rank),
             len({message.receiver for message in sent if message.sender == rank}),
         )
         for rank in RANKS
-        if sent
     ]
 
 
-def told(name: str) -> list[list[Move]]:
+def told(name: str) -> list[list[Sent]]:
     """Return what each rank sends and receives in each exchange as the strategy's facts say."""
     ring, ulysses = SIZES[name]
     of = layers(WORK, Layout(1, 1, ring, ulysses, name, "gloo"), 4)
-    return [list(moves) for moves in zip(*(layer.moves for layer in of), strict=True)]
+    exchanges = zip(*(layer.moves for layer in of), strict=True)
+    return [[Sent(move.sent, move.received, move.messages) for move in moves] for moves in exchanges]
 
 
-def sums(exchanges: list[list[Move]]) -> list[Move]:
+def sums(exchanges: list[list[Sent]]) -> list[Sent]:
     """Return the sums over exchanges: kv_first sends in two parts what its facts call one exchange."""
-    return [
-        Move(sum(x.sent for x in of), sum(x.received for x in of), of[0].messages)
-        for of in zip(*exchanges, strict=True)
-    ]
+    ranks = zip(*exchanges, strict=True)
+    return [Sent(sum(x.sent for x in of), sum(x.received for x in of), of[0].messages) for of in ranks]
 
 
 @pytest.mark.parametrize("name", PICTURES)

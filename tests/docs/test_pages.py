@@ -108,11 +108,11 @@ def missing(quoted: str) -> list[str]:
 
 def test_quoted_messages_are_those_of_the_code() -> None:
     page = TROUBLE.read_text(encoding="utf-8")
-    lines = re.findall(r"^> (.+)$", page, re.MULTILINE)
+    quotes = [quote[2:].replace("\n> ", " ").strip() for quote in re.findall(r"(?:^> .+\n)+", page, re.MULTILINE)]
     spans = [span for span in re.findall(r"`([^`\n]+)`", page) if len(span.split()) > 3 and not COMMAND.match(span)]
-    assert len(lines) >= 6
+    assert len(quotes) >= 6
     assert len(spans) >= 12
-    assert [part for quoted in (*lines, *spans) for part in missing(quoted)] == []
+    assert [part for quoted in (*quotes, *spans) for part in missing(quoted)] == []
     assert missing("got ... processes on a machine with no GPUs at all, expected more")
 
 

@@ -3,7 +3,8 @@
 `load` reads a diffusers pipeline once a host and makes it run on all GPUs; `parallelize` does so with a pipeline in
 memory, until `release`; `refresh` lets it look at all changes again.
 `DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
-`seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one.
+`seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one, `profile` tells where
+a run's time goes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from seqpar.ranks.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
     from seqpar.sampling.loop import Sampler, sample
+    from seqpar.sight.profile import profile
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ __all__ = [
     "Sampler",
     "load",
     "parallelize",
+    "profile",
     "refresh",
     "release",
     "sample",
@@ -45,6 +48,7 @@ _MODULES = {
     "Sampler": "seqpar.sampling.loop",
     "load": "seqpar.pipelines._load",
     "parallelize": "seqpar.adapter.parallelize",
+    "profile": "seqpar.sight.profile",
     "refresh": "seqpar.adapter.parallelize",
     "release": "seqpar.adapter.parallelize",
     "sample": "seqpar.sampling.loop",

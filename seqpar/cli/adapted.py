@@ -16,6 +16,7 @@ from seqpar.adapter.sharing import Wished
 from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
 from seqpar.cli.job import outputs, parse_size, scales
+from seqpar.cli.profiling import profiled
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
@@ -51,7 +52,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
     if ranks.is_main:
         print(_summary(args, pipe, job, plan, state), flush=True)
-    made, per_step = _made(pipe, job, ranks)
+    made, per_step = _made(args, plan, pipe, job, ranks)
     bits = digest(made)
     paths = outputs(args, job)
     if ranks.is_main:
@@ -89,7 +90,7 @@ def _loaded(job: Adapted, ranks: Mesh) -> Any:
         return job.pipeline(ranks, encode)
 
 
-def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
+def _made(args: Args, plan: Plan, pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
     """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
     encoding = Bar(len(job.order.images), "picture", ranks, "encoding")
     decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
@@ -104,8 +105,8 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
         encoding.close()
         progress(index)
 
-    with encoding, Progress(job.steps, ranks) as progress, decoding:
-        made = job.make(pipe, step, ranks, decode, encoding.add)
+    with encoding, Progress(job.steps, ranks) as progress, decoding, profiled(args, plan, ranks, step) as on_step:
+        made = job.make(pipe, on_step, ranks, decode, encoding.add)
         return made, progress.finish() if job.counts_steps else None
 
 

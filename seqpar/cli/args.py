@@ -114,6 +114,16 @@ class Args(Options):
 
 
 @dataclass(frozen=True)
+class ProfileArgs(Args):
+    """Make pictures as `sample` does, and tell where the time of some steps went on every rank (docs/profiling.md)."""
+
+    profile_out: Path = Path("profile")
+    """Folder of the traces (for ui.perfetto.dev), the table, its numbers and its picture."""
+    profile_steps: int = 4
+    """Number of steps to measure, after those in which graphs are captured."""
+
+
+@dataclass(frozen=True)
 class PlanArgs(Options):
     """Print the predicted time and memory of every layout, best first; load no weights and write no file."""
 

@@ -1,10 +1,13 @@
-"""The `seqpar` command: `sample` makes pictures, `plan` predicts layouts, `fidelity` compares, `convert` converts.
+"""The `seqpar` command: `sample` makes pictures, `profile` tells where their time goes, `plan` predicts layouts.
+
+`fidelity` compares ways of computing, `convert` converts checkpoints.
 
 `seqpar serve` has a help of its own: it answers HTTP, and starts `seqpar replica`.
 
     seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
     seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
     seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
+    seqpar profile --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow"
     seqpar fidelity --gpus 2 --model builtin
     seqpar convert DiT-XL-2-256x256.pt dit-xl
 
@@ -20,11 +23,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ReplicaArgs
+from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ProfileArgs, ReplicaArgs
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
+Profile = Annotated[ProfileArgs, tyro.conf.subcommand("profile")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
 Fidelity = Annotated[FidelityArgs, tyro.conf.subcommand("fidelity")]
 Convert = Annotated[ConvertArgs, tyro.conf.subcommand("convert")]
@@ -43,8 +47,8 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Plan | Fidelity | Convert | Replica
-    args: Args | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs = tyro.cli(
+    commands: Any = Sample | Profile | Plan | Fidelity | Convert | Replica
+    args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs = tyro.cli(
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need

@@ -11,6 +11,7 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
+from seqpar.cli.profiling import check_profile, profiled
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import listed, measured, parameters, summary
 from seqpar.pipelines._family import Job
@@ -30,6 +31,7 @@ def run(args: Args, explained: bool = False) -> None:
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     args = named(args)
     job = checked(args, ranks)
+    ranks.together(lambda: check_profile(args, job, ranks))
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, explained)), str))
         return
@@ -47,7 +49,8 @@ def run(args: Args, explained: bool = False) -> None:
     loaded = time.perf_counter() - started
     _introduce(args, pipeline, job, plan)
     with pipeline, Progress(job.evaluations, ranks) as progress:
-        latents = pipeline.latents(**job.settings, on_step=progress)
+        with profiled(args, plan, ranks, progress) as on_step:
+            latents = pipeline.latents(**job.settings, on_step=on_step)
         per_step = progress.finish()
     bits = digest(latents)
     files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})

@@ -66,7 +66,8 @@ def chosen(args: Args, job: Job | Adapted, mesh: Mesh, more: Mapping[str, Any]) 
         "guidance": scales(job),
         **more,
     }
-    return asdict(args) | {"out": str(args.out), "chosen": values, "versions": versions()}
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
+    return flags | {"chosen": values, "versions": versions()}
 
 
 def measured(per_step: float | None, loaded: float, whole: float) -> str:

@@ -1,0 +1,65 @@
+"""`seqpar profile`: a run of `seqpar sample` whose steps are recorded; other runs know nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from seqpar.cli.args import Args, ProfileArgs
+from seqpar.pipelines._family import Job
+from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.arguments import check_whole
+
+MOST_STEPS = 100  # measured: a trace of more is too long to open
+OnStep = Callable[[int], None]
+
+
+def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
+    """Raise ValueError for a profile that cannot be made, before any weight is read."""
+    if not isinstance(args, ProfileArgs):
+        return
+    from seqpar.sight.picture import check_drawable  # here and below: nothing of it is imported without a profile
+    from seqpar.sight.record import steps_before, steps_needed, too_few
+
+    check_drawable()
+    check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
+    if args.dry_run is not None:
+        raise ValueError("got --dry-run with profile, expected a run to record; use seqpar plan")
+    if args.profile_out.exists() and not args.profile_out.is_dir():
+        raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
+    if ranks.device.type == "cpu" and args.transport == "peer":
+        raise ValueError(
+            "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "
+            "operations, which nobody can tell from work; leave it out"
+        )
+    if isinstance(job, Adapted) and not job.counts_steps:
+        raise ValueError(f"got {job.kind.__name__}, expected a pipeline that tells of its steps (callback_on_step_end)")
+    steps, before = job.steps if isinstance(job, Adapted) else job.evaluations, steps_before(ranks)
+    if steps < steps_needed(args.profile_steps, before):
+        raise ValueError(f"{too_few(steps, args.profile_steps, before)}; change --steps or --profile-steps")
+
+
+@contextmanager
+def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[OnStep]:
+    """Yield what a run calls after each step; of a profile rank 0 prints the table in the end."""
+    if not isinstance(args, ProfileArgs):
+        yield on_step
+        return
+    from seqpar.sight.profile import finished
+    from seqpar.sight.record import Recorder
+    from seqpar.sight.report import report
+
+    with Recorder(ranks, args.profile_steps) as recorder:
+
+        def both(index: int) -> None:
+            on_step(index)
+            recorder(index)
+
+        yield both
+    profile = finished(recorder, ranks, plan, args.profile_out)
+    if ranks.is_main:
+        print(
+            f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table, picture", flush=True
+        )

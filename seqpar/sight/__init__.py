@@ -1,0 +1,1 @@
+"""Where the time of a run goes: traces of all ranks on one clock, and what they add up to."""

@@ -1,0 +1,138 @@
+"""The largest losses of a profile in words, each with what would remove it.
+
+What a rank loses is the time in which it computes nothing, the time of elementwise kernels, and what products and
+attention take beyond the machine's best rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seqpar.sight.columns import OUTSIDE, Columns
+from seqpar.sight.result import Profile
+
+WORK = ("products", "attention", "elementwise", "gaps")  # what can make a rank late
+NOTABLE = 0.3  # of a wait: what explains less of it is not named
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of one rank in a step. ms: a step."""
+
+    column: str
+    rank: int
+    ms: float
+    text: str
+
+
+def losses(profile: Profile, count: int = 3) -> list[Loss]:
+    """Return the largest losses, largest first."""
+    every = [
+        _loss(profile, column) for column in ("products", "attention", "elementwise", "exposed", "waiting", "gaps")
+    ]
+    return sorted((loss for loss in every if loss.ms > 0), key=lambda loss: -loss.ms)[:count]
+
+
+def _loss(profile: Profile, column: str) -> Loss:
+    """Return the loss of a column on the rank that has most of it."""
+    rank = max(profile.ranks, key=lambda rank: getattr(profile.mean(rank), column))
+    mean = profile.mean(rank)
+    best = {rate.column: rate.least_ms for rate in profile.rates}
+    least = best.get(column, getattr(mean, column)) if column in ("products", "attention") else 0.0
+    ms = max(0.0, getattr(mean, column) - least)
+    share = f"{ms:.3g} ms of {mean.wall:.4g} ms a step on rank {rank}"
+    words = {
+        "products": _products,
+        "attention": _attention,
+        "elementwise": _elementwise,
+        "exposed": _exposed,
+        "waiting": _waiting,
+        "gaps": _gaps,
+    }
+    return Loss(column, rank, ms, f"{share}: {words[column](profile, rank, mean)}")
+
+
+def _rate(profile: Profile, column: str, mean: Columns) -> str:
+    rate = next((each for each in profile.rates if each.column == column), None)
+    achieved = None if rate is None else rate.achieved(mean)
+    return "" if rate is None or achieved is None else f" at {achieved:.3g} of {rate.ceiling:.3g} {rate.unit}"
+
+
+def _most(profile: Profile, rank: int, column: str) -> str:
+    """Return in which block a column is largest, as text."""
+    blocks = {block: getattr(each, column) for block, each in profile.blocks(rank).items()}
+    block = max(blocks, key=lambda block: blocks[block])
+    where = "outside of blocks" if block == OUTSIDE else f"in {block}"
+    return f"most of it {where} ({blocks[block]:.3g} ms)"
+
+
+def _products(profile: Profile, rank: int, mean: Columns) -> str:
+    return (
+        f"matrix products run{_rate(profile, 'products', mean)}; larger ones (more pictures a rank, fewer ranks a "
+        f"picture) come nearer to that, and fewer bits would raise it"
+    )
+
+
+def _attention(profile: Profile, rank: int, mean: Columns) -> str:
+    return (
+        f"attention runs{_rate(profile, 'attention', mean)}; a faster --local-attention, or fewer and larger calls, "
+        f"would remove it"
+    )
+
+
+def _elementwise(profile: Profile, rank: int, mean: Columns) -> str:
+    return (
+        f"elementwise work{_rate(profile, 'elementwise', mean)}, {_most(profile, rank, 'elementwise')}; fused kernels, "
+        f"which pass over the tokens less often, would remove a part of it"
+    )
+
+
+def _exposed(profile: Profile, rank: int, mean: Columns) -> str:
+    plan = profile.plan
+    ways = []
+    if plan is not None and plan.layout.sequence > 1 and plan.strategy.name != "kv_first":
+        ways.append("--strategy kv_first, which sends keys and values behind products")
+    if plan is not None and plan.ranking.load.guidance and plan.layout.cfg == 1:
+        ways.append("guidance on a cfg axis (--mesh cfg=2), which exchanges nothing inside blocks")
+    if plan is not None and plan.transport.name == "collective" and profile.graph:
+        ways.append("the peer transport, which needs no collective")
+    remedy = " or ".join(ways) or "fewer ranks a picture, or faster links,"
+    return (
+        f"exchanges behind which nothing computes{_rate(profile, 'exchange', mean)}, "
+        f"{_most(profile, rank, 'exposed')}; {remedy} would remove it"
+    )
+
+
+def _waiting(profile: Profile, rank: int, mean: Columns) -> str:
+    late = max(profile.late[rank], key=lambda other: profile.late[rank][other], default=rank)
+    text = f"it waits for rank {late}, {_most(profile, rank, 'waiting')}"
+    others, mine = profile.mean(late), profile.mean(rank)
+    more = {column: getattr(others, column) - getattr(mine, column) for column in WORK}
+    column = max(more, key=lambda column: more[column])
+    if late == rank or more[column] < NOTABLE * mean.waiting:
+        return f"{text}; the ranks are late in turn, so that steadier ones would remove it (other work on their hosts?)"
+    theirs, ours = profile.blocks(late), profile.blocks(rank)
+    apart = {
+        block: getattr(each, column) - getattr(ours.get(block, Columns()), column) for block, each in theirs.items()
+    }
+    block = max(apart, key=lambda block: apart[block])
+    return (
+        f"{text}; rank {late} has {more[column]:.3g} ms more {column}, of it {apart[block]:.3g} ms in {block}: without "
+        f"that it would be in time"
+    )
+
+
+def _gaps(profile: Profile, rank: int, mean: Columns) -> str:
+    text = f"nothing runs, {_most(profile, rank, 'gaps')}"
+    if profile.graph:
+        return f"{text}; fewer, larger kernels would remove these times between the kernels of a graph"
+    remedy = (
+        "a step as a CUDA graph needs no host between its kernels"
+        if _is_gpu(profile)
+        else "a CPU runs Python between operations: more tokens or pictures a rank would make its share smaller"
+    )
+    return f"{text}; {remedy}"
+
+
+def _is_gpu(profile: Profile) -> bool:
+    return profile.plan is not None and profile.plan.ranking.rates.device != "CPU"

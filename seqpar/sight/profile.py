@@ -1,0 +1,76 @@
+"""`profile`: records a run on all ranks and tells where its time went."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from seqpar.adapter.call import Call
+from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Mesh
+from seqpar.sight.clocks import merged
+from seqpar.sight.picture import check_drawable, draw
+from seqpar.sight.record import MEASURED, Recorder
+from seqpar.sight.report import facts, report
+from seqpar.sight.result import Profile, RankTrace, profile_of, told
+
+
+def profile(
+    call: Callable[..., object],
+    folder: str | Path | None = None,
+    *,
+    plan: Plan | None = None,
+    steps: int = MEASURED,
+    mesh: Mesh | None = None,
+) -> Profile:
+    """Return where the time of a call's steps went; all ranks must call this at the same time.
+
+    call: makes pictures. If it takes an argument, it gets a function of an index to call after each step, as `on_step`
+    of `seqpar.sample`; else each call of a parallelized transformer is a step. Let it be the first one of its kind, or
+    one after `seqpar.release`: blocks of graphs that were captured before are not known. folder: where rank 0 writes
+    the traces, a table and a picture (see `write`); None writes nothing. plan: the plan of the run (`dit.plan`), for
+    rates and remedies. steps: how many are measured, after those in which graphs are captured.
+    Raises ValueError if the call has too few steps.
+    """
+    mesh = mesh or Mesh.joined()
+    if folder is not None:
+        mesh.together(check_drawable)
+    recorder = Recorder(mesh, steps)
+    with recorder:
+        if inspect.signature(call).parameters:
+            call(recorder)
+        else:
+            with recorder.calls_of(lambda module: isinstance(vars(module).get("forward"), Call)):
+                call()
+    return finished(recorder, mesh, plan, folder)
+
+
+def finished(recorder: Recorder, mesh: Mesh, plan: Plan | None, folder: str | Path | None) -> Profile:
+    """Return the profile of a recording that has ended; every rank must call this at the same time."""
+    mesh.together(recorder.check)
+    ranks = mesh.collect(told(recorder.traces), RankTrace)
+    result, moved = profile_of(ranks, plan)
+    if folder is not None:
+        packed = gzip.compress(json.dumps(recorder.traces[-1]).encode())
+        every = mesh.collect(packed, bytes)
+        mesh.together(lambda: write(result, every, moved, Path(folder)) if mesh.is_main else None)
+    return result
+
+
+def write(result: Profile, packed: list[bytes], moved: list[float], folder: Path) -> None:
+    """Write a trace of every rank and one of all, for ui.perfetto.dev, the table, the numbers and the picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    traces: list[dict[str, Any]] = [msgspec.json.decode(gzip.decompress(each)) for each in packed]
+    for rank, each in enumerate(packed):
+        (folder / f"trace-rank{rank}.json.gz").write_bytes(each)
+    whole = msgspec.json.encode(merged(traces, moved))
+    (folder / "trace.json.gz").write_bytes(gzip.compress(whole))
+    (folder / "profile.txt").write_text(report(result) + "\n", encoding="utf-8")
+    (folder / "profile.json").write_text(json.dumps(facts(result), indent=1), encoding="utf-8")
+    draw(result, folder / "profile.png")

@@ -1,0 +1,197 @@
+"""Records steps of a run by torch.profiler, with the blocks of its model and the meetings of its ranks as spans.
+
+Nothing of this is there while no profile is made: torch's hooks of all modules are registered when a recording begins
+and removed when it ends, and drivers call what they are given after each step, as they do for progress bars.
+
+A module that the driver calls is a block, unless it has lists of layers: then it is a model, and what it calls are the
+blocks. They are numbered by their classes, in the order of their first calls. Steps that run before a graph is captured
+are recorded, too, because only there the host launches each kernel inside of its block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+
+from seqpar.ranks.mesh import Mesh, gathered
+from seqpar.sight.trace import BLOCK, CLOCK, STEP
+
+MEASURED = 4  # steps that are measured
+BEFORE = 3  # steps on a GPU until graphs are captured: the second call of a kind is, pairs of branches are known later
+MEETINGS = 32  # of all ranks, to compare their clocks
+QUIET = ("KINETO_LOG_LEVEL", "99")  # or torch 2.13 prints a line for each recording
+
+
+class Blocks:
+    """Marks the blocks of models in traces, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[nn.Module, record_function | None]] = []
+        self._names: dict[int, str] = {}
+        self._counts = Counter[str]()
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Look at the calls of all modules from now on."""
+        before = modules.register_module_forward_pre_hook(self._enter)
+        self._hooks = [before, modules.register_module_forward_hook(self._leave, always_call=True)]
+
+    def end(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._open = [], []
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        span = None
+        if all(_is_model(each) for each, _ in self._open) and not _is_model(module):
+            span = record_function(BLOCK + self._name(module))
+            span.__enter__()
+        self._open.append((module, span))
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        while self._open:
+            each, span = self._open.pop()
+            if span is not None:
+                span.__exit__(None, None, None)
+            if each is module:  # what is left above it has raised an error before its hook ran
+                return
+
+    def _name(self, module: nn.Module) -> str:
+        if id(module) not in self._names:
+            kind = type(module).__name__
+            self._names[id(module)] = f"{kind} {self._counts[kind]}"
+            self._counts[kind] += 1
+        return self._names[id(module)]
+
+
+def _is_model(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) for child in module.children())
+
+
+class Recorder:
+    """Records steps while it is entered; call it after each step, on all ranks. It needs `needs` steps at least.
+
+    measured: the steps that are measured. before: the steps from the first one on whose blocks are looked at, so that
+    those of replays are known; 0 where nothing is a graph.
+    """
+
+    def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None) -> None:
+        self._mesh, self._measured = mesh, measured
+        self._before = steps_before(mesh) if before is None else before
+        self._blocks, self._stack = Blocks(), ExitStack()
+        self._span: record_function | None = None
+        self._done, self._files = 0, list[Path]()
+
+    @property
+    def needs(self) -> int:
+        """Return the least number of steps."""
+        return steps_needed(self._measured, self._before)
+
+    def __enter__(self) -> Recorder:
+        os.environ.setdefault(*QUIET)
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")))
+        on_gpu = self._mesh.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._profiler = profile(
+            activities=activities, schedule=self._action, on_trace_ready=lambda each: self._keep(each, folder)
+        )
+        self._profiler.start()
+        self._blocks.begin()
+        self._begin_step()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end_step()
+        self._blocks.end()
+        self._profiler.stop()
+        self.traces = [] if error[0] is not None else [json.loads(file.read_bytes()) for file in self._files]
+        self._stack.close()
+
+    def __call__(self, index: int) -> None:
+        """Take note that a step has been queued, or done on a CPU."""
+        self._end_step()
+        self._done += 1
+        measures = self._done == self._before + 1
+        if measures and self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # or kernels of earlier steps would be recorded without their launches
+        self._profiler.step()
+        if measures:
+            self._meet()
+        self._begin_step()
+
+    @contextmanager
+    def calls_of(self, is_step: Callable[[nn.Module], bool]) -> Iterator[None]:
+        """Take each call of such a module for a step while it is entered."""
+
+        def after(module: nn.Module, inputs: object, output: object) -> None:
+            if is_step(module):
+                self(self._done)
+
+        hook = modules.register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def check(self) -> None:
+        """Raise ValueError if there were too few steps."""
+        if self._done < self.needs:
+            raise ValueError(too_few(self._done, self._measured, self._before))
+
+    def _action(self, step: int) -> ProfilerAction:
+        """Return what torch.profiler does in a step: its schedule."""
+        last = self._before + self._measured
+        if step in (self._before - 1, last):
+            return ProfilerAction.RECORD_AND_SAVE
+        if step == self._before:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD if step < last else ProfilerAction.NONE
+
+    def _keep(self, profiler: Any, folder: Path) -> None:
+        self._files.append(folder / f"{len(self._files)}.json")
+        profiler.export_chrome_trace(str(self._files[-1]))
+
+    def _begin_step(self) -> None:
+        self._span = record_function(f"{STEP}{self._done}")
+        self._span.__enter__()
+
+    def _end_step(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+    def _meet(self) -> None:
+        """Meet all ranks on the host, so that clocks can be compared."""
+        world = self._mesh.world
+        for _ in range(MEETINGS if world.size > 1 else 0):
+            with record_function(CLOCK):
+                gathered(world, self._mesh.device, torch.zeros(1, dtype=torch.uint8), "a profile's meeting")
+
+
+def steps_before(mesh: Mesh) -> int:
+    """Return how many steps run before all that is captured as a graph has been."""
+    return BEFORE if mesh.device.type == "cuda" else 0
+
+
+def steps_needed(measured: int, before: int) -> int:
+    """Return how many steps a recording takes: one lies between those before graphs and those that are measured."""
+    return before + 1 + measured
+
+
+def too_few(steps: int, measured: int, before: int) -> str:
+    """Return the error of a run with too few steps."""
+    graphs = f"{before} until all graphs are captured, " if before else ""
+    needs = steps_needed(measured, before)
+    return f"got a run of {steps} steps, expected at least {needs}: {graphs}1 to warm up, {measured} to measure"

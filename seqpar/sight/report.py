@@ -1,0 +1,99 @@
+"""A profile as text: a table of steps and blocks, the rates beside the machine's, and the largest losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from seqpar.sight.columns import Columns
+from seqpar.sight.losses import losses
+from seqpar.sight.result import Profile
+
+TITLES = {
+    "wall": "ms",
+    "products": "products",
+    "attention": "attention",
+    "elementwise": "elementwise",
+    "hidden": "hidden",
+    "exposed": "exposed",
+    "waiting": "waiting",
+    "gaps": "gaps",
+}
+
+
+def report(profile: Profile) -> str:
+    """Return the text that `seqpar profile` prints."""
+    return "\n".join([*_table(profile), "", *_rates(profile), *_losses(profile), *_notes(profile)])
+
+
+def facts(profile: Profile) -> dict[str, Any]:
+    """Return everything of a profile as plain values."""
+    rows = [{"rank": row.rank, "step": row.step, "block": row.block, **asdict(row.columns)} for row in profile.rows]
+    rates = [
+        {**asdict(rate), "achieved": [rate.achieved(profile.mean(rank)) for rank in profile.ranks]}
+        for rate in profile.rates
+    ]
+    means = [asdict(profile.mean(rank)) | {"wall": profile.mean(rank).wall} for rank in profile.ranks]
+    every = {"losses": [asdict(loss) for loss in losses(profile)], "notes": profile.notes}
+    late = [{str(rank): ms for rank, ms in each.items()} for each in profile.late]
+    plan = None if profile.plan is None else str(profile.plan)
+    return {
+        "plan": plan,
+        "mean_ms": means,
+        "late_ms": late,
+        "rates": rates,
+        **every,
+        "graph": profile.graph,
+        "ms": rows,
+    }
+
+
+def kinds(profile: Profile, rank: int) -> dict[str, tuple[int, Columns]]:
+    """Return class of a block -> how many there are, and the sum of their means over steps."""
+    found: dict[str, tuple[int, Columns]] = {}
+    for block, columns in profile.blocks(rank).items():
+        kind = block.rpartition(" ")[0] or block
+        count, whole = found.get(kind, (0, Columns()))
+        found[kind] = count + 1, whole + columns
+    return found
+
+
+def _table(profile: Profile) -> list[str]:
+    """Return a line for each step and its mean, and one for each class of blocks."""
+    head = "".join(f"{title:>12}" for title in TITLES.values())
+    lines = [f"{'rank':<5}{'step or blocks':<34}{head}"]
+    for rank in profile.ranks:
+        lines += [_line(rank, f"step {step + 1}", profile.step(rank, step)) for step in profile.steps]
+        lines.append(_line(rank, "mean", profile.mean(rank)))
+        for kind, (count, columns) in kinds(profile, rank).items():
+            lines.append(_line(rank, f"  {count} x {kind}" if count > 1 else f"  {kind}", columns))
+    return [*lines, "hidden: exchanges behind which something computes; the other columns add up to the ms."]
+
+
+def _line(rank: int, name: str, columns: Columns) -> str:
+    values = "".join(f"{getattr(columns, column):12.3f}" for column in TITLES)
+    return f"{rank:<5}{name[:33]:<34}{values}"
+
+
+def _rates(profile: Profile) -> Iterable[str]:
+    """Return a line for each rate of rank 0, which has the most tokens."""
+    mean = profile.mean(0)
+    for rate in profile.rates:
+        if (achieved := rate.achieved(mean)) is not None:
+            amount = f"{rate.amount:.3g} {'GFLOP' if 'FLOP' in rate.unit else 'MB'} a step"
+            share = f"{achieved / rate.ceiling:.0%}"
+            yield f"{rate.column:<12}{achieved:8.3g} of {rate.ceiling:.3g} {rate.unit} ({share}; {amount})"
+    if profile.rates:
+        yield f"rates       {profile.source}"
+
+
+def _losses(profile: Profile) -> list[str]:
+    found = losses(profile)
+    lines = [f"{number}. {loss.text}." for number, loss in enumerate(found, start=1)]
+    return ["", "The largest losses:", *lines]
+
+
+def _notes(profile: Profile) -> list[str]:
+    clock = [f"note: the clocks of two ranks may differ by {profile.clock_us:.0f} us"] if len(profile.ranks) > 1 else []
+    return [*(f"note: {note}" for note in profile.notes), *clock]

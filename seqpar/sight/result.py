@@ -1,0 +1,107 @@
+"""`Profile`: where the time of the measured steps went, for every rank, step and block of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from seqpar.planner.plan import Plan
+from seqpar.sight import order, trace
+from seqpar.sight.clocks import shifts
+from seqpar.sight.columns import Columns, columns, mean
+from seqpar.sight.rates import Rate, rates
+from seqpar.sight.trace import BLOCK, CLOCK, RankTrace
+from seqpar.sight.waits import Timeline, timelines
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the ms of one block in one step of one rank went."""
+
+    rank: int
+    step: int
+    block: str
+    columns: Columns
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time went.
+
+    rows: every block of every step and rank. late: for each rank, rank -> ms a step that it was waited for. rates: the
+    work of a rank beside what the machine reaches, by `source`; empty where no plan tells. graph: whether steps were
+    replayed. clock_us: by how much the clocks of two ranks may be wrong. notes: what a reader should know.
+    """
+
+    rows: tuple[Row, ...]
+    late: tuple[dict[int, float], ...]
+    rates: tuple[Rate, ...]
+    source: str
+    graph: bool
+    clock_us: float
+    notes: tuple[str, ...]
+    plan: Plan | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the ranks."""
+        return list(range(len(self.late)))
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the numbers of the measured steps."""
+        return sorted({row.step for row in self.rows})
+
+    def step(self, rank: int, step: int) -> Columns:
+        """Return the columns of a whole step."""
+        return sum((row.columns for row in self.rows if (row.rank, row.step) == (rank, step)), Columns())
+
+    def mean(self, rank: int) -> Columns:
+        """Return the mean of a rank's steps."""
+        return mean([self.step(rank, step) for step in self.steps])
+
+    def blocks(self, rank: int) -> dict[str, Columns]:
+        """Return block -> the mean of its columns over a rank's steps, in the order in which blocks run."""
+        found: dict[str, Columns] = {}
+        for row in self.rows:
+            if row.rank == rank:
+                found[row.block] = found.get(row.block, Columns()) + row.columns
+        return {block: each * (1 / len(self.steps)) for block, each in found.items()}
+
+
+def told(traces: Sequence[dict]) -> RankTrace:
+    """Return what the traces of a recording tell on this rank: the last one is measured, one before it knows blocks."""
+    *before, last = traces
+    known = [pair for each in before for pair in order.reference(each)]
+    blocks = trace.spans(last, BLOCK)
+    ran, reason = order.attributed(trace.events(last, blocks), known)
+    met = tuple((span.start, span.end) for span in trace.spans(last, CLOCK).all)
+    on_gpu = any(each.get("cat") in trace.ON_GPU for each in last["traceEvents"])
+    marks = trace.marks(ran, blocks, on_gpu)
+    windows = trace.windows(last, ran)
+    return RankTrace(
+        last["baseTimeNanoseconds"], met, windows, trace.renamed(ran), marks, () if reason is None else (reason,)
+    )
+
+
+def profile_of(ranks: Sequence[RankTrace], plan: Plan | None) -> tuple[Profile, list[float]]:
+    """Return the profile of all ranks, and what brings their traces onto one clock (`clocks.merged`)."""
+    moved, error = shifts(ranks)
+    lines = timelines(ranks, moved, None if plan is None else plan.layout)
+    count = max(1, len(ranks[0].steps))
+    late = tuple({rank: us / count / 1e3 for rank, us in line.late.items()} for line in lines)
+    rows = tuple(row for rank, one in enumerate(ranks) for row in _rows(rank, one, lines[rank], moved[rank]))
+    notes = tuple(dict.fromkeys(note for each in ranks for note in each.notes))
+    graph = any(event.graph for each in ranks for event in each.events)
+    known = () if plan is None else rates(plan.ranking, plan.layout)
+    source = "" if plan is None else plan.ranking.rates.source
+    return Profile(rows, late, known, source, graph, error, notes, plan), moved
+
+
+def _rows(rank: int, one: RankTrace, line: Timeline, by: float) -> list[Row]:
+    """Return the rows of a rank."""
+    marks, rows = [(moment + by, block) for moment, block in one.marks], list[Row]()
+    for step, (start, end) in one.steps.items():
+        found = columns(line.intervals, start + by, end + by, marks)
+        rows += [Row(rank, step, block, each * 1e-3) for block, each in found.items()]
+    return rows

@@ -8,7 +8,7 @@ order, with others before and after the blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -39,11 +39,14 @@ def reference(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def attributed(ran: Sequence[Event], known: Reference) -> tuple[list[Event], str | None]:
     """Return the events of replays with their blocks, and why those of some replays are not known, or None."""
-    blocks, reason = dict[int, str](), None
+    blocks, reason, seen = dict[int, str](), None, dict[tuple[str, ...], list[str] | None]()
     indexed = [(event.graph, index) for index, event in enumerate(ran) if event.graph and event.what in ORDERED]
     for _, group in groupby(sorted(indexed), key=lambda pair: pair[0]):
         indices = [index for _, index in group]
-        found = by_order(known, [ran[index].name for index in indices])
+        names = tuple(ran[index].name for index in indices)
+        if names not in seen:
+            seen[names] = by_order(known, names)
+        found = seen[names]
         if found is None:
             reason = "blocks of replayed graphs are not known: their kernels ran in no order that was seen before"
         else:
@@ -54,30 +57,37 @@ def attributed(ran: Sequence[Event], known: Reference) -> tuple[list[Event], str
 def by_order(known: Reference, names: Sequence[str]) -> list[str] | None:
     """Return the block of each kernel, or None if they are not those of the known run.
 
-    The known run lies where most names agree. A kernel between two that agree belongs to the block of the first one.
+    Both runs have a longest common subsequence. A kernel between two of it belongs to the block of the first one.
     """
-    if not known or not names:
+    pairs = common([name for name, _ in known], names)
+    if not pairs or len(pairs) < ENOUGH * min(len(known), len(names)):
         return None
-    codes = {name: code for code, name in enumerate(dict.fromkeys((*names, *(name for name, _ in known))))}
-    theirs, ours = np.array([codes[name] for name, _ in known]), np.array([codes[name] for name in names])
-
-    def place(offset: int) -> tuple[int, int]:
-        return max(0, offset), min(len(ours), offset + len(theirs))
-
-    def agree(offset: int) -> np.ndarray:
-        first, end = place(offset)
-        return ours[first:end] == theirs[first - offset : end - offset]
-
-    offset = max(range(1 - len(theirs), len(ours)), key=lambda offset: int(agree(offset).sum()))
-    agreed, (first, end) = agree(offset), place(offset)
-    if agreed.sum() < ENOUGH * len(theirs):
-        return None
-    inside = (known[index - offset][1] if agreed[index - first] else "" for index in range(first, end))
+    matched, last = {ours: known[theirs][1] for theirs, ours in pairs}, pairs[-1][1]
     found, block = list[str](), OUTSIDE
-    for each in inside:
-        block = each or block
+    for index in range(len(names)):
+        block = matched.get(index, block if index < last else OUTSIDE)
         found.append(block)
-    return [OUTSIDE] * first + found + [OUTSIDE] * (len(names) - end)
+    return found
+
+
+def common(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the places of a longest common subsequence in both, as early as they can be."""
+    codes = {name: code for code, name in enumerate(dict.fromkeys((*first, *second)))}
+    mine, theirs = ([codes[name] for name in each] for each in (first, second))
+    lengths = np.zeros((len(mine) + 1, len(theirs) + 1), dtype=np.int32)
+    for row, code in enumerate(mine, start=1):
+        before = lengths[row - 1]
+        lengths[row, 1:] = np.maximum.accumulate(np.maximum(before[1:], before[:-1] + (np.array(theirs) == code)))
+    pairs, (row, column) = list[tuple[int, int]](), (len(mine), len(theirs))
+    while lengths[row, column]:
+        if lengths[row, column - 1] == lengths[row, column]:
+            column -= 1
+        elif lengths[row - 1, column] == lengths[row, column]:
+            row -= 1
+        else:
+            row, column = row - 1, column - 1
+            pairs.append((row, column))
+    return pairs[::-1]
 
 
 def _filled(ran: Sequence[Event], blocks: Mapping[int, str]) -> list[Event]:
@@ -87,8 +97,3 @@ def _filled(ran: Sequence[Event], blocks: Mapping[int, str]) -> list[Event]:
         last = blocks.get(index, last if event.graph else event.block)
         every.append(replace(event, block=last))
     return every
-
-
-def blocks_in(known: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of the blocks of a known run, in order."""
-    return list(dict.fromkeys(block for _, block in known))

@@ -30,7 +30,9 @@ from seqpar.sight.trace import BLOCK, CLOCK, STEP
 MEASURED = 4  # steps that are measured
 BEFORE = 3  # steps on a GPU until graphs are captured: the second call of a kind is, pairs of branches are known later
 MEETINGS = 32  # of all ranks, to compare their clocks
-QUIET = ("KINETO_LOG_LEVEL", "99")  # or torch 2.13 prints a line for each recording
+# for torch's profiler: torch 2.13 prints a line for each recording otherwise, and graphs that are replayed after a
+# recording may fail if what records on the GPU is taken down
+ENVIRONMENT = {"KINETO_LOG_LEVEL": "99", "TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
 
 
 class Blocks:
@@ -100,7 +102,8 @@ class Recorder:
         return steps_needed(self._measured, self._before)
 
     def __enter__(self) -> Recorder:
-        os.environ.setdefault(*QUIET)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")))
         on_gpu = self._mesh.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

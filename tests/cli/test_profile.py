@@ -1,0 +1,72 @@
+"""`seqpar profile`: a run of `seqpar sample` that also tells where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli.args import ProfileArgs
+from seqpar.cli.sample import run
+from seqpar.sight import picture
+from tests.cli.processes import seqpar
+from tests.cli.test_sample import parameters
+
+
+def test_two_ranks_make_the_picture_and_the_profile(tmp_path: Path) -> None:
+    out, folder = tmp_path / "x.png", tmp_path / "profile"
+    flags = ("--ranks", "2", "--classes", "cat", "--steps", "4", "--profile-steps", "2", "--mesh", "cfg=1")
+    ended = seqpar("profile", *flags, "--profile-out", folder, "--out", out)
+    assert ended.returncode == 0, ended.stderr
+    assert "\nThe largest losses:\n1. " in ended.stdout
+    assert f"profile   {folder}: traces for ui.perfetto.dev, table, picture" in ended.stdout
+    assert (folder / "profile.txt").read_text() in ended.stdout
+    assert {path.suffix for path in folder.iterdir()} == {".gz", ".txt", ".json", ".png"}
+    assert len(list(folder.iterdir())) == 6
+    shown = parameters(out)
+    assert (shown["profile_out"], shown["profile_steps"]) == (str(folder), 2)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_pipeline_of_diffusers_is_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: Callable[[str], Path]
+) -> None:
+    made = {"model": str(folders("flux")), "prompt": ("a cat",), "out": tmp_path / "x.png"}
+    run(ProfileArgs(**made, steps=3, profile_steps=2, profile_out=tmp_path / "p"))
+    text = capsys.readouterr().out
+    assert "FluxTransformerBlock" in text
+    assert "FluxSingleTransformerBlock" in text
+    assert (tmp_path / "p" / "profile.png").is_file()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"steps": 4},
+            "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change --steps or --profile-steps",
+        ),
+        ({"profile_steps": 0}, "got --profile-steps=0, expected a whole number from 1 to 100"),
+        ({"dry_run": (2,)}, "got --dry-run with profile, expected a run to record; use seqpar plan"),
+        ({"transport": "peer"}, "got --transport peer on CPUs, expected another one for a profile"),
+        ({"profile_out": Path(__file__)}, f"got --profile-out {__file__}, which is a file, expected a folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_profiled_is_refused(tmp_path: Path, flags: dict[str, object], message: str) -> None:
+    args = ProfileArgs(classes=("cat",), out=tmp_path / "x.png", profile_out=tmp_path / "p")
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the message is compared below)
+        run(replace(args, **flags))  # pyright: ignore[reportArgumentType]
+    assert str(raised.value).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_matplotlib_it_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"got no matplotlib, .*; pip install 'seqpar\[plot\]'"):
+        run(ProfileArgs(classes=("cat",), out=tmp_path / "x.png", profile_out=tmp_path / "p"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,180 @@
+"""Tests of profiles of real runs: what is planted in a run lands in its column, with its rank and its block."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+
+import seqpar
+from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar.sampling.loop import draw_noise
+from seqpar.sight.columns import OUTSIDE, Columns
+from seqpar.sight.record import Recorder, steps_before, steps_needed
+from seqpar.sight.report import report
+from seqpar.sight.result import Profile
+from tests.engine.test_distributed import local
+from tests.sampling.test_sampling import scheduler
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+
+MEASURED = 6
+LATE_MS = 20.0
+Slow = dict[int, tuple[str, float]]
+"""Rank -> the block before whose work it sleeps, and for how many ms."""
+
+
+def run(dit: DistributedDiT, on_step: Callable[[int], None], graph: bool = False) -> None:
+    noise = draw_noise((1, 4, 8, 8), torch.Generator().manual_seed(0))
+    steps, prompt = steps_needed(MEASURED, steps_before(dit.mesh)), {"class_labels": torch.zeros(1, dtype=torch.int64)}
+    with Sampler(dit, graph=graph) as sampler:
+        sampler(scheduler(), noise, prompt, steps=steps, guidance=Guidance(3.0), on_step=on_step)
+
+
+def made(world: int, device: torch.device) -> DistributedDiT:
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "collective")
+
+
+def profiled(
+    rank: int, world: int, device: torch.device, slow: Slow, folder: str | None = None, graph: bool = False
+) -> tuple[Profile, str]:
+    """Return the profile of a run and its report, after one without a profile, in which kernels compile."""
+    dit = made(world, device)
+    run(dit, lambda index: None)
+    if rank in slow:
+        name, ms = slow[rank]
+        block: Any = dit.model.get_submodule(name)
+        block.register_forward_pre_hook(lambda module, inputs: time.sleep(ms / 1e3))
+    profile = seqpar.profile(
+        lambda on_step: run(dit, on_step, graph), folder, plan=dit.plan, steps=MEASURED, mesh=dit.mesh
+    )
+    dit.release()
+    return profile, report(profile)
+
+
+def least(profile: Profile, rank: int, block: str, column: str) -> float:
+    """Return the least ms of a column of a block over the steps, which other work on the machine hardly changes."""
+    return min(getattr(row.columns, column) for row in profile.rows if (row.rank, row.block) == (rank, block))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int) -> None:
+    (before, _), (after, _) = (ranks.run(world, profiled, slow)[0] for slow in ({}, {0: ("blocks.1", 1.0)}))
+    gaps = {
+        block: (least(before, 0, block, "gaps"), least(after, 0, block, "gaps"))
+        for block in ("Block 0", "Block 1", "Block 2")
+    }
+    assert gaps["Block 1"][1] >= 1.0
+    assert gaps["Block 1"][1] - gaps["Block 1"][0] > 0.6
+    for other in ("Block 0", "Block 2"):
+        assert gaps[other][1] - gaps[other][0] < 0.4, gaps
+    for column in ("products", "attention", "elementwise"):
+        assert least(after, 0, "Block 1", column) - least(before, 0, "Block 1", column) < 0.4
+
+
+def test_a_late_rank_is_waited_for_and_named(ranks: Pool) -> None:
+    profile, text = ranks.run(2, profiled, {1: ("blocks.2", LATE_MS)})[0]
+    assert least(profile, 0, "Block 2", "waiting") > 0.7 * LATE_MS
+    assert least(profile, 1, "Block 2", "gaps") >= LATE_MS
+    assert least(profile, 1, "Block 2", "waiting") < 0.3 * LATE_MS
+    assert least(profile, 0, "Block 0", "waiting") < 0.3 * LATE_MS
+    assert profile.late[0][1] > 0.7 * LATE_MS
+    lost = [line for line in text.splitlines() if "it waits for rank 1" in line]
+    assert len(lost) == 1
+    assert "on rank 0: it waits for rank 1, most of it in Block 2" in lost[0]
+    assert "ms in Block 2: without that it would be in time." in lost[0]
+
+
+def test_blocks_and_steps_add_up_to_the_time_of_the_run(ranks: Pool, tmp_path: Path) -> None:
+    profile, _ = ranks.run(2, profiled, {}, str(tmp_path))[0]
+    assert len(profile.steps) == MEASURED
+    assert {row.block for row in profile.rows} >= {OUTSIDE, "Block 0", "Block 1", "Block 2"}
+    for rank in (0, 1):
+        whole = trace(tmp_path / f"trace-rank{rank}.json.gz")
+        steps = {int(each["name"].split()[-1]): each["dur"] / 1e3 for each in named(whole, "seqpar step ")}
+        assert {step: pytest.approx(profile.step(rank, step).wall, abs=1e-6) for step in profile.steps} == steps
+        assert sum(profile.blocks(rank).values(), Columns()).wall == pytest.approx(profile.mean(rank).wall)
+        assert profile.mean(rank).products > 0
+        assert profile.mean(rank).attention > 0
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def named(events: list[dict[str, Any]], start: str) -> list[dict[str, Any]]:
+    return [each for each in events if each["name"].startswith(start) and each["cat"] == "user_annotation"]
+
+
+def test_the_files_are_traces_a_table_numbers_and_a_picture(ranks: Pool, tmp_path: Path) -> None:
+    profile, text = ranks.run(2, profiled, {}, str(tmp_path / "new"))[0]
+    files = {path.name for path in (tmp_path / "new").iterdir()}
+    assert files == {
+        *("trace.json.gz", "trace-rank0.json.gz", "trace-rank1.json.gz"),
+        *("profile.txt", "profile.json", "profile.png"),
+    }
+    assert (tmp_path / "new" / "profile.txt").read_text() == text + "\n"
+    numbers = json.loads((tmp_path / "new" / "profile.json").read_text())
+    assert numbers["mean_ms"][1]["wall"] == pytest.approx(profile.mean(1).wall)
+    assert len(numbers["ms"]) == len(profile.rows)
+    whole = trace(tmp_path / "new" / "trace.json.gz")
+    names = {each["args"]["name"].partition(":")[0] for each in whole if each["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1"}
+    firsts = [
+        [each["ts"] for each in whole if each["name"] == "seqpar clock" and each["pid"] // 1000 == n] for n in (1, 2)
+    ]
+    # on one clock no rank leaves a meeting before the other has come
+    ends = [each["ts"] + each["dur"] for each in whole if each["name"] == "seqpar clock" and each["pid"] // 1000 == 1]
+    assert len(firsts[0]) == len(firsts[1]) > 1
+    assert all(come < left + profile.clock_us for come, left in zip(firsts[1], ends, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_blocks_of_a_replayed_graph_are_known(ranks: Pool, world: int) -> None:
+    profile, text = ranks.run(world, profiled, {}, None, True)[0]
+    assert profile.graph
+    assert profile.notes == ()
+    assert {row.block for row in profile.rows} >= {OUTSIDE, "Block 0", "Block 1", "Block 2"}
+    assert "blocks of replayed graphs are not known" not in text
+
+
+def registered() -> int:
+    """Return how many hooks of all modules there are."""
+    return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
+
+
+def test_nothing_is_registered_without_a_profile() -> None:
+    before, seen = registered(), list[int]()
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = seqpar.Mesh.single()
+
+    def work(on_step: Callable[[int], None]) -> None:
+        for index in range(steps_needed(1, 0)):
+            layers(torch.ones(1, 2))
+            seen.append(registered())
+            on_step(index)
+
+    work(lambda index: None)
+    assert seen == [before] * 2
+    seqpar.profile(work, steps=1, mesh=mesh)
+    assert seen[2:] == [before + 2] * 2
+    assert registered() == before
+    with pytest.raises(RuntimeError, match="planted"), Recorder(mesh, 1):
+        raise RuntimeError("planted")
+    assert registered() == before
+
+
+def test_a_run_with_too_few_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="got a run of 2 steps, expected at least 4: 1 to warm up, 3 to measure"):
+        seqpar.profile(lambda on_step: [on_step(0), on_step(1)], steps=3, mesh=seqpar.Mesh.single())

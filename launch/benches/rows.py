@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from launch.benches.split import Steps, split
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
 from seqpar.ranks.mesh import Mesh
 
@@ -32,15 +33,23 @@ class Timed:
     """A row that is set up.
 
     ms: takes a number of calls and returns this rank's mean ms of one. facts: what the line adds, when all is timed.
+    steps: makes steps for `--split`, if the row has any.
     """
 
     ms: Callable[[int], float]
     facts: Callable[[], Line] = dict
+    steps: Steps | None = None
 
     @staticmethod
     def of(step: Callable[[], object], device: torch.device, facts: Callable[[], Line] = dict) -> Timed:
         """Return a row whose step is called again and again."""
-        return Timed(lambda calls: elapsed(step, calls, device), facts)
+
+        def steps(count: int, on_step: Callable[[int], None]) -> None:
+            for index in range(count):
+                step()
+                on_step(index)
+
+        return Timed(lambda calls: elapsed(step, calls, device), facts, steps)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,8 @@ class Flags:
     """Seconds that one row runs in a round, at least one call."""
     minutes: float = 9.0
     """Rows that are not set up after this time are left out."""
+    split: bool = False
+    """Also say where the time of each row goes, as `seqpar profile` does, after it is timed."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -147,7 +158,8 @@ def _measured(row: Row, mesh: Mesh, flags: Flags, references: References) -> Lin
         times, why = attempt(lambda: _in_turn(sides, flags, mesh), mesh, *REFUSALS)
         if times is None:
             return {"ms": None, "refused": why}
-        result: Line = {"setup_s": setup_s, "gib": (_allocated(mesh.device) - before) / GIB, **ready.facts()}
+        parts = split(ready.steps, mesh) if flags.split and ready.steps is not None else {}
+        result: Line = parts | {"setup_s": setup_s, "gib": (_allocated(mesh.device) - before) / GIB, **ready.facts()}
     spreads = slowest(times, mesh)
     result["ms"] = spreads["row"]
     if row.reference is not None:
@@ -195,6 +207,7 @@ def shown(line: Line) -> str:
     text += f"  {line['gib']:.1f} GiB" if line["gib"] else ""
     text += "".join(f"  {name} {line[name]:.1e}" for name in ("error", "difference") if name in line)
     text += f"  {line['digest']}" if "digest" in line else ""
-    if "parts_ms" in line:
-        text += "\n  ms: " + ", ".join(f"{name} {value:.2f}" for name, value in line["parts_ms"].items())
-    return text
+    for parts in ("parts_ms", "split_ms"):
+        if parts in line:
+            text += "\n  ms: " + ", ".join(f"{name} {value:.2f}" for name, value in line[parts].items())
+    return text + (f", hidden {line['hidden_ms']:.2f}" if "hidden_ms" in line else "")

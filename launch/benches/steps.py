@@ -207,7 +207,7 @@ def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
             return 1e3 * (moments[1] - moments[0]) / steps
 
         bits = digest(run(DIGEST_STEPS))
-        yield Timed(ms, lambda: {"digest": bits, "transport": dit.transport.name})
+        yield Timed(ms, lambda: {"digest": bits, "transport": dit.transport.name}, run)
     dit.release()
 
 

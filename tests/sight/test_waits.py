@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from tests.sight.traces import Kernel, kernel, launch, meeting, rank
 NCCL, SPIN, PUSH, COPY = "ncclDevKernel_SendRecv", "flags_kernel", "push_kernel", "Memcpy PtoP (Device -> Device)"
 
 
-def parted(*ranks: list[Kernel], aheads: tuple[float, ...] = (0, 0, 0, 0)) -> list[Columns]:
+def parted(*ranks: Sequence[Kernel], aheads: tuple[float, ...] = (0, 0, 0, 0)) -> list[Columns]:
     """Return the columns of each rank in a window of 100 us. aheads: by how much the ranks' clocks are."""
     every = [rank(kernels, ahead=ahead) for kernels, ahead in zip(ranks, aheads, strict=False)]
     lines = timelines(every, [-ahead for ahead in aheads[: len(every)]], None)

@@ -26,6 +26,7 @@ from launch.benches.works import work_of_call
 from seqpar.local import sdpa
 from seqpar.models import large_dit
 from seqpar.ranks.mesh import Mesh
+from seqpar.sight.columns import NAMES
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
@@ -68,10 +69,14 @@ def benched(cpus: Pool, tmp_path: Path) -> Callable[..., list[Line]]:
 
 
 def test_a_step_of_our_loop_is_timed(benched: Callable[..., list[Line]]) -> None:
-    words = ("--model", "builtin", "--tokens", "16", "--layouts", "ulysses:1:1", "ulysses:2:1", *QUICK)
+    words = ("--model", "builtin", "--tokens", "16", "--layouts", "ulysses:1:1", "ulysses:2:1", "--split", *QUICK)
     lines = benched("steps", *words)
     assert [line["case"]["layout"] for line in lines] == ["ulysses cfg1 ring1 ulysses2", "ulysses cfg2 ring1 ulysses1"]
     assert all(line["over"] > 0 and line["reference"].startswith("ceiling of") for line in lines)
+    for line in lines:
+        assert set(line["split_ms"]) == {*NAMES}
+        assert line["split_ms"]["products"] > 0
+        assert line["split_ms"]["attention"] > 0
 
 
 def peers(rank: int, world: int, device: torch.device) -> list[Line]:
@@ -134,10 +139,10 @@ BY_TOKEN = {"chroma1-hd", "flux.3", "krea-2", "ltx-2", "qwen-image-edit", "wan2.
 
 @pytest.mark.parametrize("model", RELEASED)
 def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]], model: str) -> None:
-    lines = benched("calls", "--model", model, "--strategy", "ulysses", *QUICK)
+    lines = benched("calls", "--model", model, "--strategy", "ulysses", "--split", *QUICK)
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
     assert len(ours) == 3
-    assert all(line["error"] < 1e-4 and line["over"] > 0 for line in ours)
+    assert all(line["error"] < 1e-4 and line["over"] > 0 and line["split_ms"]["products"] > 0 for line in ours)
     assert all("expected GPUs" in line["refused"] for line in lines if line not in ours)
 
 

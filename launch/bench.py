@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b   # our l
 torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev     # `parallelize`: ceilings, diffusers, cache-dit
 torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # prompt to PNG by part; or FLUX.1
 python launch/bench.py loading --model qwen-image --folder FOLDER        # seqpar.load beside diffusers' fastest way
+torchrun --nproc_per_node=2 launch/bench.py profiles                     # where the time of models' steps goes, and why
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
@@ -38,6 +39,7 @@ from launch.benches import (
     loading,
     measure,
     pipeline,
+    profiles,
     serve,
     soak,
     steps,
@@ -51,6 +53,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     calls.Calls: calls.main,
     pipeline.Pipeline: pipeline.main,
     loading.Loading: loading.main,
+    profiles.Profiles: profiles.main,
     decode.Decode: decode.main,
     exchange.Exchange: exchange.main,
     soak.Soak: soak.main,

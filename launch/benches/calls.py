@@ -167,7 +167,7 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
     try:
         keeps = Keeps(case)
-        step = keeps(partial(_branches, module, case, BRANCHES[:cfg]))
+        step = keeps(partial(step_of, module, case, BRANCHES[:cfg]))
         for _ in range(CALLS):
             step()
         yield Timed.of(step, mesh.device, keeps.facts)
@@ -175,7 +175,7 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
         seqpar.release(module)
 
 
-def _branches(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
+def step_of(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
     """Return the last result of a step: a call for each branch of guidance, on latents that are new in each step."""
     state, out = case.model.state, []
     fresh = {**case.arguments, state: tree_map(torch.clone, case.arguments[state])}

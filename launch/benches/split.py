@@ -19,6 +19,6 @@ def split(steps: Steps, mesh: Mesh) -> dict[str, Any]:
     recorder = Recorder(mesh, MEASURED, before=0)
     with recorder:
         steps(recorder.needs, recorder)
-    profile = finished(recorder, mesh, None, None)
+    profile = finished(recorder, mesh, None, None, None)
     whole = mean([profile.mean(rank) for rank in profile.ranks])
     return {"split_ms": {name: getattr(whole, name) for name in NAMES}, "hidden_ms": whole.hidden}

@@ -58,7 +58,7 @@ def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[O
             recorder(index)
 
         yield both
-    profile = finished(recorder, ranks, plan, args.profile_out)
+    profile = finished(recorder, ranks, plan, plan.ranking.load, args.profile_out)
     if ranks.is_main:
         print(
             f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table, picture", flush=True

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqpar.sight.columns import OUTSIDE, Columns
+from seqpar.sight.columns import NAMES, OUTSIDE, Columns
 from seqpar.sight.result import Profile
 
 WORK = ("products", "attention", "elementwise", "gaps")  # what can make a rank late
 NOTABLE = 0.3  # of a wait: what explains less of it is not named
+LESS = 0.9  # of the predicted exchanges: a layout that has more is not named
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,23 @@ class Loss:
 
 def losses(profile: Profile, count: int = 3) -> list[Loss]:
     """Return the largest losses, largest first."""
-    every = [
-        _loss(profile, column) for column in ("products", "attention", "elementwise", "exposed", "waiting", "gaps")
-    ]
-    return sorted((loss for loss in every if loss.ms > 0), key=lambda loss: -loss.ms)[:count]
+    every = [(column, *_lost(profile, column)) for column in NAMES]
+    largest = sorted((each for each in every if each[2] > 0), key=lambda each: -each[2])[:count]
+    return [Loss(*each, _text(profile, *each)) for each in largest]
 
 
-def _loss(profile: Profile, column: str) -> Loss:
-    """Return the loss of a column on the rank that has most of it."""
+def _lost(profile: Profile, column: str) -> tuple[int, float]:
+    """Return the rank that has most of a column, and the ms of it that are lost."""
     rank = max(profile.ranks, key=lambda rank: getattr(profile.mean(rank), column))
-    mean = profile.mean(rank)
+    spent = getattr(profile.mean(rank), column)
+    if column not in ("products", "attention"):
+        return rank, spent
     best = {rate.column: rate.least_ms for rate in profile.rates}
-    least = best.get(column, getattr(mean, column)) if column in ("products", "attention") else 0.0
-    ms = max(0.0, getattr(mean, column) - least)
-    share = f"{ms:.3g} ms of {mean.wall:.4g} ms a step on rank {rank}"
+    return rank, max(0.0, spent - best.get(column, spent))
+
+
+def _text(profile: Profile, column: str, rank: int, ms: float) -> str:
+    mean = profile.mean(rank)
     words = {
         "products": _products,
         "attention": _attention,
@@ -49,7 +53,7 @@ def _loss(profile: Profile, column: str) -> Loss:
         "waiting": _waiting,
         "gaps": _gaps,
     }
-    return Loss(column, rank, ms, f"{share}: {words[column](profile, rank, mean)}")
+    return f"{ms:.3g} ms of {mean.wall:.4g} ms a step on rank {rank}: {words[column](profile, rank, mean)}"
 
 
 def _rate(profile: Profile, column: str, mean: Columns) -> str:
@@ -62,8 +66,11 @@ def _most(profile: Profile, rank: int, column: str) -> str:
     """Return in which block a column is largest, as text."""
     blocks = {block: getattr(each, column) for block, each in profile.blocks(rank).items()}
     block = max(blocks, key=lambda block: blocks[block])
-    where = "outside of blocks" if block == OUTSIDE else f"in {block}"
-    return f"most of it {where} ({blocks[block]:.3g} ms)"
+    return f"most of it {_where(block)} ({blocks[block]:.3g} ms)"
+
+
+def _where(block: str) -> str:
+    return "outside of blocks" if block == OUTSIDE else f"in {block}"
 
 
 def _products(profile: Profile, rank: int, mean: Columns) -> str:
@@ -88,18 +95,19 @@ def _elementwise(profile: Profile, rank: int, mean: Columns) -> str:
 
 
 def _exposed(profile: Profile, rank: int, mean: Columns) -> str:
-    plan = profile.plan
-    ways = []
-    if plan is not None and plan.layout.sequence > 1 and plan.strategy.name != "kv_first":
-        ways.append("--strategy kv_first, which sends keys and values behind products")
-    if plan is not None and plan.ranking.load.guidance and plan.layout.cfg == 1:
-        ways.append("guidance on a cfg axis (--mesh cfg=2), which exchanges nothing inside blocks")
-    if plan is not None and plan.transport.name == "collective" and profile.graph:
-        ways.append("the peer transport, which needs no collective")
+    plan, ways = profile.plan, list[str]()
+    if plan is not None:
+        mine = plan.ranking.ranked[0]
+        least = min(plan.ranking.ranked, key=lambda row: row.exchange)
+        if least.exchange < LESS * mine.exchange:
+            how = f"{least.layout} by {least.layout.strategy}" if least.layout.sequence > 1 else f"{least.layout}"
+            ways.append(f"{how}, predicted to exchange for {least.exchange:.3g} ms in place of {mine.exchange:.3g},")
+        if plan.transport.name == "collective" and _is_gpu(profile):
+            ways.append("the peer transport, which needs no collective,")
     remedy = " or ".join(ways) or "fewer ranks a picture, or faster links,"
     return (
         f"exchanges behind which nothing computes{_rate(profile, 'exchange', mean)}, "
-        f"{_most(profile, rank, 'exposed')}; {remedy} would remove it"
+        f"{_most(profile, rank, 'exposed')}; {remedy} would remove some of it"
     )
 
 
@@ -117,8 +125,8 @@ def _waiting(profile: Profile, rank: int, mean: Columns) -> str:
     }
     block = max(apart, key=lambda block: apart[block])
     return (
-        f"{text}; rank {late} has {more[column]:.3g} ms more {column}, of it {apart[block]:.3g} ms in {block}: without "
-        f"that it would be in time"
+        f"{text}; rank {late} has {more[column]:.3g} ms more {column}, of it {apart[block]:.3g} ms {_where(block)}: "
+        f"without that it would be in time"
     )
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from seqpar.adapter.call import Call
 from seqpar.planner.plan import Plan
+from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sight.clocks import merged
 from seqpar.sight.picture import check_drawable, draw
@@ -26,6 +28,7 @@ def profile(
     folder: str | Path | None = None,
     *,
     plan: Plan | None = None,
+    load: Load | None = None,
     steps: int = MEASURED,
     mesh: Mesh | None = None,
 ) -> Profile:
@@ -34,8 +37,9 @@ def profile(
     call: makes pictures. If it takes an argument, it gets a function of an index to call after each step, as `on_step`
     of `seqpar.sample`; else each call of a parallelized transformer is a step. Let it be the first one of its kind, or
     one after `seqpar.release`: blocks of graphs that were captured before are not known. folder: where rank 0 writes
-    the traces, a table and a picture (see `write`); None writes nothing. plan: the plan of the run (`dit.plan`), for
-    rates and remedies. steps: how many are measured, after those in which graphs are captured.
+    the traces, a table and a picture (see `write`); None writes nothing. plan: that of the run (`dit.plan`); None takes
+    that of the parallelized transformer. load: what a step of the run computes, without which no rates are told: a plan
+    of the library is one for the model's own size. steps: how many are measured, after those in which graphs are made.
     Raises ValueError if the call has too few steps.
     """
     mesh = mesh or Mesh.joined()
@@ -46,16 +50,28 @@ def profile(
         if inspect.signature(call).parameters:
             call(recorder)
         else:
-            with recorder.calls_of(lambda module: isinstance(vars(module).get("forward"), Call)):
+            plans = list[Plan]()
+            with recorder.calls_of(lambda module: _is_parallel(module, plans)):
                 call()
-    return finished(recorder, mesh, plan, folder)
+            plan = plan or next(iter(plans), None)
+    return finished(recorder, mesh, plan, load, folder)
 
 
-def finished(recorder: Recorder, mesh: Mesh, plan: Plan | None, folder: str | Path | None) -> Profile:
+def _is_parallel(module: nn.Module, plans: list[Plan]) -> bool:
+    """Return whether a module is a parallelized transformer, whose plan is added."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Call):
+        plans.append(forward.body.ranks.plan)
+    return isinstance(forward, Call)
+
+
+def finished(
+    recorder: Recorder, mesh: Mesh, plan: Plan | None, load: Load | None, folder: str | Path | None
+) -> Profile:
     """Return the profile of a recording that has ended; every rank must call this at the same time."""
     mesh.together(recorder.check)
     ranks = mesh.collect(told(recorder.traces), RankTrace)
-    result, moved = profile_of(ranks, plan)
+    result, moved = profile_of(ranks, plan, load)
     if folder is not None:
         packed = gzip.compress(json.dumps(recorder.traces[-1]).encode())
         every = mesh.collect(packed, bytes)

@@ -36,9 +36,9 @@ class Rate:
         return self.amount / spent if spent and self.amount else None
 
 
-def rates(ranking: Ranking, layout: Layout) -> tuple[Rate, ...]:
+def rates(ranking: Ranking, load: Load, layout: Layout) -> tuple[Rate, ...]:
     """Return the work of the busiest rank of a layout, beside the rates of large products, calls, copies and sends."""
-    work, load, known = ranking.work, ranking.load, ranking.rates
+    work, known = ranking.work, ranking.rates
     b, (mine, others) = load.rows(layout), load.mine(layout)
     every = layers(work, layout, load.tokens, b, load.others)
     nearest = min(known.attention, key=lambda dim: abs(dim - work.head_dim))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seqpar.planner.plan import Plan
+from seqpar.planner.predict import Load
 from seqpar.sight import order, trace
 from seqpar.sight.clocks import shifts
 from seqpar.sight.columns import Columns, columns, mean
@@ -29,7 +30,7 @@ class Profile:
     """Where the time went.
 
     rows: every block of every step and rank. late: for each rank, rank -> ms a step that it was waited for. rates: the
-    work of a rank beside what the machine reaches, by `source`; empty where no plan tells. graph: whether steps were
+    work of a rank beside what the machine reaches, by `source`; empty where it is not known. graph: whether steps were
     replayed. clock_us: by how much the clocks of two ranks may be wrong. notes: what a reader should know.
     """
 
@@ -84,7 +85,7 @@ def told(traces: Sequence[dict]) -> RankTrace:
     )
 
 
-def profile_of(ranks: Sequence[RankTrace], plan: Plan | None) -> tuple[Profile, list[float]]:
+def profile_of(ranks: Sequence[RankTrace], plan: Plan | None, load: Load | None) -> tuple[Profile, list[float]]:
     """Return the profile of all ranks, and what brings their traces onto one clock (`clocks.merged`)."""
     moved, error = shifts(ranks)
     lines = timelines(ranks, moved, None if plan is None else plan.layout)
@@ -93,7 +94,7 @@ def profile_of(ranks: Sequence[RankTrace], plan: Plan | None) -> tuple[Profile, 
     rows = tuple(row for rank, one in enumerate(ranks) for row in _rows(rank, one, lines[rank], moved[rank]))
     notes = tuple(dict.fromkeys(note for each in ranks for note in each.notes))
     graph = any(event.graph for each in ranks for event in each.events)
-    known = () if plan is None else rates(plan.ranking, plan.layout)
+    known = () if plan is None or load is None else rates(plan.ranking, load, plan.layout)
     source = "" if plan is None else plan.ranking.rates.source
     return Profile(rows, late, known, source, graph, error, notes, plan), moved
 

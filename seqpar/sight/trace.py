@@ -20,6 +20,7 @@ PREFIX = "seqpar "
 STEP, BLOCK, CLOCK = f"{PREFIX}step ", f"{PREFIX}block ", f"{PREFIX}clock"  # names of our spans in a trace
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+STARTS = "c10d::"  # in the name of the host's calls that start an exchange, which has an event of its own
 GRAPH = "GraphLaunch"  # in the name of the host's call that replays a graph
 
 
@@ -116,7 +117,8 @@ def _called(
     for each in sorted(mine, key=lambda each: (each["ts"], -each["dur"])):
         if each["ts"] >= until:
             until = each["ts"] + each["dur"]
-            yield from _in_step(each, steps, blocks)
+            if not each["name"].startswith(STARTS):
+                yield from _in_step(each, steps, blocks)
     for each in complete:
         if each["name"].startswith("gloo:"):
             yield from _in_step(each, steps, blocks)

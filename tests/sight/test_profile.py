@@ -56,7 +56,12 @@ def profiled(
         block: Any = dit.model.get_submodule(name)
         block.register_forward_pre_hook(lambda module, inputs: time.sleep(ms / 1e3))
     profile = seqpar.profile(
-        lambda on_step: run(dit, on_step, graph), folder, plan=dit.plan, steps=MEASURED, mesh=dit.mesh
+        lambda on_step: run(dit, on_step, graph),
+        folder,
+        plan=dit.plan,
+        load=dit.plan.ranking.load,
+        steps=MEASURED,
+        mesh=dit.mesh,
     )
     dit.release()
     return profile, report(profile)

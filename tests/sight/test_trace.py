@@ -124,6 +124,7 @@ def test_outermost_operations_of_a_cpu_and_its_exchanges_count() -> None:
             operation("aten::linear", 12, 20),
             operation("aten::addmm", 13, 19),
             operation("aten::copy_", 30, 31, thread=9),  # another thread of this process
+            operation("c10d::alltoall_base_", 29, 35),
             operation("gloo:all_to_all", 30, 40, thread=8),
             operation("aten::add", 70, 71),
             operation("aten::add", 200, 201),  # after the steps

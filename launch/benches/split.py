@@ -8,7 +8,7 @@ from typing import Any
 from seqpar.ranks.mesh import Mesh
 from seqpar.sight.columns import NAMES, mean
 from seqpar.sight.profile import finished
-from seqpar.sight.record import MEASURED, Recorder
+from seqpar.sight.record import MEASURED, StepRecorder
 
 Steps = Callable[[int, Callable[[int], None]], object]
 """Makes a number of steps and calls a function of their index after each."""
@@ -16,7 +16,7 @@ Steps = Callable[[int, Callable[[int], None]], object]
 
 def split(steps: Steps, mesh: Mesh) -> dict[str, Any]:
     """Return what the line of a row says, whose graphs have been captured; `split_ms` adds up to the time of a step."""
-    recorder = Recorder(mesh, MEASURED, before=0)
+    recorder = StepRecorder(mesh, MEASURED, before=0)
     with recorder:
         steps(recorder.needs, recorder)
     profile = finished(recorder, mesh, None, None, None)

@@ -25,8 +25,6 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
 
     check_drawable()
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
-    if args.dry_run is not None:
-        raise ValueError("got --dry-run with profile, expected a run to record; use seqpar plan")
     if args.profile_out.exists() and not args.profile_out.is_dir():
         raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
     if ranks.device.type == "cpu" and args.transport == "peer":
@@ -48,10 +46,10 @@ def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[O
         yield on_step
         return
     from seqpar.sight.profile import finished
-    from seqpar.sight.record import Recorder
+    from seqpar.sight.record import StepRecorder
     from seqpar.sight.report import report
 
-    with Recorder(ranks, args.profile_steps) as recorder:
+    with StepRecorder(ranks, args.profile_steps) as recorder:
 
         def both(index: int) -> None:
             on_step(index)

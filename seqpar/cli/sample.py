@@ -31,12 +31,11 @@ def run(args: Args, explained: bool = False) -> None:
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     args = named(args)
     job = checked(args, ranks)
-    ranks.together(lambda: check_profile(args, job, ranks))
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, explained)), str))
         return
     plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
-    ranks.together(lambda: decoding.check(job, ranks))
+    ranks.together(lambda: (check_profile(args, job, ranks), decoding.check(job, ranks)))
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
 
@@ -48,9 +47,8 @@ def run(args: Args, explained: bool = False) -> None:
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
     _introduce(args, pipeline, job, plan)
-    with pipeline, Progress(job.evaluations, ranks) as progress:
-        with profiled(args, plan, ranks, progress) as on_step:
-            latents = pipeline.latents(**job.settings, on_step=on_step)
+    with pipeline, Progress(job.evaluations, ranks) as progress, profiled(args, plan, ranks, progress) as on_step:
+        latents = pipeline.latents(**job.settings, on_step=on_step)
         per_step = progress.finish()
     bits = digest(latents)
     files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})

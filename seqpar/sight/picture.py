@@ -18,6 +18,7 @@ COLOURS = {
     "waiting": "#D55E00",
     "gaps": "#BBBBBB",
 }
+HIDDEN = "exchange, hidden"
 TITLES = {"exposed": "exchange, exposed", "waiting": "waiting for a rank"}
 TICKS = 16  # at most, under the blocks of a rank
 
@@ -53,12 +54,12 @@ def _bars(axis: Any, every: dict[str, Columns], title: str) -> None:
         axis.bar(places, heights, 0.7, below, color=COLOURS[name], label=TITLES.get(name, name))
         below = [sum(pair) for pair in zip(below, heights, strict=True)]
     hidden = [columns.hidden for columns in every.values()]
-    beside = [place + 0.42 for place in places]
-    axis.bar(beside, hidden, 0.12, color="white", edgecolor="#E69F00", hatch="////", label="exchange, hidden")
+    beside, look = [place + 0.42 for place in places], {"edgecolor": COLOURS["exposed"], "hatch": "////"}
+    axis.bar(beside, hidden, 0.12, color="white", linewidth=[bool(each) for each in hidden], **look, label=HIDDEN)
     axis.set_title(title, loc="left", fontsize=10)
     step = -(-len(every) // TICKS)
     short = [name if len(every) <= TICKS else name.rpartition(" ")[2] for name in every]
     turned = len(every) <= TICKS and max(map(len, every), default=0) > 8
     axis.set_xticks(list(places)[::step], short[::step], rotation=30 * turned, ha="right" if turned else "center")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(bottom=0, auto=True)

@@ -18,7 +18,7 @@ from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sight.clocks import merged
 from seqpar.sight.picture import check_drawable, draw
-from seqpar.sight.record import MEASURED, Recorder
+from seqpar.sight.record import MEASURED, StepRecorder
 from seqpar.sight.report import facts, report
 from seqpar.sight.result import Profile, RankTrace, profile_of, told
 
@@ -34,27 +34,24 @@ def profile(
 ) -> Profile:
     """Return where the time of a call's steps went; all ranks must call this at the same time.
 
-    call: makes pictures. If it takes an argument, it gets a function of an index to call after each step, as `on_step`
-    of `seqpar.sample`; else each call of a parallelized transformer is a step. Let it be the first one of its kind, or
-    one after `seqpar.release`: blocks of graphs that were captured before are not known. folder: where rank 0 writes
-    the traces, a table and a picture (see `write`); None writes nothing. plan: that of the run (`dit.plan`); None takes
+    call: makes pictures. If it takes an argument, it gets a function of an index to call after each step; else each
+    call of a parallelized transformer is a step. Blocks of graphs that were captured before are not known. folder:
+    where rank 0 writes traces, a table and a picture (`write`); None writes nothing. plan: that of the run; None takes
     that of the parallelized transformer. load: what a step of the run computes, without which no rates are told: a plan
     of the library is one for the model's own size. steps: how many are measured, after those in which graphs are made.
     Raises ValueError if the call has too few steps.
     """
-    mesh = mesh or Mesh.joined()
+    mesh, plans = mesh or Mesh.joined(), list[Plan]() if plan is None else [plan]
     if folder is not None:
         mesh.together(check_drawable)
-    recorder = Recorder(mesh, steps)
+    recorder = StepRecorder(mesh, steps)
     with recorder:
         if inspect.signature(call).parameters:
             call(recorder)
         else:
-            plans = list[Plan]()
             with recorder.calls_of(lambda module: _is_parallel(module, plans)):
                 call()
-            plan = plan or next(iter(plans), None)
-    return finished(recorder, mesh, plan, load, folder)
+    return finished(recorder, mesh, next(iter(plans), None), load, folder)
 
 
 def _is_parallel(module: nn.Module, plans: list[Plan]) -> bool:
@@ -66,7 +63,7 @@ def _is_parallel(module: nn.Module, plans: list[Plan]) -> bool:
 
 
 def finished(
-    recorder: Recorder, mesh: Mesh, plan: Plan | None, load: Load | None, folder: str | Path | None
+    recorder: StepRecorder, mesh: Mesh, plan: Plan | None, load: Load | None, folder: str | Path | None
 ) -> Profile:
     """Return the profile of a recording that has ended; every rank must call this at the same time."""
     mesh.together(recorder.check)

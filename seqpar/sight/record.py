@@ -35,7 +35,7 @@ MEETINGS = 32  # of all ranks, to compare their clocks
 ENVIRONMENT = {"KINETO_LOG_LEVEL": "99", "TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
 
 
-class Blocks:
+class BlockMarks:
     """Marks the blocks of models in traces, from `begin` to `end`."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def _is_model(module: nn.Module) -> bool:
     return any(isinstance(child, nn.ModuleList) for child in module.children())
 
 
-class Recorder:
+class StepRecorder:
     """Records steps while it is entered; call it after each step, on all ranks. It needs `needs` steps at least.
 
     measured: the steps that are measured. before: the steps from the first one on whose blocks are looked at, so that
@@ -92,7 +92,7 @@ class Recorder:
     def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None) -> None:
         self._mesh, self._measured = mesh, measured
         self._before = steps_before(mesh) if before is None else before
-        self._blocks, self._stack = Blocks(), ExitStack()
+        self._blocks, self._stack = BlockMarks(), ExitStack()
         self._span: record_function | None = None
         self._done, self._files = 0, list[Path]()
 
@@ -101,7 +101,7 @@ class Recorder:
         """Return the least number of steps."""
         return steps_needed(self._measured, self._before)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepRecorder:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")))

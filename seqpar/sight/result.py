@@ -16,7 +16,7 @@ from seqpar.sight.waits import Timeline, timelines
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockTime:
     """Where the ms of one block in one step of one rank went."""
 
     rank: int
@@ -34,7 +34,7 @@ class Profile:
     replayed. clock_us: by how much the clocks of two ranks may be wrong. notes: what a reader should know.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[BlockTime, ...]
     late: tuple[dict[int, float], ...]
     rates: tuple[Rate, ...]
     source: str
@@ -99,10 +99,10 @@ def profile_of(ranks: Sequence[RankTrace], plan: Plan | None, load: Load | None)
     return Profile(rows, late, known, source, graph, error, notes, plan), moved
 
 
-def _rows(rank: int, one: RankTrace, line: Timeline, by: float) -> list[Row]:
+def _rows(rank: int, one: RankTrace, line: Timeline, by: float) -> list[BlockTime]:
     """Return the rows of a rank."""
-    marks, rows = [(moment + by, block) for moment, block in one.marks], list[Row]()
+    marks, rows = [(moment + by, block) for moment, block in one.marks], list[BlockTime]()
     for step, (start, end) in one.steps.items():
         found = columns(line.intervals, start + by, end + by, marks)
-        rows += [Row(rank, step, block, each * 1e-3) for block, each in found.items()]
+        rows += [BlockTime(rank, step, block, each * 1e-3) for block, each in found.items()]
     return rows

@@ -50,7 +50,6 @@ def test_a_pipeline_of_diffusers_is_profiled(
             "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change --steps or --profile-steps",
         ),
         ({"profile_steps": 0}, "got --profile-steps=0, expected a whole number from 1 to 100"),
-        ({"dry_run": (2,)}, "got --dry-run with profile, expected a run to record; use seqpar plan"),
         ({"transport": "peer"}, "got --transport peer on CPUs, expected another one for a profile"),
         ({"profile_out": Path(__file__)}, f"got --profile-out {__file__}, which is a file, expected a folder"),
     ],

@@ -17,7 +17,7 @@ from seqpar.sight.columns import OUTSIDE, Columns
 from seqpar.sight.losses import losses
 from seqpar.sight.rates import rates
 from seqpar.sight.report import report
-from seqpar.sight.result import Profile, Row
+from seqpar.sight.result import BlockTime, Profile
 from seqpar.types.facts import Layout
 
 LOAD = Load(1, 4096, True, 25, 2, 7_000_000_000, 16, 2, 1 << 30)
@@ -35,7 +35,9 @@ def profile(
     *ranks: dict[str, Columns], plan: Plan | None = None, load: Load | None = None, graph: bool = True
 ) -> Profile:
     """Return the profile of one step. ranks: block -> its columns."""
-    rows = [Row(rank, 0, block, columns) for rank, blocks in enumerate(ranks) for block, columns in blocks.items()]
+    rows = [
+        BlockTime(rank, 0, block, columns) for rank, blocks in enumerate(ranks) for block, columns in blocks.items()
+    ]
     late = tuple({1 - rank: sum(each.waiting for each in blocks.values())} for rank, blocks in enumerate(ranks))
     shown = () if plan is None or load is None else rates(plan.ranking, load, plan.layout)
     return Profile(tuple(rows), late, shown, "measured", graph, 0.0, (), plan)

@@ -17,7 +17,7 @@ nobody. store: an elementwise kernel that may write into other ranks' memory, an
 # parts of lower-case names, looked for in this order
 ATTENTION = ("flash", "fmha", "sdpa", "attention", "weights_kernel", "parts_kernel")
 EXCHANGES = ("nccl", "gloo:", "flags_kernel", "take_kernel")
-COPIES = ("memcpy ptop",)
+COPIES = ("memcpy ptop", "memcpy dtod")  # inside of blocks the latter is a copy into memory of another rank, too
 STORES = ("prepare_kernel", "push_kernel", "send_kernel")
 PRODUCTS = (
     *("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "dgrad", "fprop", "convolve", "winograd"),

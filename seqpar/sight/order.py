@@ -8,15 +8,14 @@ order, with others before and after the blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from seqpar.sight.columns import OUTSIDE
-from seqpar.sight.trace import BLOCK, STEP, Event, Spans, events, spans
+from seqpar.sight.trace import Event, Spans
 
 ORDERED = ("products", "attention", "elementwise", "store")  # kernels that come in the same order in each run
 ENOUGH = 0.9  # of the kernels of a known run have to be found at their places
@@ -24,17 +23,27 @@ Reference = Sequence[tuple[str, str]]
 """(kernel, block) of a run whose blocks are known, in order."""
 
 
-def reference(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the kernels of each block's last run without a graph: earlier ones may have tuned themselves."""
-    if not spans(trace, STEP).all:
-        return []
-    numbered = Spans(replace(span, name=f"{index} {span.name}") for index, span in enumerate(spans(trace, BLOCK).all))
+def reference(ran: Iterable[Event]) -> list[tuple[str, str]]:
+    """Return the kernels of each block's last run: earlier ones may have tuned themselves.
+
+    ran: what was launched by the host itself, with the number of the run before the name of its block.
+    """
     runs: defaultdict[str, list[Event]] = defaultdict(list)
-    for event in events(trace, numbered):
+    for event in ran:
         if event.block not in ("", OUTSIDE) and event.what in ORDERED:
             runs[event.block].append(event)
-    last = {run.partition(" ")[2]: kernels for run, kernels in sorted(runs.items(), key=lambda x: x[1][0].start)}
+    last = {unnumbered(run): kernels for run, kernels in sorted(runs.items(), key=lambda x: x[1][0].start)}
     return [(event.name, block) for block, kernels in last.items() for event in kernels]
+
+
+def numbered(blocks: Spans) -> Spans:
+    """Return blocks with the number of their run before their names."""
+    return Spans(replace(span, name=f"{number} {span.name}") for number, span in enumerate(blocks.all))
+
+
+def unnumbered(block: str) -> str:
+    """Return the name of a block without the number of its run."""
+    return block.partition(" ")[2] if block[:1].isdecimal() else block
 
 
 def attributed(ran: Sequence[Event], known: Reference) -> tuple[list[Event], str | None]:

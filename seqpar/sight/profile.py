@@ -20,7 +20,8 @@ from seqpar.sight.clocks import merged
 from seqpar.sight.picture import check_drawable, draw
 from seqpar.sight.record import MEASURED, StepRecorder
 from seqpar.sight.report import facts, report
-from seqpar.sight.result import Profile, RankTrace, profile_of, told
+from seqpar.sight.result import Profile, profile_of, told
+from seqpar.sight.trace import RankTrace, trimmed
 
 
 def profile(
@@ -67,10 +68,10 @@ def finished(
 ) -> Profile:
     """Return the profile of a recording that has ended; every rank must call this at the same time."""
     mesh.together(recorder.check)
-    ranks = mesh.collect(told(recorder.traces), RankTrace)
+    ranks = mesh.collect(told(recorder.trace, recorder.first), RankTrace)
     result, moved = profile_of(ranks, plan, load)
     if folder is not None:
-        packed = gzip.compress(json.dumps(recorder.traces[-1]).encode())
+        packed = gzip.compress(msgspec.json.encode(trimmed(recorder.trace, recorder.first)))
         every = mesh.collect(packed, bytes)
         mesh.together(lambda: write(result, every, moved, Path(folder)) if mesh.is_main else None)
     return result

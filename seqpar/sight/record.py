@@ -4,8 +4,9 @@ Nothing of this is there while no profile is made: torch's hooks of all modules 
 and removed when it ends, and drivers call what they are given after each step, as they do for progress bars.
 
 A module that the driver calls is a block, unless it has lists of layers: then it is a model, and what it calls are the
-blocks. They are numbered by their classes, in the order of their first calls. Steps that run before a graph is captured
-are recorded, too, because only there the host launches each kernel inside of its block.
+blocks. They are numbered by their classes, in the order of their first calls. All steps from the first one on are
+recorded, because only before a graph is captured the host launches each kernel inside of its block; and in one session,
+because on a GPU a second one soon after the first may find nothing.
 """
 
 from __future__ import annotations
@@ -85,16 +86,17 @@ def _is_model(module: nn.Module) -> bool:
 class StepRecorder:
     """Records steps while it is entered; call it after each step, on all ranks. It needs `needs` steps at least.
 
-    measured: the steps that are measured. before: the steps from the first one on whose blocks are looked at, so that
-    those of replays are known; 0 where nothing is a graph.
+    measured: how many steps are measured. before: after how many all graphs have been captured; one more warms up.
+    first: the first one that is measured. trace: what was recorded, once it is left.
     """
 
     def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None) -> None:
         self._mesh, self._measured = mesh, measured
         self._before = steps_before(mesh) if before is None else before
+        self.first, self.trace = self._before + 1, dict[str, Any]()
         self._blocks, self._stack = BlockMarks(), ExitStack()
         self._span: record_function | None = None
-        self._done, self._files = 0, list[Path]()
+        self._done = 0
 
     @property
     def needs(self) -> int:
@@ -104,11 +106,12 @@ class StepRecorder:
     def __enter__(self) -> StepRecorder:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")))
+        file = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")), "trace.json")
         on_gpu = self._mesh.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler = profile(
-            activities=activities, schedule=self._action, on_trace_ready=lambda each: self._keep(each, folder)
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=self._action,
+            on_trace_ready=lambda profiler: self._read(profiler, file),
         )
         self._profiler.start()
         self._blocks.begin()
@@ -119,18 +122,14 @@ class StepRecorder:
         self._end_step()
         self._blocks.end()
         self._profiler.stop()
-        self.traces = [] if error[0] is not None else [json.loads(file.read_bytes()) for file in self._files]
         self._stack.close()
 
     def __call__(self, index: int) -> None:
         """Take note that a step has been queued, or done on a CPU."""
         self._end_step()
         self._done += 1
-        measures = self._done == self._before + 1
-        if measures and self._mesh.device.type == "cuda":
-            torch.cuda.synchronize()  # or kernels of earlier steps would be recorded without their launches
         self._profiler.step()
-        if measures:
+        if self._done == self.first:
             self._meet()
         self._begin_step()
 
@@ -155,16 +154,13 @@ class StepRecorder:
 
     def _action(self, step: int) -> ProfilerAction:
         """Return what torch.profiler does in a step: its schedule."""
-        last = self._before + self._measured
-        if step in (self._before - 1, last):
+        if step + 1 == self.needs:
             return ProfilerAction.RECORD_AND_SAVE
-        if step == self._before:
-            return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD if step < last else ProfilerAction.NONE
+        return ProfilerAction.RECORD if step < self.needs else ProfilerAction.NONE
 
-    def _keep(self, profiler: Any, folder: Path) -> None:
-        self._files.append(folder / f"{len(self._files)}.json")
-        profiler.export_chrome_trace(str(self._files[-1]))
+    def _read(self, profiler: Any, file: Path) -> None:
+        profiler.export_chrome_trace(str(file))
+        self.trace = json.loads(file.read_bytes())
 
     def _begin_step(self) -> None:
         self._span = record_function(f"{STEP}{self._done}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
@@ -70,18 +71,18 @@ class Profile:
         return {block: each * (1 / len(self.steps)) for block, each in found.items()}
 
 
-def told(traces: Sequence[dict]) -> RankTrace:
-    """Return what the traces of a recording tell on this rank: the last one is measured, one before it knows blocks."""
-    *before, last = traces
-    known = [pair for each in before for pair in order.reference(each)]
-    blocks = trace.spans(last, BLOCK)
-    ran, reason = order.attributed(trace.events(last, blocks), known)
-    met = tuple((span.start, span.end) for span in trace.spans(last, CLOCK).all)
-    on_gpu = any(each.get("cat") in trace.ON_GPU for each in last["traceEvents"])
-    marks = trace.marks(ran, blocks, on_gpu)
-    windows = trace.windows(last, ran)
+def told(recorded: Mapping[str, Any], first: int) -> RankTrace:
+    """Return what a rank's trace tells of the steps from the first measured one on; those before it know the blocks."""
+    blocks = trace.spans(recorded, BLOCK)
+    every = trace.events(recorded, order.numbered(blocks))
+    known = order.reference(event for event in every if event.step < first and not event.graph)
+    plain = [replace(event, block=order.unnumbered(event.block)) for event in every if event.step >= first]
+    ran, reason = order.attributed(plain, known)
+    met = tuple((span.start, span.end) for span in trace.spans(recorded, CLOCK).all)
+    on_gpu, notes = trace.is_on_gpu(recorded), () if reason is None else (reason,)
+    ended = {step: window for step, window in trace.windows(recorded, ran).items() if step >= first}
     return RankTrace(
-        last["baseTimeNanoseconds"], met, windows, trace.renamed(ran), marks, () if reason is None else (reason,)
+        recorded["baseTimeNanoseconds"], met, ended, trace.renamed(ran), trace.marks(ran, blocks, on_gpu), notes
     )
 
 

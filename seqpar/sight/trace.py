@@ -135,9 +135,14 @@ def _event(each: Mapping[str, Any], step: Span, block: str, graph: int) -> Event
     return Event(name, what_of(name), start, start + each["dur"], int(step.name), "" if graph else block, graph)
 
 
+def is_on_gpu(trace: Mapping[str, Any]) -> bool:
+    """Return whether anything ran on a GPU."""
+    return any(each.get("cat") in ON_GPU for each in trace["traceEvents"])
+
+
 def windows(trace: Mapping[str, Any], ran: Sequence[Event]) -> dict[int, tuple[float, float]]:
     """Return step -> (start, end): on a GPU from its first kernel to that of the next step, on a CPU as the host's."""
-    if not any(each.get("cat") in ON_GPU for each in trace["traceEvents"]):
+    if not is_on_gpu(trace):
         return {int(span.name): (span.start, span.end) for span in spans(trace, STEP).all}
     firsts, last = dict[int, float](), 0.0
     for event in ran:
@@ -164,6 +169,17 @@ def marks(ran: Sequence[Event], blocks: Spans, on_gpu: bool) -> tuple[tuple[floa
     return tuple(found)
 
 
+def trimmed(trace: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """Return a trace without what was before the measured steps, and before the meetings of ranks at their start."""
+    begin = min(
+        span.start for span in (*spans(trace, CLOCK).all, *spans(trace, STEP).all) if span.name in ("", f"{first}")
+    )
+    kept = [each for each in trace["traceEvents"] if each["ph"] == "M" or each.get("ts", begin) >= begin]
+    return {**trace, "traceEvents": kept}
+
+
 def renamed(ran: Iterable[Event]) -> tuple[Event, ...]:
     """Return events without the names that only one rank needs, which makes them short to send."""
-    return tuple(replace(each, name=each.name[:60] if each.what in ("exchange", "store") else "") for each in ran)
+    return tuple(
+        replace(each, name=each.name[:60] if each.what in ("exchange", "store", "copy") else "") for each in ran
+    )

@@ -20,6 +20,7 @@ from seqpar.types.facts import Layout
 Turn = tuple[int, str, int]
 """An exchange of a step: the step, the name, and which one of that name."""
 Part = tuple[float, float]
+OWN = "dtod"  # in the name of a copy that the driver takes for one within a device
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def groups_of(rank: int, world: int, layout: Layout | None) -> tuple[tuple[int, 
 
 def timelines(ranks: Sequence[RankTrace], moved: Sequence[float], layout: Layout | None) -> list[Timeline]:
     """Return the intervals of every rank; moved: what `clocks.shifts` returned."""
-    every = [[_at(event, by) for event in each.events] for each, by in zip(ranks, moved, strict=True)]
+    alone = len(ranks) == 1
+    every = [[_at(event, by, alone) for event in each.events] for each, by in zip(ranks, moved, strict=True)]
     turns = [_turns(each) for each in every]
     by_turn = [
         {turn: event for turn, event in zip(*pair, strict=True) if turn} for pair in zip(turns, every, strict=True)
@@ -60,8 +62,11 @@ def timelines(ranks: Sequence[RankTrace], moved: Sequence[float], layout: Layout
     return found
 
 
-def _at(event: Event, by: float) -> Event:
-    return replace(event, start=event.start + by, end=event.end + by)
+def _at(event: Event, by: float, alone: bool) -> Event:
+    """Return an event by rank 0's clock; a copy outside of blocks is one in a rank's own memory."""
+    own = event.what == "copy" and (alone or (event.block == OUTSIDE and OWN in event.name.lower()))
+    what = "elementwise" if own else event.what
+    return replace(event, start=event.start + by, end=event.end + by, what=what)
 
 
 def _turns(ran: Iterable[Event]) -> list[Turn | None]:

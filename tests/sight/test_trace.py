@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seqpar.sight import order, trace
+from seqpar.sight import trace
 from seqpar.sight.columns import OUTSIDE
 from seqpar.sight.kinds import what_of
 from seqpar.sight.result import told
@@ -29,7 +29,8 @@ A_BLOCK = ("adaln_kernel", "nvjet_hsh_256x128", "prepare_kernel", "flash_fwd_sm9
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("flags_kernel", "exchange"),
         ("Memcpy PtoP (Device -> Device)", "copy"),
-        ("Memcpy DtoD (Device -> Device)", "elementwise"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("Memset (Device)", "elementwise"),
         ("prepare_kernel", "store"),
         ("push_kernel", "store"),
         ("void at::native::vectorized_elementwise_kernel<4, add>", "elementwise"),
@@ -58,7 +59,7 @@ def replay(names: list[str], at: float, launched: float, numbers: Any) -> list[d
     return [launch(number, launched, "cudaGraphLaunch"), *ran]
 
 
-def recorded(blocks: int, tuning: int = 0) -> list[dict[str, Any]]:
+def recorded(blocks: int, tuning: int = 0) -> dict[str, Any]:
     """Return a step without a graph, and two replays; tuning: kernels of the first block that run but this once."""
     numbers, before, measured = count(1), [step(0, 0, 400)], [step(1, 1000, 1010), step(2, 1010, 1020)]
     before += eager(["embed"], 0, 1, numbers, None)
@@ -70,40 +71,53 @@ def recorded(blocks: int, tuning: int = 0) -> list[dict[str, Any]]:
     for launched, at in ((1001, 2000), (1011, 2500)):
         measured += replay(whole, at, launched, numbers)
     stray = kernel(next(numbers), "nvjet_hsh_64x8", 1900, 1990)  # of a step before, whose launch was not recorded
-    return [traces.trace(before), traces.trace([*measured, stray])]
+    return traces.trace([*before, *measured, stray])
 
 
 @pytest.mark.parametrize("tuning", [0, 1, 20])
 def test_blocks_of_a_replay_are_known_by_the_order_of_its_kernels(tuning: int) -> None:
-    before, measured = recorded(5, tuning)
-    ran, reason = order.attributed(trace.events(measured, trace.spans(measured, trace.BLOCK)), order.reference(before))
+    ran = told(recorded(5, tuning), 1)
     expected = [OUTSIDE, *(f"Block {index}" for index in range(5) for _ in A_BLOCK), OUTSIDE, OUTSIDE]
-    assert reason is None
-    assert [event.block for event in ran] == expected * 2
-    assert [event.step for event in ran] == [1] * len(expected) + [2] * len(expected)
+    assert ran.notes == ()
+    assert [event.block for event in ran.events] == expected * 2
+    assert [event.step for event in ran.events] == [1] * len(expected) + [2] * len(expected)
 
 
 def test_exchanges_belong_to_the_block_of_the_kernel_before_them() -> None:
-    before, measured = recorded(2)
+    made = recorded(2)
+    graph = next(each["args"]["correlation"] for each in made["traceEvents"] if each["name"] == "cudaGraphLaunch")
     at = 2000 + 3 * (1 + len(A_BLOCK)) + 1.5  # during the first kernel of the second block
-    measured["traceEvents"].append(
-        kernel(measured["traceEvents"][2]["args"]["correlation"], "flags_kernel", at, at + 2)
-    )
-    ran, _ = order.attributed(trace.events(measured, trace.spans(measured, trace.BLOCK)), order.reference(before))
-    assert next(event.block for event in ran if event.name == "flags_kernel") == "Block 1"
+    made["traceEvents"].append(kernel(graph, "flags_kernel", at, at + 2))
+    assert next(event.block for event in told(made, 1).events if event.name == "flags_kernel") == "Block 1"
+
+
+def test_blocks_that_the_host_launches_itself_need_no_order() -> None:
+    numbers = count(1)
+    ran = eager([*A_BLOCK], 10, 110, numbers, "Block 0") + eager([*A_BLOCK[:3]], 60, 140, numbers, "Block 1")
+    one = told(traces.trace([step(0, 0, 100), step(1, 100, 200), *ran]), 1)
+    assert [event.block for event in one.events] == ["Block 0"] * 6 + ["Block 1"] * 3
 
 
 def test_other_kernels_than_those_seen_before_have_no_block_and_a_note_says_so() -> None:
-    before, measured = recorded(5)
-    for each in measured["traceEvents"]:
-        each["name"] = each["name"].replace("nvjet", "other_gemm").replace("adaln", "other")
-    assert told([before, measured]).notes == (
+    made = recorded(5)
+    for each in made["traceEvents"]:
+        if each["ts"] >= 1000:
+            each["name"] = each["name"].replace("nvjet", "other_gemm").replace("adaln", "other")
+    assert told(made, 1).notes == (
         "blocks of replayed graphs are not known: their kernels ran in no order that was seen before",
     )
 
 
+def test_a_written_trace_begins_with_the_meetings_of_the_ranks() -> None:
+    made = recorded(5)
+    made["traceEvents"] += [traces.meeting(980, 985), traces.meeting(986, 990)]
+    kept = trace.trimmed(made, 1)["traceEvents"]
+    assert min(each["ts"] for each in kept) == 980
+    assert len(kept) == sum(each["ts"] >= 980 for each in made["traceEvents"])
+
+
 def test_a_step_on_a_gpu_lasts_from_its_first_kernel_to_that_of_the_next() -> None:
-    one = told(recorded(5))
+    one = told(recorded(5), 1)
     kernels = 3 + 5 * len(A_BLOCK)
     assert one.steps == {1: (2000, 2500), 2: (2500, 2500 + 3 * kernels - 1)}
     # a block begins where the kernel before it ends, so that the gap between them is its own
@@ -130,7 +144,7 @@ def test_outermost_operations_of_a_cpu_and_its_exchanges_count() -> None:
             operation("aten::add", 200, 201),  # after the steps
         ]
     )
-    one = told([made])
+    one = told(made, 0)
     assert [(event.what, event.start, event.block) for event in one.events] == [
         ("products", 12, "Block 0"),
         ("exchange", 30, "Block 0"),

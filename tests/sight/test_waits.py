@@ -48,6 +48,14 @@ def test_a_copy_on_its_way_is_no_waiting() -> None:
     assert last == Columns(products=30, exposed=27, gaps=43)
 
 
+def test_a_copy_within_a_device_is_elementwise_outside_of_blocks_and_on_one_rank() -> None:
+    own = [("Memcpy DtoD (Device -> Device)", 0, 10)]
+    for ranks, inside, column in ((2, True, "exposed"), (2, False, "elementwise"), (1, True, "elementwise")):
+        (line, *_) = timelines([rank(own, inside)] * ranks, [0.0] * ranks, None)
+        (found,) = columns(line.intervals, 0, 10).values()
+        assert getattr(found, column) == 10
+
+
 def test_nothing_waits_while_it_computes() -> None:
     first, _ = parted([(NCCL, 0, 50), ("gemm", 0, 35)], [(NCCL, 40, 50)])
     assert first == Columns(products=35, waiting=5, exposed=10, gaps=50)

@@ -315,6 +315,38 @@ FAULTS = (
         "tests/models/test_presets.py::test_large_dit_with_its_defaults_is_the_published_arithmetic",
         "presets and recognised checkpoints would be computed with another eps than the published one",
     ),
+    Fault(
+        "a profile's waiting ends when the first rank has come",
+        "seqpar/sight/waits.py",
+        "last = max(same, key=lambda rank: same[rank].start)",
+        "last = min(same, key=lambda rank: same[rank].start)",
+        "tests/sight/test_waits.py::test_a_collective_waits_for_the_last_rank_and_then_exchanges",
+        "waiting counts as an exposed exchange",
+    ),
+    Fault(
+        "a profile's clocks are moved the wrong way",
+        "seqpar/sight/clocks.py",
+        "found.append(base - ahead)",
+        "found.append(base + ahead)",
+        "tests/sight/test_waits.py::test_traces_of_all_ranks_are_one_trace_on_one_clock",
+        "ranks are on different clocks",
+    ),
+    Fault(
+        "hooks of a profile stay",
+        "seqpar/sight/record.py",
+        "        self._blocks.end()\n",
+        "",
+        "tests/sight/test_profile.py::test_nothing_is_registered_without_a_profile",
+        "hooks are left after a profile",
+    ),
+    Fault(
+        "operations inside of others count, too",
+        "seqpar/sight/trace.py",
+        'until = each["ts"] + each["dur"]',
+        'until = each["ts"]',
+        "tests/sight/test_trace.py::test_outermost_operations_of_a_cpu_and_its_exchanges_count",
+        "an inner operation is among the events",
+    ),
 )
 
 

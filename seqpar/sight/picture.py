@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from seqpar.sight.columns import NAMES, Columns
@@ -29,8 +29,8 @@ def check_drawable() -> None:
         raise ValueError("got no matplotlib, expected it for the picture of a profile; pip install 'seqpar[plot]'")
 
 
-def draw(profile: Profile, path: Path) -> None:
-    """Write the picture."""
+def drawn(profile: Profile) -> bytes:
+    """Return the picture as a PNG."""
     from matplotlib.figure import Figure  # an extra, which no other command needs
 
     count = len(profile.ranks)
@@ -43,7 +43,9 @@ def draw(profile: Profile, path: Path) -> None:
         left.set_ylabel("ms")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def _bars(axis: Any, every: dict[str, Columns], title: str) -> None:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import gzip
 import inspect
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch import nn
 
 from seqpar.adapter.call import Call
+from seqpar.pipelines._pictures import written
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sight.clocks import merged
-from seqpar.sight.picture import check_drawable, draw
+from seqpar.sight.picture import check_drawable, drawn
 from seqpar.sight.record import MEASURED, StepRecorder
 from seqpar.sight.report import facts, report
 from seqpar.sight.result import Profile, profile_of, told
 from seqpar.sight.trace import RankTrace, trimmed
+
+MOST_BYTES = 1 << 30  # of one rank's trace
 
 
 def profile(
@@ -77,14 +80,29 @@ def finished(
     return result
 
 
-def write(result: Profile, packed: list[bytes], moved: list[float], folder: Path) -> None:
-    """Write a trace of every rank and one of all, for ui.perfetto.dev, the table, the numbers and the picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    traces: list[dict[str, Any]] = [msgspec.json.decode(gzip.decompress(each)) for each in packed]
-    for rank, each in enumerate(packed):
-        (folder / f"trace-rank{rank}.json.gz").write_bytes(each)
-    whole = msgspec.json.encode(merged(traces, moved))
-    (folder / "trace.json.gz").write_bytes(gzip.compress(whole))
-    (folder / "profile.txt").write_text(report(result) + "\n", encoding="utf-8")
-    (folder / "profile.json").write_text(json.dumps(facts(result), indent=1), encoding="utf-8")
-    draw(result, folder / "profile.png")
+def write(result: Profile, packed: Sequence[bytes], moved: Sequence[float], folder: Path) -> None:
+    """Write a trace of every rank and one of all, for ui.perfetto.dev, the table, the numbers and the picture.
+
+    packed: the traces of all ranks, compressed. moved: what brings them onto one clock. Each file is whole or not
+    there; OSError for one that cannot be written.
+    """
+    whole = msgspec.json.encode(merged([msgspec.json.decode(_unpacked(each)) for each in packed], moved))
+    files = {
+        **{f"trace-rank{rank}.json.gz": each for rank, each in enumerate(packed)},
+        "trace.json.gz": gzip.compress(whole),
+        "profile.txt": f"{report(result)}\n".encode(),
+        "profile.json": json.dumps(facts(result), indent=1).encode(),
+        "profile.png": drawn(result),
+    }
+    for name, content in files.items():
+        with written(folder / name) as path:
+            path.write_bytes(content)
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Return a trace of another rank; ValueError for one that would fill the memory."""
+    found = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    trace = found.decompress(packed, MOST_BYTES)
+    if not found.eof:
+        raise ValueError(f"got a trace of over {MOST_BYTES} bytes, expected at most so many; measure fewer steps")
+    return trace

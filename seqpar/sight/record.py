@@ -176,7 +176,8 @@ class StepRecorder:
         world = self._mesh.world
         for _ in range(MEETINGS if world.size > 1 else 0):
             with record_function(CLOCK):
-                gathered(world, self._mesh.device, torch.zeros(1, dtype=torch.uint8), "a profile's meeting")
+                met = gathered(world, self._mesh.device, torch.zeros(1, dtype=torch.uint8), "a profile's meeting")
+                met.tolist()  # the host waits also where only NCCL is there
 
 
 def steps_before(mesh: Mesh) -> int:

@@ -96,15 +96,20 @@ def _launched(
     complete: Sequence[Mapping[str, Any]], on_gpu: Sequence[Mapping[str, Any]], steps: Spans, blocks: Spans
 ) -> Iterator[Event]:
     """Yield what ran on the GPU and was launched in a step."""
-    calls = {each["args"]["correlation"]: each for each in complete if each.get("cat") in LAUNCHES and "args" in each}
+    calls = {_launch_of(each): each for each in complete if each.get("cat") in LAUNCHES}
     for each in on_gpu:
-        number = each.get("args", {}).get("correlation")
+        number = _launch_of(each)
         call = calls.get(number)
-        step = None if call is None else steps.at(call["ts"])
+        step = None if call is None or not number else steps.at(call["ts"])
         if call is not None and step is not None:
             graph = number if GRAPH in call["name"] else 0
             block = blocks.at(call["ts"])
             yield _event(each, step, OUTSIDE if block is None else block.name, graph)
+
+
+def _launch_of(each: Mapping[str, Any]) -> int:
+    """Return the number that a kernel and its launch have in common; 0 where there is none."""
+    return each.get("args", {}).get("correlation", 0)
 
 
 def _called(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from seqpar.cli.args import ProfileArgs
 from seqpar.cli.sample import run
 from seqpar.sight import picture
-from tests.cli.processes import seqpar
+from tests.cli.processes import environment, seqpar
 from tests.cli.test_sample import parameters
 
 
@@ -61,6 +63,14 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, flags: dict[str, obj
         run(replace(args, **flags))  # pyright: ignore[reportArgumentType]
     assert str(raised.value).startswith(message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_profile_imports_nothing_of_it() -> None:
+    seen = (
+        "import sys, seqpar.cli.sample, seqpar.cli.adapted; print(any('seqpar.sight' in name for name in sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", seen], env=environment(), capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -25,6 +25,7 @@ from seqpar.sight.result import Profile
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
+from tests.support.pipelines import flux
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
@@ -147,6 +148,27 @@ def test_the_files_are_traces_a_table_numbers_and_a_picture(ranks: Pool, tmp_pat
     ends = [each["ts"] + each["dur"] for each in whole if each["name"] == "seqpar clock" and each["pid"] // 1000 == 1]
     assert len(firsts[0]) == len(firsts[1]) > 1
     assert all(come < left + profile.clock_us for come, left in zip(firsts[1], ends, strict=True))
+
+
+def of_a_pipeline(rank: int, world: int, device: torch.device) -> tuple[Profile, int]:
+    """Return the profile of calls of a pipeline, and how many calls its transformer made in all."""
+    pipe, calls = flux().to(device, torch.float32), list[int]()
+    seqpar.parallelize(pipe, mesh_for("ulysses", world, device), strategy="kv_gather")
+    pipe.transformer.register_forward_hook(lambda *call: calls.append(1))
+    arguments: Any = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "latent"}
+    profile = seqpar.profile(lambda: [pipe("a cat", **arguments) for _ in range(4)], steps=3)
+    seqpar.release(pipe)
+    return profile, len(calls)
+
+
+def test_calls_of_a_parallelized_transformer_are_steps(ranks: Pool) -> None:
+    profile, calls = ranks.run(2, of_a_pipeline)[1]
+    assert (profile.steps, calls) == ([1, 2, 3] if ranks.device == "cpu" else [4, 5, 6], 8)
+    assert profile.plan is not None
+    assert profile.plan.layout.sequence == 2
+    assert profile.rates == ()  # the plan does not know the size of the pictures
+    kinds = {row.block.rpartition(" ")[0] for row in profile.rows}
+    assert kinds >= {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
 
 
 @pytest.mark.gpu

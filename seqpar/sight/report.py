@@ -95,5 +95,5 @@ def _losses(profile: Profile) -> list[str]:
 
 
 def _notes(profile: Profile) -> list[str]:
-    clock = [f"note: the clocks of two ranks may differ by {profile.clock_us:.0f} us"] if len(profile.ranks) > 1 else []
-    return [*(f"note: {note}" for note in profile.notes), *clock]
+    bound = f"by what the meetings of the ranks show, their clocks differ by at most {profile.clock_us:.0f} us"
+    return [f"note: {note}" for note in (*profile.notes, *([bound] if len(profile.ranks) > 1 else ()))]

@@ -16,7 +16,7 @@ Steps = Callable[[int, Callable[[int], None]], object]
 
 def split(steps: Steps, mesh: Mesh) -> dict[str, Any]:
     """Return what the line of a row says, whose graphs have been captured; `split_ms` adds up to the time of a step."""
-    recorder = StepRecorder(mesh, MEASURED, before=0)
+    recorder = StepRecorder(mesh, MEASURED, before=0, blocks=False)
     with recorder:
         steps(recorder.needs, recorder)
     profile = finished(recorder, mesh, None, None, None)

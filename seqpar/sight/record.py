@@ -87,14 +87,15 @@ class StepRecorder:
     """Records steps while it is entered; call it after each step, on all ranks. It needs `needs` steps at least.
 
     measured: how many steps are measured. before: after how many all graphs have been captured; one more warms up.
-    first: the first one that is measured. trace: what was recorded, once it is left.
+    blocks: whether blocks are marked; hooks of all modules make compiled ones compile again. first: the first step that
+    is measured. trace: what was recorded, once it is left.
     """
 
-    def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None) -> None:
+    def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None, blocks: bool = True) -> None:
         self._mesh, self._measured = mesh, measured
         self._before = steps_before(mesh) if before is None else before
         self.first, self.trace = self._before + 1, dict[str, Any]()
-        self._blocks, self._stack = BlockMarks(), ExitStack()
+        self._blocks, self._stack = BlockMarks() if blocks else None, ExitStack()
         self._span: record_function | None = None
         self._done = 0
 
@@ -114,13 +115,15 @@ class StepRecorder:
             on_trace_ready=lambda profiler: self._read(profiler, file),
         )
         self._profiler.start()
-        self._blocks.begin()
+        if self._blocks is not None:
+            self._blocks.begin()
         self._begin_step()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end_step()
-        self._blocks.end()
+        if self._blocks is not None:
+            self._blocks.end()
         self._profiler.stop()
         self._stack.close()
 

@@ -334,8 +334,8 @@ FAULTS = (
     Fault(
         "hooks of a profile stay",
         "seqpar/sight/record.py",
-        "        self._blocks.end()\n",
-        "",
+        "            self._blocks.end()\n",
+        "            pass\n",
         "tests/sight/test_profile.py::test_nothing_is_registered_without_a_profile",
         "hooks are left after a profile",
     ),

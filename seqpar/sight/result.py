@@ -89,7 +89,8 @@ def told(recorded: Mapping[str, Any], first: int) -> RankTrace:
 def profile_of(ranks: Sequence[RankTrace], plan: Plan | None, load: Load | None) -> tuple[Profile, list[float]]:
     """Return the profile of all ranks, and what brings their traces onto one clock (`clocks.merged`)."""
     moved, error = shifts(ranks)
-    lines = timelines(ranks, moved, None if plan is None else plan.layout)
+    stores = plan is None or plan.transport.name == "peer"
+    lines = timelines(ranks, moved, None if plan is None else plan.layout, stores)
     count = max(1, len(ranks[0].steps))
     late = tuple({rank: us / count / 1e3 for rank, us in line.late.items()} for line in lines)
     rows = tuple(row for rank, one in enumerate(ranks) for row in _rows(rank, one, lines[rank], moved[rank]))

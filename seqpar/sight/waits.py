@@ -40,11 +40,16 @@ def groups_of(rank: int, world: int, layout: Layout | None) -> tuple[tuple[int, 
     return tuple(range(first, first + sequence)), tuple(range(whole, whole + replica))
 
 
-def timelines(ranks: Sequence[RankTrace], moved: Sequence[float], layout: Layout | None) -> list[Timeline]:
-    """Return the intervals of every rank; moved: what `clocks.shifts` returned."""
+def timelines(
+    ranks: Sequence[RankTrace], moved: Sequence[float], layout: Layout | None, stores: bool = True
+) -> list[Timeline]:
+    """Return the intervals of every rank; moved: what `clocks.shifts` returned.
+
+    stores: whether kernels may store into other ranks' memory, as those of the peer transport do.
+    """
     alone = len(ranks) == 1
     every = [[_at(event, by, alone) for event in each.events] for each, by in zip(ranks, moved, strict=True)]
-    turns = [_turns(each) for each in every]
+    turns = [_turns(each, stores) for each in every]
     by_turn = [
         {turn: event for turn, event in zip(*pair, strict=True) if turn} for pair in zip(turns, every, strict=True)
     ]
@@ -69,11 +74,11 @@ def _at(event: Event, by: float, alone: bool) -> Event:
     return replace(event, start=event.start + by, end=event.end + by, what=what)
 
 
-def _turns(ran: Iterable[Event]) -> list[Turn | None]:
+def _turns(ran: Iterable[Event], stores: bool) -> list[Turn | None]:
     """Return which exchange each event is; None for what meets nobody."""
     counts, found = Counter[tuple[int, str]](), list[Turn | None]()
     for event in ran:
-        meets = event.what in ("exchange", "store")
+        meets = event.what == "exchange" or (stores and event.what == "store")
         counts[event.step, event.name] += meets
         found.append((event.step, event.name, counts[event.step, event.name]) if meets else None)
     return found

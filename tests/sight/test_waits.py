@@ -42,6 +42,12 @@ def test_a_kernel_that_stores_and_meets_works_as_long_as_the_fastest_and_then_wa
     assert last == Columns(elementwise=14, gaps=86)
 
 
+def test_kernels_that_store_into_no_other_memory_do_not_wait() -> None:
+    every = [rank([(PUSH, 10, 45)]), rank([(PUSH, 30, 44)])]
+    (found,) = columns(timelines(every, [0, 0], None, stores=False)[0].intervals, 0, 100).values()
+    assert found == Columns(elementwise=35, gaps=65)
+
+
 def test_a_copy_on_its_way_is_no_waiting() -> None:
     first, last = parted([(SPIN, 0, 60)], [("gemm", 0, 30), (COPY, 30, 55), (SPIN, 58, 60)])
     assert first == Columns(waiting=33, exposed=27, gaps=40)

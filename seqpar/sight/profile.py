@@ -20,7 +20,7 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.sight.clocks import merged
 from seqpar.sight.picture import check_drawable, drawn
 from seqpar.sight.record import MEASURED, StepRecorder
-from seqpar.sight.report import facts, report
+from seqpar.sight.report import facts, report, rows
 from seqpar.sight.result import Profile, profile_of, told
 from seqpar.sight.trace import RankTrace, trimmed
 
@@ -91,6 +91,7 @@ def write(result: Profile, packed: Sequence[bytes], moved: Sequence[float], fold
         **{f"trace-rank{rank}.json.gz": each for rank, each in enumerate(packed)},
         "trace.json.gz": gzip.compress(whole),
         "profile.txt": f"{report(result)}\n".encode(),
+        "profile.csv": rows(result).encode(),
         "profile.json": json.dumps(facts(result), indent=1).encode(),
         "profile.png": drawn(result),
     }

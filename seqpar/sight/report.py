@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -28,25 +30,27 @@ def report(profile: Profile) -> str:
 
 
 def facts(profile: Profile) -> dict[str, Any]:
-    """Return everything of a profile as plain values."""
-    rows = [{"rank": row.rank, "step": row.step, "block": row.block, **asdict(row.columns)} for row in profile.rows]
+    """Return a profile as plain values, without the single blocks and steps, which `rows` has."""
     rates = [
         {**asdict(rate), "achieved": [rate.achieved(profile.mean(rank)) for rank in profile.ranks]}
         for rate in profile.rates
     ]
     means = [asdict(profile.mean(rank)) | {"wall": profile.mean(rank).wall} for rank in profile.ranks]
-    every = {"losses": [asdict(loss) for loss in losses(profile)], "notes": profile.notes}
+    every = {"losses": [asdict(loss) for loss in losses(profile)], "notes": profile.notes, "graph": profile.graph}
     late = [{str(rank): ms for rank, ms in each.items()} for each in profile.late]
     plan = None if profile.plan is None else str(profile.plan)
-    return {
-        "plan": plan,
-        "mean_ms": means,
-        "late_ms": late,
-        "rates": rates,
-        **every,
-        "graph": profile.graph,
-        "ms": rows,
-    }
+    return {"plan": plan, "mean_ms": means, "late_ms": late, "rates": rates, "clock_us": profile.clock_us, **every}
+
+
+def rows(profile: Profile) -> str:
+    """Return every block of every step and rank as comma-separated values, in ms."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["rank", "step", "block", *TITLES])
+    for row in profile.rows:
+        values = (f"{getattr(row.columns, column):.6f}" for column in TITLES)
+        table.writerow([row.rank, row.step + 1, row.block, *values])
+    return text.getvalue()
 
 
 def kinds(profile: Profile, rank: int) -> dict[str, tuple[int, Columns]]:

@@ -25,8 +25,8 @@ def test_two_ranks_make_the_picture_and_the_profile(tmp_path: Path) -> None:
     assert "\nThe largest losses:\n1. " in ended.stdout
     assert f"profile   {folder}: traces for ui.perfetto.dev, table, picture" in ended.stdout
     assert (folder / "profile.txt").read_text() in ended.stdout
-    assert {path.suffix for path in folder.iterdir()} == {".gz", ".txt", ".json", ".png"}
-    assert len(list(folder.iterdir())) == 6
+    assert {path.suffix for path in folder.iterdir()} == {".gz", ".txt", ".csv", ".json", ".png"}
+    assert len(list(folder.iterdir())) == 7
     shown = parameters(out)
     assert (shown["profile_out"], shown["profile_steps"]) == (str(folder), 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import time
@@ -133,12 +134,17 @@ def test_the_files_are_traces_a_table_numbers_and_a_picture(ranks: Pool, tmp_pat
     files = {path.name for path in folder.iterdir()}
     assert files == {
         *("trace.json.gz", "trace-rank0.json.gz", "trace-rank1.json.gz"),
-        *("profile.txt", "profile.json", "profile.png"),
+        *("profile.txt", "profile.csv", "profile.json", "profile.png"),
     }
     assert (folder / "profile.txt").read_text() == text + "\n"
     numbers = json.loads((folder / "profile.json").read_text())
     assert numbers["mean_ms"][1]["wall"] == pytest.approx(profile.mean(1).wall)
-    assert len(numbers["ms"]) == len(profile.rows)
+    with (folder / "profile.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(profile.rows)
+    for row, known in zip(rows, profile.rows, strict=True):
+        assert (int(row["rank"]), int(row["step"]) - 1, row["block"]) == (known.rank, known.step, known.block)
+        assert float(row["gaps"]) == pytest.approx(known.columns.gaps, abs=1e-6)
     whole = trace(folder / "trace.json.gz")
     names = {each["args"]["name"].partition(":")[0] for each in whole if each["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,8 @@ def main(args: Profiles) -> None:
                 args.folder.mkdir(parents=True, exist_ok=True)
                 for file, ending in KEPT.items():
                     shutil.copyfile(Path(made, file), args.folder / f"{name.replace('/', '-')}{ending}")
-        numbers[name], text = facts(result), report(result)
+        blocks = [{block: asdict(each) for block, each in result.blocks(rank).items()} for rank in result.ranks]
+        numbers[name], text = {**facts(result), "blocks_ms": blocks}, report(result)
         texts.append(f"{name}: {ready.plan}\n{text}\n")
         short.append(f"{name}: {result.mean(0).wall:.3f} ms a step, {ready.plan.layout} by {ready.plan.strategy.name}")
         short += text.partition("The largest losses:\n")[2].splitlines()

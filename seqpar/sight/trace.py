@@ -38,7 +38,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Span:
+class HostSpan:
     """A named part of the host's time."""
 
     name: str
@@ -65,11 +65,11 @@ class RankTrace:
 class Spans:
     """Spans that do not overlap, to look moments up in."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[HostSpan]) -> None:
         self.all = sorted(spans, key=lambda span: span.start)
         self._starts = [span.start for span in self.all]
 
-    def at(self, moment: float) -> Span | None:
+    def at(self, moment: float) -> HostSpan | None:
         """Return the span that contains a moment, or None."""
         place = bisect_right(self._starts, moment) - 1
         return self.all[place] if place >= 0 and moment < self.all[place].end else None
@@ -78,7 +78,7 @@ class Spans:
 def spans(trace: Mapping[str, Any], prefix: str) -> Spans:
     """Return our spans of a kind, without the prefix in their names."""
     return Spans(
-        Span(each["name"].removeprefix(prefix), each["ts"], each["ts"] + each["dur"])
+        HostSpan(each["name"].removeprefix(prefix), each["ts"], each["ts"] + each["dur"])
         for each in trace["traceEvents"]
         if each.get("cat") == "user_annotation" and each["name"].startswith(prefix)
     )
@@ -135,7 +135,7 @@ def _in_step(each: Mapping[str, Any], steps: Spans, blocks: Spans) -> Iterator[E
         yield _event(each, step, OUTSIDE if block is None else block.name, 0)
 
 
-def _event(each: Mapping[str, Any], step: Span, block: str, graph: int) -> Event:
+def _event(each: Mapping[str, Any], step: HostSpan, block: str, graph: int) -> Event:
     name, start = each["name"], each["ts"]
     return Event(name, what_of(name), start, start + each["dur"], int(step.name), "" if graph else block, graph)
 

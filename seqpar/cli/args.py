@@ -109,8 +109,6 @@ class Args(Options):
     dry_run: tuple[int, ...] | None = None
     """Print what `seqpar plan` prints and load no weights: for the processes that run, or for each number of GPUs that
     is given, as --dry-run 1 2 4 8."""
-    hosts: int = 1
-    """Number of machines that the GPUs of such a plan are on, equally many on each."""
 
 
 @dataclass(frozen=True)

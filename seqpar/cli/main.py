@@ -60,7 +60,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         from seqpar.cli.plan import as_dry_run
         from seqpar.cli.sample import run
 
-        run(as_dry_run(args), args.explain)
+        run(as_dry_run(args), args.hosts, args.explain)
     elif _is_start(args):
         start(words, wanted(args.gpus, args.ranks))
     elif isinstance(args, ReplicaArgs):

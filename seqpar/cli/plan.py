@@ -21,11 +21,7 @@ from seqpar.ranks.mesh import Mesh
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
     all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(
-        **{field.name: getattr(args, field.name) for field in fields(Options)},
-        dry_run=args.gpus or all_gpus,
-        hosts=args.hosts,
-    )
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
 
 
 def wish_of(args: Args) -> Wish:
@@ -34,15 +30,16 @@ def wish_of(args: Args) -> Wish:
     return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
-def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, explained: bool = False) -> str:
+def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, hosts: int = 1, explained: bool = False) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
 
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
-    explained: whether each table is followed by why its first layout wins.
+    hosts: on how many machines the GPUs of the flags are. explained: whether each table is followed by why its first
+    layout wins.
     """
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
-    machines = [imagined(ranks.device, count, args.transport, args.hosts) for count in args.dry_run or ()]
+    machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:
         try:

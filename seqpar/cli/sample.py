@@ -24,15 +24,18 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import digest
 
 
-def run(args: Args, explained: bool = False) -> None:
-    """The whole path from flags to a file, or to the tables of a dry run, explained if asked. Every rank calls it."""
+def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
+    """The whole path from flags to a file, or to the tables of a dry run. Every rank calls it.
+
+    hosts, explained: see `dry_run`.
+    """
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     args = named(args)
     job = checked(args, ranks)
     if args.dry_run is not None:
-        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, explained)), str))
+        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
     plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
     ranks.together(lambda: (check_profile(args, job, ranks), decoding.check(job, ranks)))

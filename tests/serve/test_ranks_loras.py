@@ -75,13 +75,12 @@ def test_pictures_have_the_bits_of_the_commands_whatever_was_merged_before(
     assert all(np.array_equal(picture(answer), pictures[name]) for name, answer in every)
     assert ["lora" in answer.parts_s for _, answer in every] == [False, True, True, False, True, True, True, True]
     assert all(not np.array_equal(pictures[a], pictures[b]) for a in SETS for b in SETS if a != b)
-    for name, wanted in SETS.items():
-        file = tmp_path / f"{name}.png"
-        flags = [f"{folder / lora}.safetensors:{scale}" for lora, scale in wanted]
-        words = ["--prompt", FROG.prompt, "--seed", "3", "--steps", "6", "--ranks", "2", "--out", file]
-        done = seqpar("sample", *words, *(["--lora", *flags] if flags else []))
-        assert done.returncode == 0, done.stderr
-        assert np.array_equal(pictures[name], np.asarray(Image.open(file))), name
+    file = tmp_path / "two.png"
+    loras = [f"{folder / lora}.safetensors:{scale}" for lora, scale in SETS["two"]]
+    words = ["--prompt", FROG.prompt, "--seed", "3", "--steps", "6", "--ranks", "2", "--out", file]
+    done = seqpar("sample", *words, "--lora", *loras)
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(pictures["two"], np.asarray(Image.open(file)))
 
 
 def test_who_has_which_loras(driver: Driver) -> None:

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
 
+from seqpar.adapter.passing import passing
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
 from seqpar.cli.job import outputs, parse_size, scales
 from seqpar.cli.profiling import profiled
 from seqpar.cli.progress import Bar, Progress
+from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
 from seqpar.pipelines._encoders import at_first_call, forget_encoders
@@ -106,7 +108,8 @@ def _made(args: Args, plan: Plan, pipe: Any, job: Adapted, ranks: Mesh) -> tuple
         progress(index)
 
     with encoding, Progress(job.steps, ranks) as progress, decoding, profiled(args, plan, ranks, step) as on_step:
-        made = job.make(pipe, on_step, ranks, decode, encoding.add)
+        with stoppable(args, ranks) as boundary, passing(pipe, boundary):
+            made = job.make(pipe, on_step, ranks, decode, encoding.add)
         return made, progress.finish() if job.counts_steps else None
 
 

@@ -17,6 +17,10 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 
+class Noted:
+    """A handler of SIGINT after which the main thread is to end by itself as soon as it can."""
+
+
 @contextmanager
 def ends_when_interrupted(end: Callable[[], NoReturn], grace_s: float) -> Iterator[None]:
     """Call `end` in a thread when a SIGINT in this context has not ended the process within `grace_s`.
@@ -29,7 +33,8 @@ def ends_when_interrupted(end: Callable[[], NoReturn], grace_s: float) -> Iterat
 
     def watch() -> None:
         while number := os.read(receive, 1):
-            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handler = signal.getsignal(signal.SIGINT)
+            if number[0] == signal.SIGINT and (handler is signal.default_int_handler or isinstance(handler, Noted)):
                 time.sleep(grace_s)
                 end()
         os.close(receive)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +13,9 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
-from seqpar.cli.profiling import check_profile, profiled
+from seqpar.cli.profiling import OnStep, check_profile, profiled
 from seqpar.cli.progress import Bar, Progress
+from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import listed, measured, parameters, summary
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, save, to_pil
@@ -50,13 +53,25 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
     _introduce(args, pipeline, job, plan)
-    with pipeline, Progress(job.evaluations, ranks) as progress, profiled(args, plan, ranks, progress) as on_step:
+    with pipeline, Progress(job.evaluations, ranks) as progress, _steps(args, plan, ranks, progress) as on_step:
         latents = pipeline.latents(**job.settings, on_step=on_step)
         per_step = progress.finish()
     bits = digest(latents)
     files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
     speed = measured(per_step, loaded, time.perf_counter() - started)
     _say(ranks, f"{files}: {job.load.images} pictures, {speed}, latents {bits}")
+
+
+@contextmanager
+def _steps(args: Args, plan: Plan, ranks: Mesh, progress: OnStep) -> Iterator[OnStep]:
+    """Yield what is called after each step: it shows progress, and ends the run after Ctrl-C, or makes a profile."""
+    with profiled(args, plan, ranks, progress) as on_step, stoppable(args, ranks) as boundary:
+
+        def both(index: int) -> None:
+            on_step(index)
+            boundary()
+
+        yield both
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:

@@ -99,7 +99,9 @@ def test_a_picture_of_two_hosts_is_that_of_one(
     assert np.array_equal(np.asarray(Image.open(tmp_path / "two.png")), np.asarray(Image.open(tmp_path / "one.png")))
 
 
-def test_a_rank_that_is_killed_ends_the_job_on_both_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_a_rank_that_ends_on_one_host_ends_the_job_on_both(tmp_path: Path, number: signal.Signals) -> None:
+    """After Ctrl-C on its host all ranks end at one boundary; of a rank that was killed the others must find out."""
     with two_hosts(tmp_path, 1, *CAT, "--steps", 900, "--mesh", "ulysses=2", "--out", tmp_path / "two.png") as hosts:
         end = time.monotonic() + LIMIT_S
         while "step/s" not in hosts[0].errors.read_text():
@@ -107,9 +109,10 @@ def test_a_rank_that_is_killed_ends_the_job_on_both_hosts(tmp_path: Path) -> Non
             time.sleep(0.05)
         pid = hosts[1].process.pid
         (rank,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        os.kill(rank, signal.SIGKILL)
+        os.kill(rank, number)
         codes = [host.process.wait(LIMIT_S) for host in hosts]
     assert codes == [1, 1]
-    assert "for rank 1" in hosts[0].errors.read_text()
-    assert "no sign of life" in hosts[0].errors.read_text()
+    told = hosts[0].errors.read_text()
+    assert ("for rank 1" in told and "no sign of life" in told) == (number == signal.SIGKILL)
+    assert ("\nstopped\n" in told) == (number == signal.SIGINT)
     assert not (tmp_path / "two.png").exists()

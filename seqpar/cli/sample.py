@@ -28,10 +28,7 @@ from seqpar.sampling.loop import digest
 
 
 def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
-    """The whole path from flags to a file, or to the tables of a dry run. Every rank calls it.
-
-    hosts, explained: see `dry_run`.
-    """
+    """The whole path from flags to a file, or to a dry run's tables (`hosts`, `explained`). Every rank calls it."""
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))

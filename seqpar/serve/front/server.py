@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from seqpar.serve.front import log
 from seqpar.serve.front.app import create_app
@@ -109,8 +110,12 @@ def _put_together(
     dispatch = Dispatch(queue, replica, pictures, files, speeds, metrics, args.stuck_s)
     about = args.deadline_s, args.video_deadline_s, args.keep_s, args.show_prompts, int(time.time()), jobs
     front = Front(queue, replica, files, pictures, metrics, *about)
+    return Assembly(front, dispatch, _server(create_app(front, keys, frozenset({args.host}))))
+
+
+def _server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
-        create_app(front, keys, frozenset({args.host})),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -118,7 +123,7 @@ def _put_together(
         server_header=False,
         timeout_graceful_shutdown=int(ANSWERS_S),
     )
-    return Assembly(front, dispatch, Server(config))
+    return Server(config)
 
 
 async def _serve(

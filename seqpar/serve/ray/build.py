@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 
 from seqpar.serve.ray.ingress import Ingress
-from seqpar.serve.ray.replica import Replica
+from seqpar.serve.ray.replica import RayReplica
 from seqpar.serve.ray.router import LoraRouter
 
 MANY = 1000  # calls at once to one replica, whose own queue is what refuses requests
@@ -65,6 +65,6 @@ def app(told: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=DRAIN_S,
         health_check_period_s=HEALTH_S,
         request_router_config={"request_router_class": LoraRouter},
-    )(Replica)
+    )(RayReplica)
     ingress = serve.deployment(name="Ingress", ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=MANY)(Ingress)
     return ingress.bind(replica.bind(args.command), args.loras is not None)

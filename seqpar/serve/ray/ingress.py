@@ -18,7 +18,7 @@ from seqpar.serve.front.errors import NO_RETRY, Problem, ProblemError
 from seqpar.serve.front.forms import read_form
 from seqpar.serve.front.gate import BODIES, read_body, replayed
 from seqpar.serve.front.stream import sent
-from seqpar.serve.ray.replica import EVENTS, Call, Head
+from seqpar.serve.ray.replica import EVENTS, Head, HttpCall
 
 ATTEMPTS = 2  # at a request whose replica died before it answered
 DIED = (RayActorError, httpx.TransportError)
@@ -56,7 +56,7 @@ class Ingress:
         except ProblemError as error:
             return error.problem.response()
 
-    async def _answered(self, call: Call, loras: str) -> Response:
+    async def _answered(self, call: HttpCall, loras: str) -> Response:
         for _ in range(ATTEMPTS):
             handle = self._replicas.options(stream=True, multiplexed_model_id=loras)
             answer = cast("Parts", handle.answer.remote(call))
@@ -74,7 +74,7 @@ class Ingress:
         text = f"got a request whose replica died {ATTEMPTS} times, so that it is not tried again; change it"
         raise ProblemError(Problem(500, "replica_died", text, headers=NO_RETRY))
 
-    async def _body(self, call: Call, head: Head, answer: Parts) -> AsyncIterator[bytes]:
+    async def _body(self, call: HttpCall, head: Head, answer: Parts) -> AsyncIterator[bytes]:
         """Yield the body. If its replica dies, a stream of events ends with an error, and any other answer is short."""
         has_ended = False
         try:
@@ -106,7 +106,7 @@ async def _drain(answer: Parts) -> None:
         logging.getLogger("ray.serve").warning("a replica died while it made a video: %s", error)
 
 
-async def _call(request: Request) -> Call:
+async def _call(request: Request) -> HttpCall:
     """Read a request, with a body only where one is taken, whose length is bounded."""
     path, scope = request.url.path, request.scope
     if path == "/metrics":
@@ -115,10 +115,10 @@ async def _call(request: Request) -> Call:
     body = b"" if kinds is None else await read_body(kinds, request.headers, request.receive)
     query = scope["query_string"]
     raw = scope.get("raw_path") or path.encode()
-    return Call(request.method, raw + (b"?" + query if query else b""), tuple(scope["headers"]), body)
+    return HttpCall(request.method, raw + (b"?" + query if query else b""), tuple(scope["headers"]), body)
 
 
-async def _loras(call: Call, request: Request) -> str:
+async def _loras(call: HttpCall, request: Request) -> str:
     """Return the names of a body's LoRAs as one word. A wrong body has none here; the replica says what is wrong."""
     try:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):

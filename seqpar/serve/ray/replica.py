@@ -22,7 +22,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpCall:
     """A request. path: with its query, as it came."""
 
     method: str
@@ -44,14 +44,14 @@ class Head:
     headers: Headers
 
 
-class Replica:
+class RayReplica:
     """The deployment. command: of the server, which listens at a free port of this machine."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._child = Child(command)
         self._http = httpx.AsyncClient(base_url=self._child.url, timeout=None, trust_env=False, limits=httpx.Limits())
 
-    async def answer(self, call: Call) -> AsyncIterator[Head | bytes | None]:
+    async def answer(self, call: HttpCall) -> AsyncIterator[Head | bytes | None]:
         """Yield the head of an answer, its body and None. A new video's call lasts as long as the video is made.
 
         So each job of the server's queue is a call that Serve counts: for its choice of a replica, for autoscaling, and

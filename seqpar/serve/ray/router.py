@@ -16,15 +16,17 @@ class LoraRouter(MultiplexMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return those that had the same LoRAs last and are not busier than others, and then all."""
+        """Return those that had the same LoRAs last, then those that had none yet, and then all; the busy ones last."""
         loras = "" if pending_request is None else pending_request.metadata.multiplexed_model_id
-        if not loras or not any(loras in replica.multiplexed_model_ids for replica in candidate_replicas):
+        if not loras:
             return [candidate_replicas]
         lengths = await asyncio.gather(*map(self._length, candidate_replicas), return_exceptions=True)
         known = [(n, each) for n, each in zip(lengths, candidate_replicas, strict=True) if isinstance(n, int)]
         least = min((length for length, _ in known), default=0)
-        near = [each for length, each in known if loras in each.multiplexed_model_ids and length <= least + SLACK]
-        return [near, candidate_replicas] if near else [candidate_replicas]
+        near = [each for length, each in known if length <= least + SLACK]
+        same = [each for each in near if loras in each.multiplexed_model_ids]
+        new = [each for each in near if not each.multiplexed_model_ids]
+        return [rank for rank in (same, new, candidate_replicas) if rank]
 
     async def _length(self, replica: RunningReplica) -> int:
         """Return how many requests a replica has, with those that were just sent to it; an error if it is dead."""

@@ -12,6 +12,7 @@ WRONG = [
     (["--gpus", "1", "--ranks", "2"], "got --gpus 1 and --ranks 2, expected one of them"),
     (["--host", "0.0.0.0"], "got --host 0.0.0.0 without --keys, expected keys where other machines can ask"),
     (["--port", "70000"], "got --port 70000, expected at most 65535"),
+    (["--jobs", __file__], f"got --jobs {__file__}, expected a folder to write in"),
     (["--queue", "0"], "got --queue 0, expected at least 1"),
 ]
 

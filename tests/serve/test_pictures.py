@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -93,15 +94,22 @@ def test_links_expire(tmp_path: Path) -> None:
 def test_old_files_go_first_and_other_keys_have_none() -> None:
     now = [0.0]
     files = FileStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
-    first, second = files.keep("a", "png", [b"1234", b"5678"])
-    assert files.get("b", first) is None
-    now[0] = 5.0
-    (third,) = files.keep("a", "png", [b"90123"])
-    assert [files.get("a", name) is not None for name in (first, second, third)] == [False, True, True]
-    now[0] = 10.0
-    assert [files.get("a", name) is not None for name in (second, third)] == [False, True]
-    with pytest.raises(ProblemError, match="expected at most 10"):
-        files.keep("a", "png", [b"12345678901"])
+
+    async def kept(*asked: tuple[str, str]) -> list[bool]:
+        return [await files.get(*each) is not None for each in asked]
+
+    async def both() -> None:
+        first, second = await files.keep("a", "png", [b"1234", b"5678"])
+        assert await kept(("b", first)) == [False]
+        now[0] = 5.0
+        (third,) = await files.keep("a", "png", [b"90123"])
+        assert await kept(("a", first), ("a", second), ("a", third)) == [False, True, True]
+        now[0] = 10.0
+        assert await kept(("a", second), ("a", third)) == [False, True]
+        with pytest.raises(ProblemError, match="expected at most 10"):
+            await files.keep("a", "png", [b"12345678901"])
+
+    asyncio.run(both())
 
 
 def test_quality_counts() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
-from seqpar.serve.front import schema
+from seqpar.serve.front import records, schema
 from seqpar.serve.front.edits import BODY, edit
 from seqpar.serve.front.errors import Problem, ProblemError, handle_errors
+from seqpar.serve.front.folder import JobRecord
 from seqpar.serve.front.gate import EDITS, GENERATIONS, Gate
 from seqpar.serve.front.generations import generate
 from seqpar.serve.front.keys import Keys
@@ -43,12 +44,11 @@ def create_app(front: Front, keys: Keys | None, hosts: frozenset[str]) -> ASGIAp
 
 async def file(name: str, front: Here, key: Key) -> Response:
     """Return a picture that was asked for as a link; it expires."""
-    found = front.files.get(key, name)
+    found = await front.files.get(key, name)
     if found is None:
         text = "got the name of no file of yours, expected one from an answer; links expire"
         raise ProblemError(Problem(404, "unknown_file", text))
-    headers = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
-    return Response(found.content, media_type=found.media, headers=headers)
+    return found.response()
 
 
 async def models(front: Here) -> dict[str, Any]:
@@ -61,19 +61,25 @@ async def models(front: Here) -> dict[str, Any]:
 
 async def jobs(front: Here, key: Key) -> dict[str, Any]:
     """List the jobs of this key, in order of arrival, as long as they are remembered."""
-    return {"object": "list", "data": [schema.of_job(job, front.queue) for job in front.queue.of_key(key)]}
+    return {"object": "list", "data": [record.job for record in await records.of_key(front, key)]}
 
 
 async def job_of(job: str, front: Here, key: Key) -> dict[str, Any]:
     """Tell how far a job is."""
-    return schema.of_job(front.queue.get(job, key), front.queue)
+    return (await _found(front, key, job)).job
 
 
 async def cancel(job: str, front: Here, key: Key) -> dict[str, Any]:
     """Cancel a job that waits or runs; one that has ended stays as it is."""
-    found = front.queue.get(job, key)
-    front.queue.cancel(found, "the job was cancelled by DELETE /v1/jobs")
-    return schema.of_job(found, front.queue)
+    await records.end(front, key, await _found(front, key, job), "cancel")
+    return (await _found(front, key, job)).job
+
+
+async def _found(front: Front, key: str, id_: str) -> JobRecord:
+    record = await records.get(front, key, id_)
+    if record is None:
+        raise ProblemError(Problem(404, "unknown_job", "got the id of no job of yours, expected one of /v1/jobs"))
+    return record
 
 
 async def health() -> dict[str, str]:

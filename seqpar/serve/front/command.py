@@ -55,6 +55,8 @@ class ServeArgs:
     """Seconds for which files behind links, and what is known of jobs that have ended, are kept."""
     keep_bytes: int = 1 << 30
     """Bytes of all files behind links; the oldest go first."""
+    jobs: Path | None = None
+    """Folder in which servers keep what is known of jobs and files for each other, so that each answers for all."""
     show_prompts: bool = False
     """Write prompts into the log."""
     restarts: int = 3

@@ -11,7 +11,7 @@ import msgspec
 from seqpar.serve.front import log
 from seqpar.serve.front.errors import NO_RETRY, Problem, ProblemError, of_ranks
 from seqpar.serve.front.events import PartlyMade, PictureMade, Stepped
-from seqpar.serve.front.files import FileStore
+from seqpar.serve.front.files import KeptFiles
 from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
@@ -30,7 +30,7 @@ class Dispatch:
     queue: Queue
     replica: Replica
     pictures: Pictures
-    store: FileStore
+    store: KeptFiles
     speeds: Speeds
     metrics: Metrics
     stuck_s: float = STUCK_S
@@ -72,7 +72,7 @@ class Dispatch:
             index = job.ordered
             self.queue.ordered(job)
             if isinstance(answer, MadeVideo):
-                self._keep(job, answer)
+                files.create_task(self._keep(job, answer))
             else:
                 files.create_task(self._write(job, index, order, answer))
 
@@ -109,10 +109,10 @@ class Dispatch:
             text = f"got an order that ended all ranks {ATTEMPTS} times, so that it is not tried again; change it"
             self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
-    def _keep(self, job: ServedJob, made: MadeVideo) -> None:
+    async def _keep(self, job: ServedJob, made: MadeVideo) -> None:
         """Keep the file of a video, with which its job has ended well."""
         try:
-            (job.stored,) = self.store.keep(job.key, "mp4", [made.file])
+            (job.stored,) = await self.store.keep(job.key, "mp4", [made.file])
         except ProblemError as error:
             self.queue.end(job, "failed", error.problem)
             return

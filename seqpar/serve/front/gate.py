@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from time import monotonic
@@ -57,7 +58,8 @@ class Gate:
             key = self._key_of(scope)
             scope.setdefault("state", {}).update(id=id_, key=key)
             if scope["method"] == "POST" and scope["path"] in BODIES:
-                receive = await self._with_body(BODIES[scope["path"]], Headers(scope=scope), receive)
+                body = await read_body(BODIES[scope["path"]], Headers(scope=scope), receive, self.body_s)
+                receive = replayed(body, receive)
         except ProblemError as error:
             await error.problem.response()(scope, receive, named)
             return
@@ -83,30 +85,35 @@ class Gate:
             raise ProblemError(Problem(401, "invalid_api_key", NO_KEY, headers={"www-authenticate": "Bearer"}))
         return name
 
-    async def _with_body(self, kinds: tuple[str, ...], headers: Headers, receive: Receive) -> Receive:
-        """Read the body and return what gives it to the application; ProblemError if it is of no such type, or long.
 
-        A body that states its length, or that grows too long, is refused before the rest is read.
-        """
-        named, stated = headers.get("content-type", ""), headers.get("content-length", "0")
-        kind = named.partition(";")[0].strip().lower()
-        if kind not in kinds:
-            text = f"got content-type {named[:80]!r}, expected {' or '.join(kinds)}"
-            raise ProblemError(Problem(415, "unsupported_media_type", text))
-        longest = LONGEST[kind]
-        _check_length(int(stated) if stated.isdecimal() else 0, longest)
-        try:
-            async with asyncio.timeout(self.body_s):
-                body = await _body(receive, longest)
-        except TimeoutError as error:
-            text = f"got no whole body within {self.body_s:g} s, expected one of at most {longest} bytes; send it again"
-            raise ProblemError(Problem(408, "timeout", text)) from error
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive, within_s: float = BODY_S) -> bytes:
+    """Return the body of a request; ProblemError if it is of no such type, or long.
 
-        async def replayed() -> Message:
-            return first.pop() if first else await receive()
+    A body that states its length, or that grows too long, is refused before the rest is read.
+    """
+    named, stated = headers.get("content-type", ""), headers.get("content-length", "0")
+    kind = named.partition(";")[0].strip().lower()
+    if kind not in kinds:
+        text = f"got content-type {named[:80]!r}, expected {' or '.join(kinds)}"
+        raise ProblemError(Problem(415, "unsupported_media_type", text))
+    longest = LONGEST[kind]
+    _check_length(int(stated) if stated.isdecimal() else 0, longest)
+    try:
+        async with asyncio.timeout(within_s):
+            return await _body(receive, longest)
+    except TimeoutError as error:
+        text = f"got no whole body within {within_s:g} s, expected one of at most {longest} bytes; send it again"
+        raise ProblemError(Problem(408, "timeout", text)) from error
 
-        return replayed
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what gives a body that was read to an application, and then what else comes."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def messages() -> Message:
+        return first.pop() if first else await receive()
+
+    return messages
 
 
 async def _body(receive: Receive, longest: int) -> bytes:

@@ -40,7 +40,7 @@ async def answered(body: Generation, wanted: Wanted, events: str, request: Reque
         links = None
         if body.response_format == "url":
             contents = [job.files[index] for index in range(wanted.count)]
-            names = front.files.keep(key, wanted.how.kind, contents)
+            names = await front.files.keep(key, wanted.how.kind, contents)
             links = [str(request.url_for("file", name=name)) for name in names]
         text = msgspec.json.encode(schema.pictures(job, links))
     finally:

@@ -131,18 +131,20 @@ class Queue:
         """Return the jobs that have not ended."""
         return [job for job in self._jobs.values() if job.ended is None]
 
+    @property
+    def remembered(self) -> list[ServedJob]:
+        """Return all jobs that run, wait, or have ended lately, in order of arrival."""
+        self._forget()
+        return [*self._jobs.values()]
+
     def of_key(self, key: str) -> Iterator[ServedJob]:
         """Return the jobs of a key, in order of arrival."""
-        self._forget()
-        return (job for job in self._jobs.values() if job.key == key)
+        return (job for job in self.remembered if job.key == key)
 
-    def get(self, id_: str, key: str) -> ServedJob:
-        """Return a job of a key; ProblemError if the key has none of that id."""
+    def find(self, id_: str) -> ServedJob | None:
+        """Return a job, whose key the caller checks; None if there is none of that id."""
         self._forget()
-        job = self._jobs.get(id_)
-        if job is None or job.key != key:
-            raise ProblemError(Problem(404, "unknown_job", "got the id of no job of yours, expected one of /v1/jobs"))
-        return job
+        return self._jobs.get(id_)
 
     def begin(self) -> ServedJob | None:
         """Return the job whose picture is next, which now runs, or None."""
@@ -173,9 +175,9 @@ class Queue:
         """End a job that nobody waits for any more."""
         self.end(job, "cancelled", Problem(499, "cancelled", text))
 
-    def forget(self, job: ServedJob) -> None:
+    def forget(self, id_: str) -> None:
         """Remember a job that has ended no longer."""
-        self._jobs.pop(job.id, None)
+        self._jobs.pop(id_, None)
 
     def close(self, problem: Problem, also_running: bool) -> None:
         """Take no more requests, and end those that wait (and those that run, if `also_running`)."""

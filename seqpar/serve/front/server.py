@@ -14,19 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from seqpar.serve.front import log
 from seqpar.serve.front.app import create_app
 from seqpar.serve.front.command import ServeArgs
 from seqpar.serve.front.dispatch import Dispatch
 from seqpar.serve.front.errors import Problem
-from seqpar.serve.front.files import FileStore
+from seqpar.serve.front.files import FileStore, FolderStore
+from seqpar.serve.front.folder import JobFolder
 from seqpar.serve.front.gate import is_loopback
 from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.keys import Keys, read_keys
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import Ended, Replica
+from seqpar.serve.front.sharing import shared
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.front.state import Front
 
@@ -57,15 +60,19 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
     keys = None if args.keys is None else read_keys(args.keys)
     if keys is None and not is_loopback(args.host):
         raise ValueError(f"got --host {args.host} without --keys, expected keys where other machines can ask; add them")
+    jobs = None if args.jobs is None else JobFolder(args.jobs)
+    if jobs is not None:
+        jobs.open()
     folder = Path(tempfile.mkdtemp(prefix="seqpar-"))  # of mode 0700
     try:
         with _listening(args.host, args.port) as listener:
             log.start()
             host, port = listener.getsockname()[:2]
             log.event("listening", host=host, port=port, models=args.models)
-            parts = _put_together(args, keys, child, folder)
+            parts = _put_together(args, keys, child, folder, jobs)
             try:
-                return await _serve(parts, listener, args.grace_s)
+                async with shared(parts.front) as tasks:
+                    return await _serve(parts, listener, args.grace_s, tasks)
             finally:
                 parts.dispatch.pictures.close()
     finally:
@@ -81,7 +88,9 @@ def _listening(host: str, port: int) -> socket.socket:
         raise OSError(f"got --host {host} --port {port}, expected a free address: {error.strerror or error}") from error
 
 
-def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path) -> Assembly:
+def _put_together(
+    args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path, jobs: JobFolder | None
+) -> Assembly:
     speeds = Speeds()
 
     def ended(job: ServedJob) -> None:
@@ -96,11 +105,15 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
     queue = Queue(args.queue, args.keep_s, speeds, ended)
     replica = Replica(child, folder, args.restarts, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
-    files = FileStore(args.keep_s, args.keep_bytes)
+    kept = args.keep_s, args.keep_bytes
+    files = FolderStore(jobs, *kept) if jobs else FileStore(*kept)
     dispatch = Dispatch(queue, replica, pictures, files, speeds, metrics, args.stuck_s)
-    longest = args.deadline_s, args.video_deadline_s
-    front = Front(queue, replica, files, pictures, metrics, *longest, args.keep_s, args.show_prompts, int(time.time()))
-    app = create_app(front, keys, frozenset({args.host}))
+    about = args.deadline_s, args.video_deadline_s, args.keep_s, args.show_prompts, int(time.time()), jobs
+    front = Front(queue, replica, files, pictures, metrics, *about)
+    return Assembly(front, dispatch, _server(create_app(front, keys, frozenset({args.host}))))
+
+
+def _server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -110,11 +123,13 @@ def _put_together(args: ServeArgs, keys: Keys | None, child: Sequence[str], fold
         server_header=False,
         timeout_graceful_shutdown=int(ANSWERS_S),
     )
-    return Assembly(front, dispatch, Server(config))
+    return Server(config)
 
 
-async def _serve(parts: Assembly, listener: socket.socket, grace_s: float) -> Ended:
-    """Run all tasks until the first ends or a signal comes; then end what runs in order."""
+async def _serve(
+    parts: Assembly, listener: socket.socket, grace_s: float, others: Sequence[asyncio.Task[None]]
+) -> Ended:
+    """Run all tasks until the first ends or a signal comes; then end what runs in order. others: that go on."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -122,7 +137,7 @@ async def _serve(parts: Assembly, listener: socket.socket, grace_s: float) -> En
     server = asyncio.create_task(parts.server.serve([listener]))
     orders, stopped = asyncio.create_task(parts.dispatch.forever()), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([keeper, server, orders, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([keeper, server, orders, stopped, *others], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             log.event("ending", grace_s=grace_s)
             await _drained(parts.front.queue, grace_s)

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from fastapi import Depends, Request
 
 from seqpar.serve.front.errors import Problem, ProblemError
-from seqpar.serve.front.files import FileStore
+from seqpar.serve.front.files import KeptFiles
+from seqpar.serve.front.folder import JobFolder
 from seqpar.serve.front.jobs import Queue
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
@@ -27,11 +28,14 @@ WHY_NOT: dict[Purpose, str] = {
 
 @dataclass(frozen=True)
 class Front:
-    """What requests are answered from. longest_s: the longest deadline. keep_s: how long files are kept."""
+    """What requests are answered from. longest_s: the longest deadline. keep_s: how long files are kept.
+
+    folder: where fronts keep their jobs for each other, if they do.
+    """
 
     queue: Queue
     replica: Replica
-    files: FileStore
+    files: KeptFiles
     pictures: Pictures
     metrics: Metrics
     longest_s: float
@@ -39,6 +43,7 @@ class Front:
     keep_s: float
     show_prompts: bool
     started: int
+    folder: JobFolder | None = None
 
 
 def _front(request: Request) -> Front:

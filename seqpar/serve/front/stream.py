@@ -70,21 +70,21 @@ async def events(
                 break
             case Moved() if with_steps and job.state == "queued" and (waits := queue.ahead(job)) != before:
                 before = waits
-                yield _sent("seqpar.queued", position=waits, estimated_s=queue.estimate_s(job))
+                yield sent("seqpar.queued", position=waits, estimated_s=queue.estimate_s(job))
             case Stepped(picture, step, steps) if with_steps:
-                yield _sent("seqpar.step", picture=picture, step=step, steps=steps)
+                yield sent("seqpar.step", picture=picture, step=step, steps=steps)
             case PartlyMade(picture, index) as partial if (picture, index) not in partly:
                 partly.add((picture, index))
                 yield _partial(job, partial, prefix)
             case PictureMade(picture):
-                yield _sent(f"{prefix}.completed", **_completed(job, picture))
+                yield sent(f"{prefix}.completed", **_completed(job, picture))
     if job.problem is not None:
-        yield _sent("error", error=job.problem.shape)
+        yield sent("error", error=job.problem.shape)
 
 
 def _partial(job: ServedJob, partial: PartlyMade, prefix: str) -> bytes:
     fields = _picture(job, partial.picture, partial.size, partial.file)
-    return _sent(f"{prefix}.partial_image", **fields, partial_image_index=partial.index)
+    return sent(f"{prefix}.partial_image", **fields, partial_image_index=partial.index)
 
 
 async def _next(heard: asyncio.Queue[JobEvent], quiet_s: float) -> JobEvent | None:
@@ -116,6 +116,6 @@ def _picture(job: ServedJob, picture: int, size: tuple[int, int], file: bytes) -
     }
 
 
-def _sent(kind: str, **fields: Any) -> bytes:
+def sent(kind: str, **fields: Any) -> bytes:
     """Return an event as it is sent; JSON has no line ends of its own."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))

@@ -8,24 +8,18 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from seqpar.serve.front import log
+from seqpar.serve.front import log, records
 from seqpar.serve.front.edits import decoded
 from seqpar.serve.front.errors import NO_RETRY, Problem, ProblemError, of_validation
+from seqpar.serve.front.folder import JobRecord
 from seqpar.serve.front.forms import body_of, read_form
 from seqpar.serve.front.gate import VIDEOS
-from seqpar.serve.front.jobs import ServedJob, State, Wanted
+from seqpar.serve.front.jobs import Wanted
 from seqpar.serve.front.pictures import Format
 from seqpar.serve.front.state import Front, Here, Key, check_loras, deadline_of, model_for
 from seqpar.serve.front.video_request import VideoRequest
 from seqpar.serve.messages import ServedModel
 
-STATUS: dict[State, str] = {
-    "queued": "queued",
-    "running": "in_progress",
-    "completed": "completed",
-    "failed": "failed",
-    "cancelled": "failed",
-}
 REFERENCE = "input_reference"
 BODY = body_of(VideoRequest, {REFERENCE: {"description": "The first frame, as a PNG, JPEG or WebP."}})
 GONE = "got a video whose file is no longer kept, expected one that has not expired; make it again"
@@ -54,8 +48,9 @@ async def create(request: Request, front: Here, key: Key) -> Response:
     job = front.queue.add(request.state.id, key, wanted)
     shown = body.prompt if front.show_prompts else "not shown"
     log.event("accepted", job.id, key=key, model=model.name, frames=wanted.order.frames, prompt=shown)
+    await records.announce(front, job)
     headers = {"x-ignored": ", ".join(body.ignored)} if body.ignored else {}
-    return JSONResponse(_video(front, job), headers=headers)
+    return JSONResponse(records.of(front, job).video, headers=headers)
 
 
 async def _read(request: Request) -> tuple[VideoRequest, list[bytes]]:
@@ -86,85 +81,49 @@ async def videos(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """List the videos of this key, as long as they are remembered."""
-    found = [job for job in front.queue.of_key(key) if _is_video(job)]
+    found = [record for record in await records.of_key(front, key) if record.video is not None]
     found = found if order == "asc" else found[::-1]
-    ids = [job.id for job in found]
+    ids = [record.id for record in found]
     if after is not None:
         if after not in ids:
             raise ProblemError(_unknown("after"))
         found = found[ids.index(after) + 1 :]
-    page = [_video(front, job) for job in found[:limit]]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return {"object": "list", "data": page, **ends, "has_more": len(found) > limit}
+    page = found[:limit]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return {"object": "list", "data": [record.video for record in page], **ends, "has_more": len(found) > limit}
 
 
 async def video_of(video: str, front: Here, key: Key) -> dict[str, Any]:
     """Tell how far a video is."""
-    return _video(front, _found(front, key, video))
+    return (await _found(front, key, video))[1]
 
 
 async def delete(video: str, front: Here, key: Key) -> dict[str, Any]:
     """Cancel a video that waits or runs, and forget it and its file."""
-    job = _found(front, key, video)
-    front.queue.cancel(job, "the video was deleted by DELETE /v1/videos")
-    if job.stored is not None:
-        front.files.forget(key, job.stored)
-    front.queue.forget(job)
-    return {"id": job.id, "object": "video.deleted", "deleted": True}
+    record, _ = await _found(front, key, video)
+    await records.end(front, key, record, "delete")
+    return {"id": record.id, "object": "video.deleted", "deleted": True}
 
 
 async def content(video: str, front: Here, key: Key, variant: Literal["video"] = "video") -> Response:
     """Return the file of a video that is completed."""
-    job = _found(front, key, video)
-    if job.stored is None:
-        text = f"got a video that is {STATUS[job.state]}, expected one that is completed; ask for its status"
+    record, told = await _found(front, key, video)
+    if record.stored is None:
+        text = f"got a video that is {told['status']}, expected one that is completed; ask for its status"
         raise ProblemError(Problem(409, "not_completed", text, headers=NO_RETRY))
-    file = front.files.get(key, job.stored)
+    file = await front.files.get(key, record.stored)
     if file is None:
         raise ProblemError(Problem(404, "expired", GONE))
-    headers = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
-    return Response(file.content, media_type=file.media, headers=headers)
+    return file.response()
 
 
-def _found(front: Front, key: str, id_: str) -> ServedJob:
-    job = next((job for job in front.queue.of_key(key) if job.id == id_ and _is_video(job)), None)
-    if job is None:
+async def _found(front: Front, key: str, id_: str) -> tuple[JobRecord, dict[str, Any]]:
+    """Return what is known of a video, and the object that answers tell."""
+    record = await records.get(front, key, id_)
+    if record is None or record.video is None:
         raise ProblemError(_unknown(None))
-    return job
+    return record, record.video
 
 
 def _unknown(param: str | None) -> Problem:
     return Problem(404, "unknown_video", "got the id of no video of yours, expected one of /v1/videos", param)
-
-
-def _is_video(job: ServedJob) -> bool:
-    return job.wanted.fps is not None
-
-
-def _video(front: Front, job: ServedJob) -> dict[str, Any]:
-    """Return a video as OpenAI's object, with what is known of it here. Times are Unix seconds."""
-    order, wanted = job.wanted.order, job.wanted
-    size, fps, frames = job.size or order.size, wanted.fps or 1.0, order.frames or 0
-    ended = None if job.ended is None else int(job.ended)
-    failed = job.problem is not None
-    return {
-        "id": job.id,
-        "object": "video",
-        "status": STATUS[job.state],
-        "progress": 100 if job.state == "completed" else min(99, 100 * job.step // max(1, wanted.steps)),
-        "created_at": int(job.arrived),
-        "completed_at": None if failed else ended,
-        "expires_at": None if failed or ended is None else ended + int(front.keep_s),
-        "model": order.model,
-        "prompt": order.prompt,
-        "seconds": f"{frames / fps:g}",
-        "size": "auto" if size is None else f"{size[1]}x{size[0]}",
-        "error": None if job.problem is None else {"code": job.problem.code, "message": job.problem.text},
-        "remixed_from_video_id": None,
-        "seqpar": {"frames": frames, "fps": fps, **_ours(front, job)},
-    }
-
-
-def _ours(front: Front, job: ServedJob) -> dict[str, Any]:
-    waits = {"position": front.queue.ahead(job), "estimated_s": front.queue.estimate_s(job)}
-    return {"seed": job.wanted.order.seed, "step": job.step, "steps": job.wanted.steps, **waits, "seconds": job.parts_s}

@@ -1,0 +1,176 @@
+"""`seqpar serve` under Ray Serve, on two nodes of this machine: replicas are killed, come and go, and share jobs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.support.fake_replica import pixels_of
+from tests.support.front import CHILD, ROOT, RUN, until
+from tests.support.ray_nodes import Nodes, parent, tree, two_nodes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'seqpar[ray]'"),
+    pytest.mark.filterwarnings("ignore:The Sora API"),
+]
+PICTURES = "/v1/images/generations"
+FAKE = [sys.executable, "-c", f"CHILD = {CHILD!r}\n{RUN}"]
+ONE_A_NODE = {"num_cpus": 1, "resources": {"node": 1}}
+QUICK = {"metrics_interval_s": 0.2, "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 1.0}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def config(nodes: Nodes, name: str, args: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return a config file with an application of some name. options: of its replicas."""
+    application = {
+        "name": name,
+        "route_prefix": "/",
+        "import_path": "seqpar.serve.ray:app",
+        "args": {"ranks": 1, "jobs": str(nodes.folder / name), **args},
+        "deployments": [{"name": "Replica", "ray_actor_options": ONE_A_NODE, **options}],
+    }
+    http = {"host": "127.0.0.1", "port": nodes.port}
+    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+
+
+def test_the_config_file_of_the_docs_is_one(tmp_path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from seqpar.serve.ray.build import AppArgs
+
+    told = yaml.safe_load((ROOT / "examples" / "deploy" / "ray.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(told).applications
+    args = AppArgs.model_validate(application.args)
+    assert application.import_path == "seqpar.serve.ray:app"
+    assert args.command[4:] == [
+        *("serve", "black-forest-labs/FLUX.1-dev", "--gpus", "4", "--host", "127.0.0.1", "--port", "0"),
+        *("--jobs", "/shared/jobs", "--keys", "/shared/keys.txt"),
+    ]
+    with pytest.raises(ValueError, match="got gpus 4 and ranks 2, expected one of them"):
+        AppArgs.model_validate({**application.args, "ranks": 2})
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Return two nodes without an application."""
+    folder = tmp_path_factory.mktemp("ray")
+    with two_nodes(folder, free_port(), FAKE_FOLDER=str(folder)) as started:
+        yield started
+
+
+def is_there(pid: int) -> bool:
+    """Return whether a process runs."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_replica_that_is_killed_under_load_costs_no_answer_and_comes_back(nodes: Nodes) -> None:
+    nodes.deploy(config(nodes, "real", {"models": ["builtin"]}, num_replicas=2))
+    nodes.running("real", 2)
+    before = nodes.replicas("real")
+    assert {parent(pid) for pid in before} == set(nodes.raylets)
+    assert len(set(nodes.raylets)) == 2
+    victim = tree(before[0])
+    assert len(victim) > 2  # the actor, its server, and the server's ranks
+
+    def picture(seed: int) -> str:
+        answer = http.post(PICTURES, json={"prompt": "cat", "seed": seed, "steps": 20})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["b64_json"]
+
+    with nodes.http() as http, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(picture, seed) for seed in range(24)]
+        until(lambda: sum(answer.done() for answer in answers) > 4)
+        os.kill(before[0], signal.SIGKILL)
+        pictures = [answer.result() for answer in answers]
+        until(lambda: not any(map(is_there, victim)))
+        nodes.running("real", 2)
+        assert before[1] in nodes.replicas("real")
+        assert {parent(pid) for pid in nodes.replicas("real")} == set(nodes.raylets)
+        assert list(map(picture, range(0, 24, 8))) == pictures[::8]
+        assert len(set(pictures)) == 24
+
+
+def fake(nodes: Nodes, **options: Any) -> None:
+    """Deploy servers whose ranks are no model."""
+    args = {"models": ["toy"], "program": FAKE, "loras": str(nodes.folder)}
+    nodes.deploy(config(nodes, "fake", args, **options))
+
+
+def record_of(nodes: Nodes, id_: str) -> dict[str, Any]:
+    """Return what the folder of jobs has of one, as soon as it has ended."""
+
+    def found() -> dict[str, Any] | None:
+        told = [json.loads(path.read_text()) for path in nodes.folder.glob(f"fake/owners/*/{id_}.json")]
+        return told[0] if told and told[0]["ended"] else None
+
+    return until(found)
+
+
+def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nodes) -> None:
+    fake(nodes, num_replicas=2)
+    nodes.running("fake", 2)
+    with nodes.http() as http:
+
+        def front_of(lora: str) -> str:
+            told = http.post(PICTURES, json={"prompt": "x", "lora": lora}).json()
+            return record_of(nodes, told["seqpar"]["id"])["front"]
+
+        fronts = [front_of(lora) for lora in ("style", "lines") * 4]
+        assert (len(set(fronts[2::2])), len(set(fronts[3::2])), len(set(fronts))) == (1, 1, 2)
+        with ThreadPoolExecutor(8) as pool:  # more than one replica is to hold
+            busy: list[Future[httpx.Response]] = []
+            for count in range(1, 6):
+                busy.append(pool.submit(http.post, PICTURES, json={"prompt": "hold go", "lora": "style"}))
+                until(lambda count=count: http.get("/v1/jobs").text.count('"ended":null') == count)
+            (nodes.folder / "go").touch()
+            ids = [answer.result().json()["seqpar"]["id"] for answer in busy]
+        assert len({record_of(nodes, id_)["front"] for id_ in ids}) == 2
+        events = {"prompt": "hold stream", "stream": True, "stream_steps": True}
+        with http.stream("POST", PICTURES, json=events) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) in ("event: seqpar.queued", "event: seqpar.step")
+            (nodes.folder / "stream").touch()
+            assert "event: image_generation.completed" in [*lines]
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(PICTURES, json={"prompt": "wait", "user": "leaves"}, timeout=1)
+        until(lambda: http.get("/v1/jobs").json()["data"][-1]["state"] == "cancelled")
+        long = http.post(PICTURES, content=b"1" * 2_000_000, headers={"content-type": "application/json"})
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "too_large")
+        assert http.get("/metrics").status_code == 404
+        assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_videos_that_wait_bring_a_second_replica_and_are_answered_for_by_any(nodes: Nodes) -> None:
+    fake(nodes, autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1.5, **QUICK})
+    nodes.running("fake", 1)
+    with openai.OpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0) as client:
+        made = [client.videos.create(prompt="hold videos", extra_body={"seed": seed}) for seed in range(3)]
+        nodes.running("fake", 2)  # though no client waits
+        assert {client.videos.retrieve(made[0].id).status for _ in range(8)} == {"in_progress"}
+        (nodes.folder / "videos").touch()
+        for video in made:
+            until(lambda video=video: client.videos.retrieve(video.id).status == "completed")
+        nodes.running("fake", 1)
+        for seed, video in enumerate(made):
+            assert client.videos.download_content(video.id).content == pixels_of(seed, 24, 16)
+        assert client.videos.delete(made[0].id).deleted
+        until(lambda: {each.id for each in client.videos.list()} == {video.id for video in made[1:]})

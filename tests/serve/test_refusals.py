@@ -146,6 +146,7 @@ def test_the_client_of_openai_raises_its_own_error(front: Running) -> None:
         ("host", "[::1]:8000", 200),
         ("origin", "https://evil.example", 403),
         ("origin", "null", 403),
+        ("origin", "http://[", 403),
         ("origin", "http://127.0.0.1:1", 403),
     ],
 )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from seqpar.cli.args import Args, ProfileArgs
 from seqpar.pipelines._family import Job
+from seqpar.pipelines._pictures import check_writable
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -27,6 +28,7 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
     if args.profile_out.exists() and not args.profile_out.is_dir():
         raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
+    check_writable(args.profile_out / "profile.png")
     if ranks.device.type == "cpu" and args.transport == "peer":
         raise ValueError(
             "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "

@@ -60,14 +60,16 @@ class BlockMarks:
         span = None
         if all(_is_model(each) for each, _ in self._open) and not _is_model(module):
             span = record_function(BLOCK + self._name(module))
-            span.__enter__()
+            with torch._C.DisableTorchFunction():  # modes, as that of a decoder's strips, know no spans
+                span.__enter__()
         self._open.append((module, span))
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         while self._open:
             each, span = self._open.pop()
             if span is not None:
-                span.__exit__(None, None, None)
+                with torch._C.DisableTorchFunction():
+                    span.__exit__(None, None, None)
             if each is module:  # what is left above it has raised an error before its hook ran
                 return
 

@@ -54,6 +54,7 @@ def test_a_pipeline_of_diffusers_is_profiled(
         ({"profile_steps": 0}, "got --profile-steps=0, expected a whole number from 1 to 100"),
         ({"transport": "peer"}, "got --transport peer on CPUs, expected another one for a profile"),
         ({"profile_out": Path(__file__)}, f"got --profile-out {__file__}, which is a file, expected a folder"),
+        ({"profile_out": Path(__file__) / "p"}, f"got output {__file__}/p/profile.png, which cannot be written: Not a"),
     ],
     ids=str,
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,8 @@ import pytest
 from PIL import Image
 
 from seqpar.serve.messages import Answer, Failed, Made, PictureOrder
-from tests.cli.processes import seqpar
-from tests.support.driver import Driver, gone, replica
+from tests.cli.processes import environment, seqpar
+from tests.support.driver import LIMIT_S, Driver, gone, replica
 
 pytestmark = pytest.mark.slow
 FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=6)
@@ -95,6 +98,7 @@ def test_a_deadline_ends_an_order_alone(driver: Driver) -> None:
         ({"negative_prompt": "a dog"}, "negative"),
         ({"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
         ({"guidance": float("nan")}, "guidance"),
+        ({"size": (8192, 8192), "deadline_s": 100.0}, "got an order of which a step is predicted to take"),
     ],
 )
 def test_a_mistake_is_the_answer_and_the_ranks_go_on(driver: Driver, changed: dict[str, object], text: str) -> None:
@@ -120,3 +124,18 @@ def test_ranks_without_a_front_end_by_themselves(tmp_path: Path) -> None:
     with replica(tmp_path, 1, "builtin") as driver:
         driver.line.close()
         assert gone(driver)[0] == 0
+
+
+def test_a_rank_that_does_not_end_its_step_ends_without_a_front(tmp_path: Path) -> None:
+    path = str(tmp_path / "front")
+    work = f"import threading\nfrom seqpar.serve.ranks.line import Line\nLine({path!r}, 0.1)\nthreading.Event().wait()"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(1)
+        with subprocess.Popen([sys.executable, "-c", work], env=environment()) as process:
+            try:
+                listening.settimeout(LIMIT_S)
+                listening.accept()[0].close()
+                assert process.wait(LIMIT_S) == 1
+            finally:
+                process.kill()

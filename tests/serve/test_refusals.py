@@ -44,6 +44,7 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [
     ({"seed": 2**63 - 2, "n": 3}, 400, "expected a seed of at most"),
     ({"seed": "1"}, 400, "got seed '1', expected a valid integer"),
     ({"steps": 0}, 400, "got steps 0, expected"),
+    ({f"field{i}": i for i in range(99)}, 400, "got unknown fields field0, field1, field2 and 96 more, expected"),
     ({"steps": 1001}, 400, "got steps 1001, expected"),
     ({"guidance": -0.5}, 400, "got guidance -0.5, expected"),
     ({"guidance": float("nan")}, 400, "got guidance nan, expected"),
@@ -146,6 +147,7 @@ def test_the_client_of_openai_raises_its_own_error(front: Running) -> None:
         ("host", "[::1]:8000", 200),
         ("origin", "https://evil.example", 403),
         ("origin", "null", 403),
+        ("origin", "http://[", 403),
         ("origin", "http://127.0.0.1:1", 403),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
 
 import seqpar
 from seqpar import DistributedDiT, Guidance, Sampler
@@ -23,6 +24,7 @@ from seqpar.sight.columns import OUTSIDE, Columns
 from seqpar.sight.record import StepRecorder, steps_before, steps_needed
 from seqpar.sight.report import report
 from seqpar.sight.result import Profile
+from seqpar.sight.trace import BLOCK
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
@@ -212,6 +214,29 @@ def test_nothing_is_registered_without_a_profile() -> None:
     with pytest.raises(RuntimeError, match="planted"), StepRecorder(mesh, 1):
         raise RuntimeError("planted")
     assert registered() == before
+
+
+def test_a_block_in_a_mode_that_knows_no_spans_runs() -> None:
+    """As those of a decoder in strips do, which refuse functions that they do not know."""
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.Tensor.add:
+                raise ValueError(f"got {func}")
+            return func(*args, **(kwargs or {}))
+
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add(1)
+
+    x, block = torch.zeros(2), Block()
+    with StepRecorder(seqpar.Mesh.single(), 1) as recorder:
+        for index in range(2):
+            with Refusing():
+                x = block(x)
+            recorder(index)
+    assert x.tolist() == [2, 2]
+    assert any(event.get("name") == f"{BLOCK}Block 0" for event in recorder.trace["traceEvents"])
 
 
 def test_a_run_with_too_few_steps_is_refused() -> None:

@@ -23,6 +23,7 @@ ENDS: Mapping[Why, tuple[int, str]] = {
 }
 NO_RETRY = {"x-should-retry": "false"}  # the openai client asks again after a 5xx unless it is told not to
 SHOWN = 80  # characters of a value that a message quotes
+NAMED = 3  # unknown fields that a message names
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,11 @@ def of_ranks(why: Why, text: str) -> Problem:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """Return one sentence about fields that are wrong; it names all unknown ones, or else the first that is wrong."""
+    """Return one sentence about fields that are wrong; it names some unknown ones, or else the first that is wrong."""
     unknown = [_name(each) for each in errors if each["type"] == "extra_forbidden"]
     if unknown:
-        text = f"got unknown fields {', '.join(unknown)}, expected those of /openapi.json; leave them out"
+        more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
+        text = f"got unknown fields {', '.join(unknown[:NAMED])}{more}, expected those of /openapi.json; leave them out"
         return Problem(400, "unknown_field", text, unknown[0][:SHOWN])
     first = errors[0]
     name, said = _name(first), str(first["msg"]).removeprefix("Value error, ")

@@ -71,7 +71,7 @@ class Gate:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if self.keys is None and not (len(hosts) == 1 and _name(hosts[0]) in OWN | self.hosts):
             raise _refused(f"got Host {', '.join(hosts)[:80]!r}, expected a name of this server, as localhost")
-        if any(urlsplit(origin).netloc != hosts[0] for origin in origins):
+        if any(not _is_of(origin, hosts) for origin in origins):
             raise _refused(f"got Origin {origins[0][:80]!r}, expected none or the server's own; ask from no other site")
         if self.keys is None:
             if scope["path"] == "/metrics" and not _is_local(scope):
@@ -143,6 +143,14 @@ def _name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def _is_of(origin: str, hosts: Sequence[str]) -> bool:
+    """Return whether an Origin is of the host that was asked; none is that cannot be read, or of a request without."""
+    try:
+        return urlsplit(origin).netloc in hosts
+    except ValueError:
+        return False
 
 
 def _is_local(scope: Scope) -> bool:

@@ -1,11 +1,12 @@
 """Rank 0's end of the socket to the front: a thread reads orders and cancels, another one writes what was made.
 
 Neither a slow front nor a large picture holds the ranks up. When the front has gone, the line ends as if it had asked
-the ranks to finish.
+the ranks to finish; a process that is still in a step some time later is ended, and with it the other ranks.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -15,12 +16,15 @@ from contextlib import suppress
 from seqpar.engine.boundary import Reason
 from seqpar.serve.messages import Cancel, Finish, PictureOrder, ToFront, ToRanks, packed, read
 
+ALONE_S = 60.0  # for ranks to end by themselves when the front has gone
+
 
 class Line:
     """The connection of rank 0 with the front; see the module."""
 
-    def __init__(self, path: str) -> None:
-        """Connect to the front's socket. Raises OSError if nothing listens there."""
+    def __init__(self, path: str, alone_s: float = ALONE_S) -> None:
+        """Connect to the front's socket. Raises OSError if nothing listens there. alone_s: see `ALONE_S`."""
+        self._alone_s = alone_s
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._orders = queue.SimpleQueue[tuple[PictureOrder, float] | Finish]()
@@ -73,6 +77,8 @@ class Line:
                     self._orders.put((message, time.monotonic()) if isinstance(message, PictureOrder) else message)
         self._gone.set()
         self._orders.put(Finish())
+        time.sleep(self._alone_s)  # a process that ends takes this thread with it
+        os._exit(1)
 
     def _write(self) -> None:
         with suppress(OSError):

@@ -33,7 +33,7 @@ from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
 from seqpar.serve.ranks.loras import FittingLoras
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
-from seqpar.serve.ranks.sizes import offered, usual_size
+from seqpar.serve.ranks.sizes import check_step, offered, usual_size
 from seqpar.weights.find import Blueprint
 from seqpar.weights.presets import Preset
 
@@ -162,7 +162,9 @@ class Found:
         )
         if order.steps is not None:
             asked = replace(asked, steps=order.steps)
-        return self.family.check(asked, self.example.files)
+        job = self.family.check(asked, self.example.files)
+        check_step(order, self.plan, job.load)
+        return job
 
     def facts(self, size: tuple[int, int]) -> ServedModel:
         """Return what the front tells of the model, whose pictures have this size by default."""

@@ -1,4 +1,4 @@
-"""Sizes of a served model: its own, and those of other shapes with about as many pixels that it takes, too."""
+"""Sizes of a served model: its own, others with about as many pixels that it takes, and those that take too long."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from collections.abc import Callable, Iterator
 from math import log2, sqrt
 
 from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.plan import Plan
+from seqpar.planner.predict import Load, predict
+from seqpar.serve.messages import PictureOrder
 
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
 LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
+
+SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
+
+
+def check_step(order: PictureOrder, plan: Plan, load: Load) -> None:
+    """Raise ValueError for an order of which one step is predicted to take longer than the whole order may.
+
+    Runs are given up between steps, so that such a step would hold all ranks, whatever its client does.
+    """
+    if order.deadline_s is None:
+        return
+    step_s, limit_s = predict(plan.ranking.work, load, plan.layout, plan.ranking.rates).ms / 1e3, order.deadline_s
+    if step_s > max(limit_s, SLOW_S):
+        raise ValueError(
+            f"got an order of which a step is predicted to take {step_s:.0f} s, expected it to take less than the "
+            f"{limit_s:.0f} s that are left; ask for a smaller size or fewer frames"
+        )
 
 
 def usual_size(job: Adapted) -> tuple[int, int]:

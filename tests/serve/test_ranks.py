@@ -99,6 +99,7 @@ def test_a_deadline_ends_an_order_alone(driver: Driver) -> None:
         ({"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
         ({"guidance": float("nan")}, "guidance"),
         ({"size": (8192, 8192), "deadline_s": 100.0}, "got an order of which a step is predicted to take"),
+        ({"model": "builtin-text", "size": (65536, 65536)}, "got an order that needs "),
     ],
 )
 def test_a_mistake_is_the_answer_and_the_ranks_go_on(driver: Driver, changed: dict[str, object], text: str) -> None:

@@ -117,10 +117,12 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def _body(receive: Receive, longest: int) -> bytes:
-    """Return a body; a client that leaves before its end has sent what it has sent."""
+    """Return a body; ProblemError if the client leaves before its end, who then reads no answer."""
     body, more = bytearray(), True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ProblemError(Problem(499, "cancelled", "the client left before the body was whole"))
         body += message.get("body", b"")
         more = message.get("more_body", False)
         _check_length(len(body), longest)

@@ -68,6 +68,8 @@ class Running:
 class Replica:
     """The child and its connection. most: ends of children in ten minutes that end the front.
 
+    The second end by one picture does not count, so that it takes as many requests as `most` to end a front.
+
     on_restart is called when a child is started again.
     """
 
@@ -76,6 +78,7 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._running: Running | None = None
+        self._during: str | None = None  # the picture whose order has no answer, whatever attempt it was
         self._finishing = False
         self._tail: deque[str] = deque(maxlen=TAIL)
         self.ready = asyncio.Event()
@@ -84,14 +87,16 @@ class Replica:
 
     async def keep(self) -> Ended:
         """Start the child, and start it again when it ends; return when that must not go on."""
-        loop, ends = asyncio.get_running_loop(), deque[float](maxlen=self._most)
+        loop, ends, blamed = asyncio.get_running_loop(), deque[float](maxlen=self._most), None
         while True:
             code = await self._life()
             if self._finishing:
                 return Ended(0, "the server has ended")
             if self.known is None:
                 return Ended(code or 1, self._last_words(code))
-            ends.append(loop.time())
+            before, blamed = blamed, self._during
+            if blamed is None or blamed != before:  # a request that ends ranks twice does so once, for this
+                ends.append(loop.time())
             if len(ends) == self._most and ends[-1] - ends[0] < WITHIN_S:
                 text = f"error: the ranks ended {self._most} times in {WITHIN_S / 60:g} minutes; see the log"
                 return Ended(1, text)
@@ -101,10 +106,12 @@ class Replica:
     async def run(self, order: PictureOrder, told: Callable[[Step | Partial], None]) -> Answer:
         """Send an order and return its answer. Raises RanksEndedError. The ranks must be ready and have no order."""
         running = Running(order, asyncio.get_running_loop().create_future(), told)
-        self._running = running
+        self._running, self._during = running, order.id.rpartition("/")[0]
         self._send(order)
         try:
-            return await running.answer
+            answer = await running.answer
+            self._during = None
+            return answer
         finally:
             self._running = None
 

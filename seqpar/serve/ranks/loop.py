@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.pipelines._image_files import Picture
 from seqpar.pipelines._lora import Lora
 from seqpar.pipelines._videos import encoded
+from seqpar.planner.predict import GIB
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.serve.messages import (
@@ -115,7 +116,8 @@ def checked(
             f"got models that need {needed / 2**30:.1f} GiB on each of {mesh.world.size} ranks ({shares}), expected at "
             f"most {memory / 2**30:.1f} GiB; serve fewer of them, or use more GPUs"
         )
-    return found
+    others = [needed - each.memory + each.loras.weights * each.dtype.itemsize for each in found]
+    return [replace(each, room=(memory - other) / GIB) for each, other in zip(found, others, strict=True)]
 
 
 def _run_unseen(served: Served, images: Sequence[Picture], order: PictureOrder) -> None:

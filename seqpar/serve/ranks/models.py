@@ -93,6 +93,7 @@ class Found:
     """A checked model before any weight is read. example: the work of an order that names nothing.
 
     drawing: the class of diffusers that begins with a picture, or None. needs_picture: whether no other makes anything.
+    room: GiB of a rank that this model and its run may take, None before that is known.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Found:
     drawing: Any = None
     needs_picture: bool = False
     video: VideoFacts | None = None
+    room: float | None = None
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> Found:
@@ -163,7 +165,7 @@ class Found:
         if order.steps is not None:
             asked = replace(asked, steps=order.steps)
         job = self.family.check(asked, self.example.files)
-        check_step(order, self.plan, job.load)
+        check_step(order, self.plan, job.load, self.room)
         return job
 
     def facts(self, size: tuple[int, int]) -> ServedModel:

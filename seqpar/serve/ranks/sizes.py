@@ -17,15 +17,17 @@ LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, a
 SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
 
 
-def check_step(order: PictureOrder, plan: Plan, load: Load) -> None:
-    """Raise ValueError for an order of which one step is predicted to take longer than the whole order may.
+def check_step(order: PictureOrder, plan: Plan, load: Load, room: float | None) -> None:
+    """Raise ValueError for an order of which one step is predicted to take longer than the whole order may, or to need
+    more than `room` GiB on a rank.
 
     Runs are given up between steps, so that such a step would hold all ranks, whatever its client does.
     """
-    if order.deadline_s is None:
-        return
-    step_s, limit_s = predict(plan.ranking.work, load, plan.layout, plan.ranking.rates).ms / 1e3, order.deadline_s
-    if step_s > max(limit_s, SLOW_S):
+    step = predict(plan.ranking.work, load, plan.layout, plan.ranking.rates)
+    if (reason := step.too_big(room)) is not None:
+        raise ValueError(f"got an order that {reason}; ask for a smaller size or fewer frames")
+    step_s, limit_s = step.ms / 1e3, order.deadline_s
+    if limit_s is not None and step_s > max(limit_s, SLOW_S):
         raise ValueError(
             f"got an order of which a step is predicted to take {step_s:.0f} s, expected it to take less than the "
             f"{limit_s:.0f} s that are left; ask for a smaller size or fewer frames"

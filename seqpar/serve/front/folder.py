@@ -11,6 +11,7 @@ of files, which one file system gives, so that clocks of machines need not agree
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ class JobFolder:
     def __init__(self, root: Path) -> None:
         self.root, self.front = root, secrets.token_hex(8)
         self._beat = root / "fronts" / self.front
+        self.writing = asyncio.Lock()  # held from looking at a job to having written it, so that no older look is last
 
     def open(self) -> None:
         """Make what is missing; ValueError if this user cannot write there."""

@@ -53,7 +53,8 @@ async def announce(front: Front, job: ServedJob) -> None:
     if front.folder is None:
         return
     try:
-        await asyncio.to_thread(front.folder.keep, job.key, of(front, job))
+        async with front.folder.writing:
+            await asyncio.to_thread(front.folder.keep, job.key, of(front, job))
     except OSError as error:
         front.queue.cancel(job, "the job could not be written into --jobs")
         text = f"got a job that was not written into --jobs: {error.strerror}; tell who runs the server"

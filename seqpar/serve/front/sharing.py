@@ -61,14 +61,16 @@ class Sharing:
             if (job := self.front.queue.find(id_)) is not None:
                 await records.end(self.front, job.key, records.of(self.front, job), wish)
                 await asyncio.to_thread(self.folder.unmark, id_)
-        now = {(job.key, job.id): records.of(self.front, job) for job in self.front.queue.remembered}
-        for key, id_ in self.written.keys() - now.keys():
+        jobs = {(job.key, job.id): job for job in self.front.queue.remembered}
+        for key, id_ in self.written.keys() - jobs.keys():
             await asyncio.to_thread(self.folder.forget, key, id_)
             del self.written[key, id_]
-        for (key, id_), record in now.items():
-            if self.written.get((key, id_)) != record:
-                await asyncio.to_thread(self.folder.keep, key, record)
-                self.written[key, id_] = record
+        for (key, id_), job in jobs.items():
+            async with self.folder.writing:
+                record = records.of(self.front, job)
+                if self.written.get((key, id_)) != record:
+                    await asyncio.to_thread(self.folder.keep, key, record)
+                    self.written[key, id_] = record
 
     async def leave(self) -> None:
         """Write how the last jobs ended, and tell the others that this front has."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 
 import seqpar
 from launch.baselines import flux_pipeline
-from launch.benches import compare, compare_job, faults, latency, loading, serve
+from launch.benches import compare, compare_job, faults, loading
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
-from launch.benches.latency import Latency
 from launch.benches.loading import Loading
-from launch.benches.serve import Serve
 from seqpar.weights.presets import FLUX_VAE
 from tests.faults.test_faults import forked
 from tests.support.pool import Pool, server
@@ -90,41 +87,11 @@ def test_a_job_with_a_fault_is_judged(
     assert table.count("| right |") == 4  # each row is shown at once, and in the table
 
 
-@pytest.mark.timeout(600)
-def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "lines.jsonl"
-    serve.main(Serve(requests=60, clients=8, cancels=12, kills=2, stops=0, commands=1, out=out))
-    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
-    assert line["restarts"] == 2
-    assert all(verdict["right"] for verdict in line["verdicts"])
-    assert "FAILED" not in capsys.readouterr().out
-
-
-@pytest.mark.timeout(600)
-def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
-    out = tmp_path / "lines.jsonl"
-    args = Latency(
-        model="flux.1-dev", folder=tmp_path / "flux", steps=4, size="64x64", pictures=4, lora_rank=2, out=out
-    )
-    latency.main(replace(args, waiting=20, cancels=2, arrivals=4))
-    parts = {line["part"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert list(parts) == ["start", "alone", "busy", "full", "cancelled", "switched", "killed", "open"]
-    assert 0 < parts["alone"]["front_s"] < parts["alone"]["seconds"]
-    assert parts["full"]["waiting"] == 20
-    switched = parts["switched"]
-    assert ["lora" in each["parts_s"] for each in switched["other"]] == [True] * 8
-    assert ["lora" in each["parts_s"] for each in switched["same"]] == [False] * 8
-    assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
-    assert len(parts["open"]["every"]) == 4
-
-
 def test_both_ways_load_a_whole_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lines.jsonl"
-    loading.main(Loading("flux.1-dev", tmp_path / "flux", rounds=1, out=out))
+    loading.main(Loading("flux.1-dev", tmp_path / "flux", ranks=1, rounds=1, out=out))
     ours, theirs = map(json.loads, out.read_text().splitlines())
-    assert (ours["way"], [len(each["rounds"][0]) for each in (ours, theirs)]) == ("seqpar.load", [2, 2])
+    assert (ours["way"], [len(each["rounds"][0]) for each in (ours, theirs)]) == ("seqpar.load", [1, 1])
     assert ours["bytes"] > 0
     assert min(rank["seconds"] for line in (ours, theirs) for rank in line["rounds"][0]) > 0
     assert capsys.readouterr().out.count("GB of files") == 2

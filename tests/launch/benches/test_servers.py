@@ -1,0 +1,45 @@
+"""Benches that start a server, with a few requests. A file of its own, so that they run beside the other jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.benches import latency, serve
+from launch.benches.latency import Latency
+from launch.benches.serve import Serve
+
+pytestmark = pytest.mark.bench
+
+
+@pytest.mark.timeout(600)
+def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    serve.main(Serve(requests=60, clients=8, cancels=12, kills=2, stops=0, commands=1, out=out))
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["restarts"] == 2
+    assert all(verdict["right"] for verdict in line["verdicts"])
+    assert "FAILED" not in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    args = Latency(
+        model="flux.1-dev", folder=tmp_path / "flux", steps=4, size="64x64", pictures=4, lora_rank=2, out=out
+    )
+    latency.main(replace(args, waiting=20, cancels=2, arrivals=4))
+    parts = {line["part"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert list(parts) == ["start", "alone", "busy", "full", "cancelled", "switched", "killed", "open"]
+    assert 0 < parts["alone"]["front_s"] < parts["alone"]["seconds"]
+    assert parts["full"]["waiting"] == 20
+    switched = parts["switched"]
+    assert ["lora" in each["parts_s"] for each in switched["other"]] == [True] * 8
+    assert ["lora" in each["parts_s"] for each in switched["same"]] == [False] * 8
+    assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
+    assert len(parts["open"]["every"]) == 4

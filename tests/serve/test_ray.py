@@ -102,6 +102,7 @@ def test_a_replica_that_is_killed_under_load_costs_no_answer_and_comes_back(node
         os.kill(before[0], signal.SIGKILL)
         pictures = [answer.result() for answer in answers]
         until(lambda: not any(map(is_there, victim)))
+        until(lambda: len({*nodes.replicas("real")} - {*before}) == 1)  # Serve has noticed, and started another one
         nodes.running("real", 2)
         assert before[1] in nodes.replicas("real")
         assert {parent(pid) for pid in nodes.replicas("real")} == set(nodes.raylets)

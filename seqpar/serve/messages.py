@@ -5,6 +5,7 @@ Both sides know all types, so that nothing that comes from the socket is unpickl
 
 from __future__ import annotations
 
+import re
 import socket
 from typing import Any, Literal
 
@@ -12,9 +13,16 @@ import msgspec
 
 HEAD = 4  # bytes of a message's length
 LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
+SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Kind = Literal["classes", "texts"]
 UNTOLD = ("id", "deadline_s", "partial_images", "images", "loras")  # fields of an order that no file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
+
+
+def size_of(text: str) -> tuple[int, int] | None:
+    """Return (height, width) of a text WIDTHxHEIGHT, as a server's requests and flags have it; None for others."""
+    match = SIZE.fullmatch(text)
+    return (int(match[2]), int(match[1])) if match else None
 
 
 class OrderPicture(msgspec.Struct, frozen=True):

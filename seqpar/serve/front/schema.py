@@ -6,7 +6,6 @@ Every number has a bound, and nothing is converted: "3" is no number here.
 from __future__ import annotations
 
 import base64
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import Format, Kind
-from seqpar.serve.messages import OrderPicture, PictureOrder, ServedModel
+from seqpar.serve.messages import OrderPicture, PictureOrder, ServedModel, size_of
 
 # fields of OpenAI that mean nothing here
 IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
 MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
 MOST_SEED = 2**63 - 1
 LEAST_STRENGTH = 0.001  # which makes a step of any number of them
-SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 LoraName = Annotated[str, Field(min_length=1, max_length=100)]
 Nothing = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
@@ -78,8 +76,8 @@ class CommonFields(BaseModel):
     @field_validator("size")
     @classmethod
     def _is_size(cls, value: str) -> str:
-        match = SIZE.fullmatch(value)
-        if value != "auto" and (match is None or max(map(int, match.groups())) > MOST_SIDE):
+        size = size_of(value)
+        if value != "auto" and (size is None or max(size) > MOST_SIDE):
             raise ValueError(f'expected "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, as "1024x768"')
         return value
 
@@ -104,13 +102,12 @@ class CommonFields(BaseModel):
 
     def order(self, model: ServedModel, images: Sequence[OrderPicture] = ()) -> PictureOrder:
         """Return the order of a model's first picture, or of its video, without an id."""
-        match = SIZE.fullmatch(self.size)
         return PictureOrder(
             "",
             model.name,
             self.prompt,
             secrets.randbelow(2**32) if self.seed is None else self.seed,
-            (int(match[2]), int(match[1])) if match else None,  # a message holds (height, width)
+            size_of(self.size),
             self.steps,
             self.guidance,
             self.true_guidance,

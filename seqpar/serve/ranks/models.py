@@ -65,24 +65,32 @@ class OrderResult:
     fps: float = 0.0
 
 
+def untold(index: int, count: int) -> None:
+    """Tell nobody of a step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an order is made. images: those of the order. boundary: passed between steps and parts.
+
+    tell(index, count): called after each step. estimates: of the clean latents, which change nothing.
+    """
+
+    images: Sequence[Picture]
+    boundary: Pass
+    tell: Tell = untold
+    clock: Clock = field(default_factory=Clock)
+    estimates: Estimates = NO_ESTIMATES
+
+
 class Resident(Protocol):
     """A loaded model. facts: what the front tells of it."""
 
     facts: ServedModel
 
-    def make(
-        self,
-        order: PictureOrder,
-        images: Sequence[Picture],
-        boundary: Pass,
-        tell: Tell,
-        clock: Clock,
-        estimates: Estimates = NO_ESTIMATES,
-    ) -> OrderResult:
+    def make(self, order: PictureOrder, run: Run) -> OrderResult:
         """Return what an order asks for, on every rank; every rank must call this alike.
 
-        images: those of the order. boundary: passed between steps and parts. tell(index, count): called after each
-        step. estimates: of the clean latents, which change nothing.
         Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
         """
         ...
@@ -244,31 +252,23 @@ class OwnModel:
         self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
         self.facts = found.facts(example.pixels)
 
-    def make(
-        self,
-        order: PictureOrder,
-        images: Sequence[Picture],
-        boundary: Pass,
-        tell: Tell,
-        clock: Clock,
-        estimates: Estimates = NO_ESTIMATES,
-    ) -> OrderResult:
+    def make(self, order: PictureOrder, run: Run) -> OrderResult:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
         pipeline = self._pipeline
-        job = pipeline.dit.mesh.together(lambda: self._found.job(order, images))
+        job = pipeline.dit.mesh.together(lambda: self._found.job(order, run.images))
 
         def step(index: int) -> None:
-            tell(index + 1, job.evaluations)
-            boundary()
+            run.tell(index + 1, job.evaluations)
+            run.boundary()
 
-        boundary()
-        with pipeline.sampler.estimating(*estimates.looked(job.evaluations, job.pixels)):
+        run.boundary()
+        with pipeline.sampler.estimating(*run.estimates.looked(job.evaluations, job.pixels)):
             latents = pipeline.latents(**job.settings, on_step=step)
-        clock.ends("steps")
-        (picture,) = to_pil(pipeline.decode(latents, lambda index: boundary()))
-        clock.ends("decode")
+        run.clock.ends("steps")
+        (picture,) = to_pil(pipeline.decode(latents, lambda index: run.boundary()))
+        run.clock.ends("decode")
         return OrderResult(job.evaluations, picture)
 
 
@@ -290,32 +290,24 @@ class DiffusersModel:
         self._scheduler = pipe.scheduler
         self.facts = found.facts(usual_size(example))
 
-    def make(
-        self,
-        order: PictureOrder,
-        images: Sequence[Picture],
-        boundary: Pass,
-        tell: Tell,
-        clock: Clock,
-        estimates: Estimates = NO_ESTIMATES,
-    ) -> OrderResult:
+    def make(self, order: PictureOrder, run: Run) -> OrderResult:
         """See `Resident`."""
-        job: Any = self._mesh.together(lambda: self._found.job(order, images))
+        job: Any = self._mesh.together(lambda: self._found.job(order, run.images))
         if self._loras is None and order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} was started without LoRAs")
         if self._loras is not None and self._loras.switch(order.loras):
-            clock.ends("lora")
+            run.clock.ends("lora")
         pipe = self._pipes[job.kind]
         pipe.scheduler = job.scheduler_of(self._scheduler)
 
         def step(index: int) -> None:
-            clock.ends("encode and steps" if not index else "steps")
-            tell(index + 1, job.steps)
+            run.clock.ends("encode and steps" if not index else "steps")
+            run.tell(index + 1, job.steps)
 
         try:
-            with passing(pipe, boundary), watched(pipe.scheduler, estimates, job.pixels):
+            with passing(pipe, run.boundary), watched(pipe.scheduler, run.estimates, job.pixels):
                 (made,) = job.make(pipe, step, self._mesh)
         finally:
             pipe.scheduler = self._scheduler
-        clock.ends("decode")
+        run.clock.ends("decode")
         return OrderResult(job.steps, frames_FHW3=made, fps=job.fps) if job.video else OrderResult(job.steps, made)

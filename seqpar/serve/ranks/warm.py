@@ -6,15 +6,13 @@ model fits a map; later sizes do the same when they are asked for.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 
 from seqpar.ranks.mesh import Mesh
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import PictureOrder, size_of
 from seqpar.serve.ranks.models import Found
 
-SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 OWN = "auto"
 STEPS = 4  # a call is captured when it comes for the second time
 
@@ -42,10 +40,10 @@ def warming(found: Sequence[Found], sizes: Sequence[str]) -> dict[str, list[Pict
 
 def _parsed(text: str) -> tuple[int, int] | None:
     """Return height and width of WIDTHxHEIGHT, None for "auto"."""
-    match = SIZE.fullmatch(text)
-    if match is None and text != OWN:
+    size = size_of(text)
+    if size is None and text != OWN:
         raise ValueError(f"got --warm {text}, expected WIDTHxHEIGHT in pixels, such as 1024x768, or {OWN}")
-    return (int(match[2]), int(match[1])) if match else None
+    return size
 
 
 def warm(mesh: Mesh, orders: Sequence[PictureOrder], make: Callable[[PictureOrder], object]) -> None:

@@ -41,7 +41,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
-from seqpar.serve.ranks.models import Clock, Found, OrderResult, Resident, Run
+from seqpar.serve.ranks.models import Clock, Found, OrderResult, OrderRun, Resident
 from seqpar.serve.ranks.pictures import pictures_of
 from seqpar.serve.ranks.preview import Estimates, Previews
 from seqpar.serve.ranks.warm import warm, warming
@@ -124,7 +124,7 @@ def _run_unseen(served: Served, images: Sequence[Picture], order: PictureOrder) 
     """Make what an order asks for on every rank; nobody is told of it."""
     model, boundary = served.models[order.model], StepBoundary(served.mesh, lambda: None)
     estimates = _estimates(served, order, images, boundary, lambda message: None)
-    model.make(order, Run(images, boundary, estimates=estimates))
+    model.make(order, OrderRun(images, boundary, estimates=estimates))
 
 
 def _next(served: Served, idle_s: float) -> PictureOrder | None:
@@ -163,7 +163,7 @@ def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
     images = pictures_of(order, served.mesh)
     estimates = _estimates(served, order, images, boundary, served.tell)
     clock = Clock()
-    run = Run(images, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates)
+    run = OrderRun(images, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates)
     result = model.make(order, run)
     if (picture := result.picture) is None:
         return _video(served, order, result, clock)
@@ -184,7 +184,7 @@ def _estimates(
 
     def small(other: PictureOrder, asked: Estimates) -> Image.Image:
         begun = images if model.facts.needs_picture else ()
-        picture = model.make(other, Run(begun, boundary, estimates=asked)).picture
+        picture = model.make(other, OrderRun(begun, boundary, estimates=asked)).picture
         if picture is None:
             raise ValueError(f"got partial pictures with {order.model}, which makes videos, expected none")
         return picture

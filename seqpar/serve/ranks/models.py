@@ -70,7 +70,7 @@ def untold(index: int, count: int) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class OrderRun:
     """How an order is made. images: those of the order. boundary: passed between steps and parts.
 
     tell(index, count): called after each step. estimates: of the clean latents, which change nothing.
@@ -88,7 +88,7 @@ class Resident(Protocol):
 
     facts: ServedModel
 
-    def make(self, order: PictureOrder, run: Run) -> OrderResult:
+    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
         """Return what an order asks for, on every rank; every rank must call this alike.
 
         Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
@@ -252,7 +252,7 @@ class OwnModel:
         self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
         self.facts = found.facts(example.pixels)
 
-    def make(self, order: PictureOrder, run: Run) -> OrderResult:
+    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
@@ -290,7 +290,7 @@ class DiffusersModel:
         self._scheduler = pipe.scheduler
         self.facts = found.facts(usual_size(example))
 
-    def make(self, order: PictureOrder, run: Run) -> OrderResult:
+    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order, run.images))
         if self._loras is None and order.loras:

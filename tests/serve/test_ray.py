@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import httpx
 import openai
 import pytest
 import yaml
+from starlette.requests import Request
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from tests.support.fake_replica import pixels_of
 from tests.support.front import CHILD, ROOT, RUN, until
@@ -67,6 +70,68 @@ def test_the_config_file_of_the_docs_is_one(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="got gpus 4 and ranks 2, expected one of them"):
         AppArgs.model_validate({**application.args, "ranks": 2})
+
+
+class Dying:
+    """A handle of replicas of which some die within their answers: those whose parts do not end with None."""
+
+    def __init__(self, head: Any, parts: Iterable[list[bytes | None]]) -> None:
+        self._head, self._parts, self.answer = head, iter(parts), self
+
+    def options(self, **_: Any) -> Dying:
+        """Return itself, whatever the options."""
+        return self
+
+    def remote(self, _: Any) -> Any:
+        """Answer a call with the next replica."""
+        from ray.serve.handle import DeploymentResponseGenerator
+
+        class Told(DeploymentResponseGenerator[Any]):
+            def __init__(self, told: AsyncIterator[Any]) -> None:
+                self._told = told
+
+            def __anext__(self) -> Any:
+                return self._told.__anext__()
+
+            def cancel(self) -> None:
+                """Do nothing: the replica is dead."""
+
+        return Told(self._answer(next(self._parts)))
+
+    async def _answer(self, parts: list[bytes | None]) -> AsyncIterator[Any]:
+        from ray.exceptions import RayActorError
+
+        yield self._head
+        for part in parts:
+            yield part
+        if parts[-1] is not None:
+            raise RayActorError
+
+
+def told_by(kind: str, *parts: list[bytes | None], length: int = 2) -> tuple[int, str]:
+    """Return status and text of an answer that replicas begin to give."""
+    from seqpar.serve.ray.ingress import Ingress
+    from seqpar.serve.ray.replica import Head
+
+    headers = ((b"content-type", kind.encode()), (b"content-length", b"%d" % length))
+    ingress = Ingress(Dying(Head(200, headers), parts), has_loras=False)  # pyright: ignore[reportArgumentType]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (await ingress(Request(scope, receive)))(scope, receive, send)
+
+    answer = TestClient(app).get("/v1/models")
+    return answer.status_code, answer.text
+
+
+def test_an_answer_whose_replica_dies_in_its_middle_comes_from_another_one() -> None:
+    from ray.exceptions import RayActorError
+
+    assert told_by("application/json", [b"{"], [b"{", b"}", None]) == (200, "{}")
+    status, text = told_by("application/json", [b"{"], [b"["], [b"{", b"}", None])
+    assert (status, json.loads(text)["error"]["code"]) == (500, "replica_died")
+    assert '"replica_died"' in told_by("text/event-stream", [b"event: a\n\n"], [b"event: b\n\n", None])[1]
+    with pytest.raises(RayActorError):
+        told_by("video/mp4", [b"12"], [b"12", None], length=2_000_000)
 
 
 @pytest.fixture(scope="module")

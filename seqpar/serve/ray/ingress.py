@@ -18,7 +18,7 @@ from seqpar.serve.front.errors import NO_RETRY, Problem, ProblemError
 from seqpar.serve.front.forms import read_form
 from seqpar.serve.front.gate import BODIES, read_body, replayed
 from seqpar.serve.front.stream import sent
-from seqpar.serve.ray.replica import EVENTS, Head, HttpCall
+from seqpar.serve.ray.replica import CHUNK, EVENTS, Head, HttpCall
 
 ATTEMPTS = 2  # at a request whose replica died before it answered
 DIED = (RayActorError, httpx.TransportError)
@@ -57,25 +57,30 @@ class Ingress:
             return error.problem.response()
 
     async def _answered(self, call: HttpCall, loras: str) -> Response:
+        """Ask a replica, and a second one if it dies before the answer is whole, or before a long one has begun."""
         for _ in range(ATTEMPTS):
             handle = self._replicas.options(stream=True, multiplexed_model_id=loras)
             answer = cast("Parts", handle.answer.remote(call))
             try:
                 head = await anext(answer)
+                body = self._body(call, head, answer)
+                if _is_long(call, head):
+                    response: Response = StreamingResponse(body, head.status)
+                else:
+                    response = Response(b"".join([chunk async for chunk in body]), head.status)
             except DIED as error:
                 logging.getLogger("ray.serve").warning("a replica died before it answered: %s", error)
                 continue
             except asyncio.CancelledError:
                 answer.cancel()
                 raise
-            response = StreamingResponse(self._body(call, head, answer), head.status)
             response.raw_headers = [pair for pair in head.headers if pair[0] not in SERVES]
             return response
         text = f"got a request whose replica died {ATTEMPTS} times, so that it is not tried again; change it"
         raise ProblemError(Problem(500, "replica_died", text, headers=NO_RETRY))
 
     async def _body(self, call: HttpCall, head: Head, answer: Parts) -> AsyncIterator[bytes]:
-        """Yield the body. If its replica dies, a stream of events ends with an error, and any other answer is short."""
+        """Yield the body. A stream of events whose replica dies ends with an error, any other answer raises it."""
         has_ended = False
         try:
             async for chunk in answer:
@@ -84,7 +89,7 @@ class Ingress:
                     break
                 yield chunk
         except DIED:
-            if not dict(head.headers).get(b"content-type", b"").startswith(EVENTS):
+            if not _is_stream(head):
                 raise
             problem = Problem(500, "replica_died", "the replica died before the answer was whole; ask again")
             yield sent("error", error=problem.shape)
@@ -95,6 +100,19 @@ class Ingress:
                 task.add_done_callback(self._counted.discard)
             elif not has_ended:
                 answer.cancel()
+
+
+def _is_long(call: HttpCall, head: Head) -> bool:
+    """Return whether an answer is sent on in parts: a stream of events, or a large file.
+
+    Any other one is read whole first, so that the picture is asked for again when its replica dies within its answer.
+    """
+    is_large = call.method == "GET" and int(dict(head.headers).get(b"content-length", b"0")) > CHUNK
+    return is_large or _is_stream(head)
+
+
+def _is_stream(head: Head) -> bool:
+    return dict(head.headers).get(b"content-type", b"").startswith(EVENTS)
 
 
 async def _drain(answer: Parts) -> None:

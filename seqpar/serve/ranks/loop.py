@@ -39,9 +39,10 @@ from seqpar.serve.messages import (
     Step,
     ToFront,
 )
+from seqpar.serve.ranks.found import Found
 from seqpar.serve.ranks.line import Line
 from seqpar.serve.ranks.loras import check_all_fit, loras_in
-from seqpar.serve.ranks.models import Clock, Found, OrderResult, OrderRun, Resident
+from seqpar.serve.ranks.models import Clock, OrderResult, OrderRun, Resident, load
 from seqpar.serve.ranks.pictures import pictures_of
 from seqpar.serve.ranks.preview import Estimates, Previews
 from seqpar.serve.ranks.warm import warm, warming
@@ -89,7 +90,7 @@ def run(
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     found = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
     first = mesh.together(lambda: warming(found, sizes))
-    models = {each.name: each.load(mesh) for each in found}
+    models = {each.name: load(each, mesh) for each in found}
     line = mesh.together(lambda: Line(path) if mesh.is_main else None)
     served = Served(mesh, models, line, Previews(mesh))
     for each in found:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from seqpar.ranks.mesh import Mesh
 from seqpar.serve.messages import PictureOrder, size_of
-from seqpar.serve.ranks.models import Found
+from seqpar.serve.ranks.found import Found
 
 OWN = "auto"
 STEPS = 4  # a call is captured when it comes for the second time

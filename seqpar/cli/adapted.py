@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from seqpar.engine.distributed import settled
 from seqpar.pipelines._encoders import at_first_call, forget_encoders
 from seqpar.pipelines._load import placed
 from seqpar.pipelines._pictures import save
-from seqpar.pipelines._videos import save_video
+from seqpar.pipelines._videos import digest, save_video
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -111,11 +110,6 @@ def _made(args: Args, plan: Plan, pipe: Any, job: Adapted, ranks: Mesh) -> tuple
         with stoppable(args, ranks) as boundary, passing(pipe, boundary):
             made = job.make(pipe, on_step, ranks, decode, encoding.add)
         return made, progress.finish() if job.counts_steps else None
-
-
-def digest(made: list[Any]) -> str:
-    """16 hex digits of a hash over all pixels, to compare runs."""
-    return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in made)).hexdigest()[:16]
 
 
 def _size(args: Args, one: Any) -> dict[str, int]:

@@ -5,8 +5,9 @@ diffusers' exporter writes no metadata, and scales frames to sizes that 16 divid
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -60,6 +61,14 @@ def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
             file.mux(stream.encode(shown.reformat(format="yuv420p", dst_colorspace=BT_709)))
         file.mux(stream.encode())
     return video
+
+
+def digest(made: Sequence[Any]) -> str:
+    """Return 16 hex digits over all pixels of pictures or videos, to compare runs.
+
+    libx264 encodes the same frames in other bytes once in a thousand times, so that files and decoded frames cannot.
+    """
+    return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in made)).hexdigest()[:16]
 
 
 def _bytes(frame: Any) -> np.ndarray:

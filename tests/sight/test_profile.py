@@ -69,27 +69,40 @@ def profiled(
     return profile, report(profile)
 
 
-def least(profile: Profile, rank: int, block: str, column: str) -> tuple[float, float]:
+def least(profiles: Profile | list[Profile], rank: int, block: str, column: str) -> tuple[float, float]:
     """Return the least ms of a column of a block over the even steps and over the odd ones, in which a rank sleeps.
 
     Other work on the machine changes it little, and both alike.
     """
-    rows = [row for row in profile.rows if (row.rank, row.block) == (rank, block)]
+    every = [row for each in ([profiles] if isinstance(profiles, Profile) else profiles) for row in each.rows]
+    rows = [row for row in every if (row.rank, row.block) == (rank, block)]
     even, odd = ([getattr(row.columns, column) for row in rows if row.step % 2 == part] for part in (0, 1))
     return min(even), min(odd)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int) -> None:
-    profile, _ = ranks.run(world, profiled, {0: ("blocks.1", 1.0)})[0]
+def misplaced(profiles: list[Profile]) -> list[tuple[str, str, float, float]]:
+    """Return where a sleep of a millisecond in block 1 shows and should not, and its gaps if it does not show there."""
+    wrong = list[tuple[str, str, float, float]]()
     for block in ("Block 0", "Block 1", "Block 2"):
         for column in ("products", "attention", "elementwise", "gaps"):
-            without, asleep = least(profile, 0, block, column)
+            without, asleep = least(profiles, 0, block, column)
             if (block, column) == ("Block 1", "gaps"):
-                assert asleep >= 0.9  # a GPU may have been a little behind its host
-                assert asleep - without > 0.6
+                right = asleep >= 0.9 and asleep - without > 0.6  # a GPU may have been a little behind its host
             else:
-                assert asleep - without < 0.4, (block, column)
+                right = asleep - without < 0.4
+            wrong += [] if right else [(block, column, without, asleep)]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int) -> None:
+    """On a busy machine the least of a few steps may be of a busy moment: then more steps are measured."""
+    profiles = list[Profile]()
+    while len(profiles) < 5:
+        profiles.append(ranks.run(world, profiled, {0: ("blocks.1", 1.0)})[0][0])
+        if not misplaced(profiles):
+            return
+    raise AssertionError(misplaced(profiles))
 
 
 def test_a_late_rank_is_waited_for_and_named(ranks: Pool) -> None:

@@ -22,7 +22,7 @@ from PIL import Image
 from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
 from seqpar.pipelines._image_files import Picture
 from seqpar.pipelines._lora import Lora
-from seqpar.pipelines._videos import encoded
+from seqpar.pipelines._videos import digest, encoded
 from seqpar.planner.predict import GIB
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh, default_dtype
@@ -203,7 +203,8 @@ def _video(served: Served, order: PictureOrder, result: OrderResult, clock: Cloc
     def written() -> bytes:
         if not served.mesh.is_main:
             return b""
-        told = json.dumps({**order.about(result.steps, (height, width)), "frames": frames, "fps": result.fps})
+        more = {"frames": frames, "fps": result.fps, "pixels": digest([result.frames_FHW3])}
+        told = json.dumps(order.about(result.steps, (height, width)) | more)
         file = encoded(result.frames_FHW3, result.fps, told).getvalue()
         if len(file) > LONGEST - MARGIN:
             raise ValueError(f"got a video of {len(file)} bytes, expected at most {LONGEST - MARGIN}; ask for less")

@@ -12,7 +12,7 @@ from launch.benches import latency, serve
 from launch.benches.latency import Latency
 from launch.benches.serve import Serve
 
-pytestmark = pytest.mark.bench
+pytestmark = [pytest.mark.bench, pytest.mark.slow]
 
 
 @pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ from launch.benches import latency, serve
 from launch.benches.latency import Latency
 from launch.benches.serve import Serve
 
-pytestmark = [pytest.mark.bench, pytest.mark.slow]
+pytestmark = pytest.mark.bench
 
 
 @pytest.mark.timeout(600)

@@ -16,6 +16,8 @@ import httpx
 
 from tests.support.front import LIMIT_S, ROOT, until
 
+# a proxy of Serve that is not ready after five seconds is killed, which on a busy machine is each one
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 REPLICA = "ray::ServeReplica:"  # how the command lines of Serve's replicas begin
 
 
@@ -96,7 +98,7 @@ class Nodes:
 def two_nodes(folder: Path, port: int, **variables: str) -> Generator[Nodes]:
     """Start two nodes whose processes have some variables; at the end nothing of them runs."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    told = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", **variables}
+    told = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", **PATIENCE, **variables}
     words = [sys.executable, "-m", "tests.support.ray_cluster"]
     pipe = subprocess.PIPE
     with (folder / "ray.log").open("w") as log:

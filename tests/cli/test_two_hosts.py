@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torch.distributed.run import main as agent
 
@@ -52,9 +53,17 @@ class Host:
     errors: Path
 
 
+def alone(number: int, gpus: bool) -> dict[str, str]:
+    """Return the environment of a host: a name, and one GPU, which NCCL takes for one of another machine."""
+    own = environment(str(number) if gpus else "") | {NAME: f"host-{number}"}
+    if gpus:
+        own |= {"NCCL_HOSTID": own[NAME], "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    return own
+
+
 @contextmanager
-def two_hosts(folder: Path, ranks: int, *flags: object) -> Iterator[tuple[Host, Host]]:
-    """Start `launch/sample.py` with so many ranks on each of two hosts."""
+def two_hosts(folder: Path, ranks: int, *flags: object, gpus: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Start `launch/sample.py` with so many ranks on each of two hosts. gpus: whether each host has one."""
     if subprocess.run(("unshare", "--uts", "true"), check=False, capture_output=True).returncode:
         pytest.skip("a process may not have a hostname of its own here")
     with socket.socket() as free:
@@ -65,10 +74,9 @@ def two_hosts(folder: Path, ranks: int, *flags: object) -> Iterator[tuple[Host, 
     for number in range(2):
         words = ("--nnodes=2", f"--nproc_per_node={ranks}", f"--node_rank={number}", "--master_addr=127.0.0.1")
         output, errors = folder / f"output{number}", folder / f"errors{number}"
-        own = environment() | {NAME: f"host-{number}"}
         words = (*words, f"--master_port={port}", SCRIPT, *flags)
         errors.touch()
-        every.append(Host(Forked(hosted, words, own, output, errors, sample_there), output, errors))
+        every.append(Host(Forked(hosted, words, alone(number, gpus), output, errors, sample_there), output, errors))
     try:
         yield every[0], every[1]
     finally:
@@ -96,7 +104,28 @@ def test_a_picture_of_two_hosts_is_that_of_one(
         assert {f"rank {ranks * number + each} on host-{number}" for each in range(ranks)} <= set(told.splitlines())
     done = seqpar("sample", *words, *same, "--out", tmp_path / "one.png")
     assert done.returncode == 0, done.stderr
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "two.png")), np.asarray(Image.open(tmp_path / "one.png")))
+    assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first", "ring"])
+def test_gpus_of_two_hosts_make_the_picture_of_one_hosts_gpus(tmp_path: Path, strategy: str) -> None:
+    """Nobody names the transport: it must be the one that crosses hosts, and NCCL must have gone through sockets."""
+    words = (*CAT, "--steps", 20, "--strategy", strategy, "--mesh", f"{'ring' if strategy == 'ring' else 'ulysses'}=2")
+    with two_hosts(tmp_path, 1, *words, "--out", tmp_path / "two.png", gpus=True) as hosts:
+        codes = [host.process.wait(LIMIT_S) for host in hosts]
+        assert codes == [0, 0], [host.errors.read_text()[-2000:] for host in hosts]
+    told = hosts[0].output.read_text()
+    assert "via NET/Socket" in told
+    assert not any(f"via {other}" in told for other in ("P2P", "SHM"))
+    done = seqpar("sample", *words, "--gpus", 2, "--transport", "collective", "--out", tmp_path / "one.png", gpus="0,1")
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
+
+
+def pixels(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])

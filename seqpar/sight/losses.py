@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from seqpar.sight.columns import NAMES, OUTSIDE, Columns
-from seqpar.sight.result import Profile
+from seqpar.sight.result import Profile, numbered
 
 WORK = ("products", "attention", "elementwise", "gaps")  # what can make a rank late
 NOTABLE = 0.3  # of a wait: what explains less of it is not named
@@ -59,14 +59,22 @@ def _text(profile: Profile, column: str, rank: int, ms: float) -> str:
 def _rate(profile: Profile, column: str, mean: Columns) -> str:
     rate = next((each for each in profile.rates if each.column == column), None)
     achieved = None if rate is None else rate.achieved(mean)
-    return "" if rate is None or achieved is None else f" at {achieved:.3g} of {rate.ceiling:.3g} {rate.unit}"
+    if rate is None or achieved is None:
+        return ""
+    if achieved > rate.ceiling:  # see `above` in seqpar/sight/report.py
+        return f" at the {rate.ceiling:.3g} {rate.unit} of this machine"
+    return f" at {achieved:.3g} of {rate.ceiling:.3g} {rate.unit}"
 
 
 def _most(profile: Profile, rank: int, column: str) -> str:
-    """Return in which block a column is largest, as text."""
+    """Return where most of a column is, as text: in one block, or, if none has half of it, in the blocks of a class."""
     blocks = {block: getattr(each, column) for block, each in profile.blocks(rank).items()}
     block = max(blocks, key=lambda block: blocks[block])
-    return f"most of it {_where(block)} ({blocks[block]:.3g} ms)"
+    if 2 * blocks[block] >= sum(blocks.values()):
+        return f"most of it {_where(block)} ({blocks[block]:.3g} ms)"
+    kinds = {numbered(kind, count): getattr(each, column) for kind, (count, each) in profile.kinds(rank).items()}
+    kind = max(kinds, key=lambda kind: kinds[kind])
+    return f"most of it {_where(kind)} ({kinds[kind]:.3g} ms)"
 
 
 def _where(block: str) -> str:

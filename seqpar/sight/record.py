@@ -123,11 +123,11 @@ class StepRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_step()
-        if self._blocks is not None:
-            self._blocks.end()
-        self._profiler.stop()
-        self._stack.close()
+        with self._stack:
+            self._end_step()
+            if self._blocks is not None:
+                self._blocks.end()
+            self._profiler.stop()
 
     def __call__(self, index: int) -> None:
         """Take note that a step has been queued, or done on a CPU."""

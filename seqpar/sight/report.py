@@ -10,7 +10,7 @@ from typing import Any
 
 from seqpar.sight.columns import Columns
 from seqpar.sight.losses import losses
-from seqpar.sight.result import Profile
+from seqpar.sight.result import Profile, numbered
 
 TITLES = {
     "wall": "ms",
@@ -22,6 +22,8 @@ TITLES = {
     "waiting": "waiting",
     "gaps": "gaps",
 }
+
+TOLERANCE = 1.05  # of a rate: beyond it is no noise
 
 
 def report(profile: Profile) -> str:
@@ -53,16 +55,6 @@ def rows(profile: Profile) -> str:
     return text.getvalue()
 
 
-def kinds(profile: Profile, rank: int) -> dict[str, tuple[int, Columns]]:
-    """Return class of a block -> how many there are, and the sum of their means over steps."""
-    found: dict[str, tuple[int, Columns]] = {}
-    for block, columns in profile.blocks(rank).items():
-        kind = block.rpartition(" ")[0] or block
-        count, whole = found.get(kind, (0, Columns()))
-        found[kind] = count + 1, whole + columns
-    return found
-
-
 def _table(profile: Profile) -> list[str]:
     """Return a line for each step and its mean, and one for each class of blocks."""
     head = "".join(f"{title:>12}" for title in TITLES.values())
@@ -70,8 +62,8 @@ def _table(profile: Profile) -> list[str]:
     for rank in profile.ranks:
         lines += [_line(rank, f"step {step + 1}", profile.step(rank, step)) for step in profile.steps]
         lines.append(_line(rank, "mean", profile.mean(rank)))
-        for kind, (count, columns) in kinds(profile, rank).items():
-            lines.append(_line(rank, f"  {count} x {kind}" if count > 1 else f"  {kind}", columns))
+        for kind, (count, columns) in profile.kinds(rank).items():
+            lines.append(_line(rank, f"  {numbered(kind, count)}", columns))
     return [*lines, "hidden: exchanges behind which something computes; the other columns add up to the ms."]
 
 
@@ -100,4 +92,16 @@ def _losses(profile: Profile) -> list[str]:
 
 def _notes(profile: Profile) -> list[str]:
     bound = f"by what the meetings of the ranks show, their clocks differ by at most {profile.clock_us:.0f} us"
-    return [f"note: {note}" for note in (*profile.notes, *([bound] if len(profile.ranks) > 1 else ()))]
+    notes = [*profile.notes, *above(profile), *([bound] if len(profile.ranks) > 1 else ())]
+    return [f"note: {note}" for note in notes]
+
+
+def above(profile: Profile) -> Iterable[str]:
+    """Yield why elementwise kernels are faster than a copy, where they are: the formula counts more than they move."""
+    mean = profile.mean(0)
+    for rate in profile.rates:
+        if rate.column == "elementwise" and (rate.achieved(mean) or 0.0) > rate.ceiling * TOLERANCE:
+            yield (
+                "elementwise work above the rate of copies: some of the bytes that the formula counts stay in the "
+                "GPU's cache, or their work is done inside of matrix products"
+            )

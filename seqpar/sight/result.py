@@ -70,6 +70,20 @@ class Profile:
                 found[row.block] = found.get(row.block, Columns()) + row.columns
         return {block: each * (1 / len(self.steps)) for block, each in found.items()}
 
+    def kinds(self, rank: int) -> dict[str, tuple[int, Columns]]:
+        """Return class of a block -> how many there are, and the sum of their means over steps."""
+        found: dict[str, tuple[int, Columns]] = {}
+        for block, each in self.blocks(rank).items():
+            kind = block.rpartition(" ")[0] or block
+            count, whole = found.get(kind, (0, Columns()))
+            found[kind] = count + 1, whole + each
+        return found
+
+
+def numbered(kind: str, count: int) -> str:
+    """Return the name of so many blocks of a class."""
+    return f"{count} x {kind}" if count > 1 else kind
+
 
 def told(recorded: Mapping[str, Any], first: int) -> RankTrace:
     """Return what a rank's trace tells of the steps from the first measured one on; those before it know the blocks."""

@@ -104,6 +104,21 @@ def test_the_report_has_every_step_kind_of_block_and_rate() -> None:
     assert rate.achieved(Columns()) is None
 
 
+def test_what_many_blocks_share_is_said_of_their_class() -> None:
+    blocks = {f"Block {index}": Columns(elementwise=1) for index in range(4)} | {"Norm 0": Columns(elementwise=1.5)}
+    assert "most of it in 4 x Block (4 ms)" in losses(profile(blocks))[0].text
+    assert "most of it in Norm 0 (4.5 ms)" in losses(profile(blocks | {"Norm 0": Columns(elementwise=4.5)}))[0].text
+
+
+def test_elementwise_work_faster_than_copies_is_explained() -> None:
+    made = plan()
+    (least,) = [each.least_ms for each in rates(made.ranking, LOAD, made.layout) if each.column == "elementwise"]
+    for factor, explained in ((0.5, True), (1.1, False)):
+        text = report(profile({"Block 0": Columns(elementwise=factor * least)}, plan=made, load=LOAD))
+        assert ("note: elementwise work above the rate of copies" in text) == explained
+        assert ("elementwise work at the" in text) == explained  # and not at twice what the machine has
+
+
 def test_a_single_rank_exchanges_nothing() -> None:
     made = plan()
     alone = Layout(1, 1, 1, 1, "ulysses", "peer")

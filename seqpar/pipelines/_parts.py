@@ -8,6 +8,7 @@ read by `seqpar.weights.loading`: each tensor once a host, straight to the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,9 @@ from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import Tensor
 
 from seqpar.pipelines import _lora
-from seqpar.pipelines._encoders import encode_first, load_encoders, name_encoders
+from seqpar.pipelines._encoders import Encoders, encode_first, name_encoders, reading_encoders
+from seqpar.pipelines._garbage import kept
 from seqpar.pipelines._naming import naming
-from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import vae_keys
@@ -58,8 +59,10 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
     what = f"got pipeline {folder.path}, which does not load"
-    encoders = _encoders(folder, dtype, mesh, what)
-    models, empty = _models(folder, dtype, mesh, what, late=bool(encode and encoders))
+    with kept(), _encoders(folder, dtype, mesh, what) as reading:
+        encoders = reading.shared(folder.kind) if encode else {}
+        models, empty = _models(folder, dtype, mesh, what, late=bool(encoders), ahead=0 if encode else reading.ahead)
+        encoders |= {} if encode else reading.shared(folder.kind)
     models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
 
     def whole() -> Any:
@@ -82,22 +85,22 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     return mesh.together(rest)
 
 
-def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, SharedEncoder]:
-    """Return the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
-    if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
-        return load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
-    if mesh.is_main and mesh.world.size > 1:
+def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> AbstractContextManager[Encoders]:
+    """Let rank 0 read the encoders that it alone will hold; none if a LoRA changes them, after a line that says so."""
+    changed = mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras))
+    if changed and mesh.is_main and mesh.world.size > 1:
         print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
-    return {}
+    return reading_encoders(folder.path, None if changed else folder.index, dtype, mesh, what)
 
 
 def _models(
-    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool
+    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool, ahead: int
 ) -> tuple[dict[str, Any], dict[str, Empty]]:
     """Return the models of diffusers in a folder by the names of their parts, read once a host.
 
-    late: whether the transformers stay without their weights; they are the second result. Rank 0 prints why another
-    part's weights are read by diffusers, on every rank. what: begins an error's message.
+    late: whether the transformers stay without their weights; they are the second result. ahead: see
+    `seqpar.weights.loading.place`. Rank 0 prints why another part's weights are read by diffusers, on every rank. what:
+    begins an error's message.
     """
     models, empty = dict[str, Any](), dict[str, Empty]()
     for name, (library, class_name) in parts_of(folder.index):
@@ -112,6 +115,8 @@ def _models(
                 print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
         elif late and name.startswith("transformer"):
             empty[name] = empty_model(kind, part, dtype, mesh, what)
+        elif name.startswith("transformer"):
+            models[name], ahead = empty_model(kind, part, dtype, mesh, what).place(mesh, ahead), 0
         else:
             models[name] = empty_model(kind, part, dtype, mesh, what).place(mesh)
     return models, empty
@@ -149,9 +154,12 @@ class Empty:
         put(self.model, name, torch.empty(0, dtype=parameter.dtype, device=device))
         return self.model
 
-    def place(self, mesh: Mesh) -> Any:
-        """Return the model with its weights on this rank's device; every rank must call this at the same time."""
-        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh)
+    def place(self, mesh: Mesh, ahead: int = 0) -> Any:
+        """Return the model with its weights on this rank's device; every rank must call this at the same time.
+
+        ahead: see `seqpar.weights.loading.place`.
+        """
+        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh, ahead=ahead)
         self.model.register_to_config(_name_or_path=str(self.folder))
         return self.model.to(mesh.device).eval()  # buffers that no file holds are moved
 

@@ -7,7 +7,6 @@ Encoders run once a picture, and the memory of other ranks never holds them.
 
 from __future__ import annotations
 
-import gc
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seqpar.pipelines._folder import check_files
+from seqpar.pipelines._garbage import collect
 from seqpar.ranks.mesh import Mesh
 from seqpar.weights.parts import part_of
 
@@ -62,7 +62,7 @@ class Texts:
                 on_prompt(index)
             del encoder
             if self._frees:
-                _free(self._mesh.device)
+                collect()
         self._known = encoded
 
     def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -102,10 +102,3 @@ def check_tokenizer(folder: Path) -> None:
     if not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"got {folder} without tokenizer_config.json, expected a tokenizer's folder")
     check_files(folder)
-
-
-def _free(device: torch.device) -> None:
-    """Give the memory of dropped encoders back to the device, because the transformer's weights need it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class StepRecorder:
         self._mesh, self._measured = mesh, measured
         self._before = steps_before(mesh) if before is None else before
         self.first, self.trace = self._before + 1, dict[str, Any]()
-        self._blocks, self._stack = BlockMarks() if blocks else None, ExitStack()
+        self._blocks = BlockMarks() if blocks else None
         self._span: record_function | None = None
         self._done = 0
 
@@ -109,12 +109,12 @@ class StepRecorder:
     def __enter__(self) -> StepRecorder:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        file = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="seqpar-")), "trace.json")
         on_gpu = self._mesh.device.type == "cuda"
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=self._action,
-            on_trace_ready=lambda profiler: self._read(profiler, file),
+            on_trace_ready=self._read,
+            acc_events=True,  # one cycle is all, so that nothing accumulates; without it torch 2.11 prints a warning
         )
         self._profiler.start()
         if self._blocks is not None:
@@ -123,11 +123,10 @@ class StepRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._stack:
-            self._end_step()
-            if self._blocks is not None:
-                self._blocks.end()
-            self._profiler.stop()
+        self._end_step()
+        if self._blocks is not None:
+            self._blocks.end()
+        self._profiler.stop()
 
     def __call__(self, index: int) -> None:
         """Take note that a step has been queued, or done on a CPU."""
@@ -163,9 +162,10 @@ class StepRecorder:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if step < self.needs else ProfilerAction.NONE
 
-    def _read(self, profiler: Any, file: Path) -> None:
-        profiler.export_chrome_trace(str(file))
-        self.trace = json.loads(file.read_bytes())
+    def _read(self, profiler: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="seqpar-") as folder:
+            profiler.export_chrome_trace(str(file := Path(folder, "trace.json")))
+            self.trace = json.loads(file.read_bytes())
 
     def _begin_step(self) -> None:
         self._span = record_function(f"{STEP}{self._done}")

@@ -20,20 +20,15 @@ CHUNK = 1 << 23  # bytes of a buffer, a multiple of the size of every dtype
 
 
 class Staging:
-    """Two page-locked buffers, which take turns, and their twins on the device. For one thread.
+    """Two page-locked buffers, which take turns. For one thread.
 
     A copy out of pageable memory goes through one small buffer of the driver, and waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device, self._turn = device.type == "cuda", device, 0
         self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
-        # on the CPU the numbers need not cross
-        self._landed = [
-            torch.empty(CHUNK, dtype=torch.uint8, device=device) if self._cuda else buffer for buffer in self._buffers
-        ]
         self._free = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
-        self._device, self._turn = device, 0
 
     def fetch(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of a checkpoint on the device, in its own dtype or in this one.
@@ -63,16 +58,17 @@ class Staging:
         numbers = placed.view(-1)
         for first in range(0, placed.numel(), CHUNK // kept.itemsize):
             part = numbers[first : first + CHUNK // kept.itemsize]
-            size, turn = len(part) * kept.itemsize, self._turn
-            buffer, landed = self._buffers[turn][:size], self._landed[turn][:size]
+            buffer = self._buffers[self._turn][: len(part) * kept.itemsize]
             if self._cuda:
-                self._free[turn].synchronize()  # until the copy out of it, two chunks ago, has ended
+                self._free[self._turn].synchronize()  # until the copy out of it, two chunks ago, has ended
             read(first * kept.itemsize, buffer)
+            if self._cuda and kept != part.dtype:
+                part.copy_(buffer.view(kept).to(self._device, non_blocking=True))
+            else:
+                part.copy_(buffer.view(kept), non_blocking=self._cuda)
             if self._cuda:
-                landed.copy_(buffer, non_blocking=True)
-                self._free[turn].record()
-            part.copy_(landed.view(kept))
-            self._turn = 1 - turn
+                self._free[self._turn].record()
+            self._turn = 1 - self._turn
 
 
 def _read(file: FileIO, at: int, buffer: Tensor) -> None:

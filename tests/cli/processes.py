@@ -1,4 +1,4 @@
-"""Run the command line in processes of their own, on the CPU unless GPUs are named, as a user starts it."""
+"""Run the command line in processes of their own, on the CPU, as a user starts it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LIMIT_S = 120
 
 
 def environment(gpus: str = "") -> dict[str, str]:
-    """This process's environment with these GPUs, with this checkout first."""
+    """This process's environment with these GPUs alone, with this checkout first."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path}
 
 
-def seqpar(*words: object, gpus: str = "") -> subprocess.CompletedProcess[str]:
-    """`seqpar WORDS`, forked with its ranks; a hang is a failure. gpus: the numbers of those that it sees."""
-    return _forked(main, words, gpus=gpus)
+def seqpar(*words: object) -> subprocess.CompletedProcess[str]:
+    """`seqpar WORDS`, forked with its ranks; a hang is a failure."""
+    return _forked(main, words)
 
 
 def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:
@@ -35,12 +35,10 @@ def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:
     return _forked(agent, ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), sample)
 
 
-def _forked(
-    program: Main, words: Sequence[object], rank: Main | None = None, gpus: str = ""
-) -> subprocess.CompletedProcess[str]:
+def _forked(program: Main, words: Sequence[object], rank: Main | None = None) -> subprocess.CompletedProcess[str]:
     server()
     with tempfile.TemporaryDirectory(prefix="seqpar-test-") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        code = Forked(program, words, environment(gpus), output, errors, rank).wait(LIMIT_S)
+        code = Forked(program, words, environment(), output, errors, rank).wait(LIMIT_S)
         assert code is not None, f"no end within {LIMIT_S} s"
         return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())

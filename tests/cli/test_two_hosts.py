@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from tests.support.pool import server
 pytestmark = pytest.mark.slow
 CLONE_NEWUTS, NAME = 0x04000000, "SEQPAR_TEST_HOST"
 USP = ("--strategy", "usp", "--mesh", "ring=2,ulysses=2")  # the ring is between the hosts
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 CAT = ("--model", "builtin", "--classes", "cat", "--seed", "3")
 
 
@@ -53,30 +56,27 @@ class Host:
     errors: Path
 
 
-def alone(number: int, gpus: bool) -> dict[str, str]:
-    """Return the environment of a host: a name, and one GPU, which NCCL takes for one of another machine."""
-    own = environment(str(number) if gpus else "") | {NAME: f"host-{number}"}
-    if gpus:
-        own |= {"NCCL_HOSTID": own[NAME], "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO"}
-    return own
-
-
-@contextmanager
-def two_hosts(folder: Path, ranks: int, *flags: object, gpus: bool = False) -> Iterator[tuple[Host, Host]]:
-    """Start `launch/sample.py` with so many ranks on each of two hosts. gpus: whether each host has one."""
+def rendezvous() -> int:
+    """Return a free port for agents to meet, where they may have hostnames of their own."""
     if subprocess.run(("unshare", "--uts", "true"), check=False, capture_output=True).returncode:
         pytest.skip("a process may not have a hostname of its own here")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextmanager
+def two_hosts(folder: Path, ranks: int, *flags: object) -> Iterator[tuple[Host, Host]]:
+    """Start `launch/sample.py` with so many ranks on each of two hosts."""
+    port, every = rendezvous(), list[Host]()
     server()
-    every = list[Host]()
     for number in range(2):
         words = ("--nnodes=2", f"--nproc_per_node={ranks}", f"--node_rank={number}", "--master_addr=127.0.0.1")
         output, errors = folder / f"output{number}", folder / f"errors{number}"
+        own = environment() | {NAME: f"host-{number}"}
         words = (*words, f"--master_port={port}", SCRIPT, *flags)
         errors.touch()
-        every.append(Host(Forked(hosted, words, alone(number, gpus), output, errors, sample_there), output, errors))
+        every.append(Host(Forked(hosted, words, own, output, errors, sample_there), output, errors))
     try:
         yield every[0], every[1]
     finally:
@@ -107,21 +107,50 @@ def test_a_picture_of_two_hosts_is_that_of_one(
     assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
 
 
+def with_gpu(number: int, words: tuple[str, ...], out: Path) -> subprocess.Popen[bytes]:
+    """Start the agent of a host that has one GPU, which NCCL takes for one of another machine. out: of what it prints.
+
+    It is no fork of the tests' server, which has looked for GPUs and found none.
+    """
+    own = environment(str(number)) | {"NCCL_HOSTID": f"host-{number}", "NCCL_DEBUG": "INFO"}
+    own |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    host = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{number}")
+    with out.open("wb") as file:
+        return subprocess.Popen((*host, *TORCHRUN, *words), env=own, stdout=file, stderr=subprocess.STDOUT)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first", "ring"])
 def test_gpus_of_two_hosts_make_the_picture_of_one_hosts_gpus(tmp_path: Path, strategy: str) -> None:
     """Nobody names the transport: it must be the one that crosses hosts, and NCCL must have gone through sockets."""
-    words = (*CAT, "--steps", 20, "--strategy", strategy, "--mesh", f"{'ring' if strategy == 'ring' else 'ulysses'}=2")
-    with two_hosts(tmp_path, 1, *words, "--out", tmp_path / "two.png", gpus=True) as hosts:
-        codes = [host.process.wait(LIMIT_S) for host in hosts]
-        assert codes == [0, 0], [host.errors.read_text()[-2000:] for host in hosts]
-    told = hosts[0].output.read_text()
-    assert "via NET/Socket" in told
+    words = (SCRIPT, *CAT, "--steps", "20", "--strategy", strategy)
+    words = (*words, "--mesh", f"{'ring' if strategy == 'ring' else 'ulysses'}=2", "--out")
+    meets = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={rendezvous()}")
+    outs = [tmp_path / f"output{number}" for number in range(2)]
+    agents = [
+        with_gpu(number, (*meets, f"--node_rank={number}", *words, str(tmp_path / "two.png")), out)
+        for number, out in enumerate(outs)
+    ]
+    try:
+        assert [each.wait(LIMIT_S) for each in agents] == [0, 0], [out.read_text()[-2000:] for out in outs]
+    finally:
+        for each in agents:
+            each.kill()
+    told = outs[0].read_text()
+    assert "via NET/Socket" in told, told
     assert not any(f"via {other}" in told for other in ("P2P", "SHM"))
-    done = seqpar("sample", *words, "--gpus", 2, "--transport", "collective", "--out", tmp_path / "one.png", gpus="0,1")
+    one = (*TORCHRUN, "--standalone", "--nproc_per_node=2", *words, str(tmp_path / "one.png"), "--transport")
+    done = subprocess.run((*one, "collective"), env=environment("0,1"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert latents(told) == latents(done.stdout)
     assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
+
+
+def latents(told: str) -> str:
+    """Return the digest of the latents that rank 0 prints."""
+    (found,) = re.findall(r"latents (\w{16})", told)
+    return found
 
 
 def pixels(path: Path) -> np.ndarray:

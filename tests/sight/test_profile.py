@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import time
 from collections.abc import Callable
 from itertools import count
@@ -80,29 +81,33 @@ def least(profiles: Profile | list[Profile], rank: int, block: str, column: str)
     return min(even), min(odd)
 
 
-def misplaced(profiles: list[Profile]) -> list[tuple[str, str, float, float]]:
-    """Return where a sleep of a millisecond in block 1 shows and should not, and its gaps if it does not show there."""
+def misplaced(profiles: list[Profile], ms: float) -> list[tuple[str, str, float, float]]:
+    """Return where a sleep of so many ms in block 1 shows and should not, and its gaps if it does not show there."""
     wrong = list[tuple[str, str, float, float]]()
     for block in ("Block 0", "Block 1", "Block 2"):
         for column in ("products", "attention", "elementwise", "gaps"):
             without, asleep = least(profiles, 0, block, column)
             if (block, column) == ("Block 1", "gaps"):
-                right = asleep >= 0.9 and asleep - without > 0.6  # a GPU may have been a little behind its host
+                right = (
+                    asleep >= 0.9 * ms and asleep - without > 0.6 * ms
+                )  # a GPU may have been a little behind its host
             else:
-                right = asleep - without < 0.4
+                right = asleep - without < 0.4 * ms
             wrong += [] if right else [(block, column, without, asleep)]
     return wrong
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int) -> None:
-    """On a busy machine the least of a few steps may be of a busy moment: then more steps are measured."""
-    profiles = list[Profile]()
+    """On a busy machine the least of a few steps may be of a busy moment: then more steps are measured. Processes that
+    share a GPU have it in turns, in which a millisecond of one goes unseen."""
+    alone = ranks.device == "cpu" or int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
+    profiles, ms = list[Profile](), 1.0 if alone else LATE_MS
     while len(profiles) < 5:
-        profiles.append(ranks.run(world, profiled, {0: ("blocks.1", 1.0)})[0][0])
-        if not misplaced(profiles):
+        profiles.append(ranks.run(world, profiled, {0: ("blocks.1", ms)})[0][0])
+        if not misplaced(profiles, ms):
             return
-    raise AssertionError(misplaced(profiles))
+    raise AssertionError(misplaced(profiles, ms))
 
 
 def test_a_late_rank_is_waited_for_and_named(ranks: Pool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.jsons import read_json
-from seqpar.weights.pool import Pool, Reading, reserve
+from seqpar.weights.pool import Pool, Reading
 
 FILES = ("model.safetensors", "model.safetensors.index.json")  # transformers reads others, and chooses among several
 
@@ -47,7 +47,6 @@ def begun(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[En
     keys = KeyMap({name: Source((name,)) for name in checkpoint.shapes})
     like = {name: torch.empty(shape, dtype=kept[name], device="meta") for name, shape in checkpoint.shapes.items()}
     with Pool(checkpoint, device, 1) as pool:
-        reserve(like.values(), device)
         yield EncoderTensors(pool.begin(list(like), keys, like), sum(each.numel() for each in like.values()))
 
 

@@ -59,11 +59,15 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
     what = f"got pipeline {folder.path}, which does not load"
-    with kept(), _encoders(folder, dtype, mesh, what) as reading:
-        encoders = reading.shared(folder.kind) if encode else {}
-        models, empty = _models(folder, dtype, mesh, what, late=bool(encoders), ahead=0 if encode else reading.ahead)
-        encoders |= {} if encode else reading.shared(folder.kind)
-    models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
+    with kept():
+        empty = _empty(folder, dtype, mesh, what)
+        with _encoders(folder, dtype, mesh, what) as read:
+            encoders = read.shared(folder.kind) if encode else {}
+            late = {name: each for name, each in empty.items() if encoders and name.startswith("transformer")}
+            now = {name: each for name, each in empty.items() if name not in late}
+            models = _placed(now, 0 if encode else read.ahead, mesh)
+            encoders |= {} if encode else read.shared(folder.kind)
+    models |= {name: each.standing_in(mesh.device) for name, each in late.items()}
 
     def whole() -> Any:
         with naming(what):
@@ -74,7 +78,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     pipe = mesh.together(whole)
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
-        for each in empty.values():
+        for each in late.values():
             each.place(mesh)
 
     def rest() -> Any:
@@ -93,16 +97,12 @@ def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> Abst
     return reading_encoders(folder.path, None if changed else folder.index, dtype, mesh, what)
 
 
-def _models(
-    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool, ahead: int
-) -> tuple[dict[str, Any], dict[str, Empty]]:
-    """Return the models of diffusers in a folder by the names of their parts, read once a host.
+def _empty(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Empty]:
+    """Return the models of diffusers in a folder, without their weights, by the names of their parts.
 
-    late: whether the transformers stay without their weights; they are the second result. ahead: see
-    `seqpar.weights.loading.place`. Rank 0 prints why another part's weights are read by diffusers, on every rank. what:
-    begins an error's message.
+    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
     """
-    models, empty = dict[str, Any](), dict[str, Empty]()
+    empty = dict[str, Empty]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
@@ -110,16 +110,22 @@ def _models(
         single = folder.file if name == "transformer" else None
         part, theirs = single or folder.path / name, "its keys are those of the model's authors"
         reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
-        if reason is not None:
-            if mesh.is_main and mesh.world.size > 1:
-                print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-        elif late and name.startswith("transformer"):
+        if reason is None:
             empty[name] = empty_model(kind, part, dtype, mesh, what)
-        elif name.startswith("transformer"):
-            models[name], ahead = empty_model(kind, part, dtype, mesh, what).place(mesh, ahead), 0
-        else:
-            models[name] = empty_model(kind, part, dtype, mesh, what).place(mesh)
-    return models, empty
+        elif mesh.is_main and mesh.world.size > 1:
+            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
+    return empty
+
+
+def _placed(empty: Mapping[str, Empty], ahead: int, mesh: Mesh) -> dict[str, Any]:
+    """Return models with their weights, each tensor of which is read once a host; the largest first.
+
+    ahead: how many numbers rank 0 is reading besides, see `seqpar.weights.loading.place`.
+    """
+    models = dict[str, Any]()
+    for name, each in sorted(empty.items(), key=lambda pair: -sum(x.numel() for x in pair[1].like.values())):
+        models[name], ahead = each.place(mesh, ahead), 0
+    return models
 
 
 def why_not(kind: Any, folder: Path) -> str | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from seqpar.ranks.mesh import Axis, Mesh, finish
 from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint, check
-from seqpar.weights.pool import Pool, Reading, reserve
+from seqpar.weights.pool import Pool, Reading
 
 TURN = 1 << 29  # numbers of a rank: a gigabyte of 16 bits each
 
@@ -94,7 +94,6 @@ def place(
     def begin() -> Reading:
         before()
         pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
-        reserve(like.values(), device)
         return pool.begin(share, keys, like)
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from seqpar.weights.checkpoint import Checkpoint
 from seqpar.weights.staging import Staging
 
 READERS = 8  # threads a rank at most: one copies less from the page cache, or asks less of a disk, than a GPU takes
-ALIGNED = 512  # bytes of which torch's allocator gives out multiples
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,3 @@ class Pool:
                 torch.cuda.set_device(self.device)
             self._local.staging = Staging(self.device)
         return self._local.staging
-
-
-def reserve(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Take the memory for tensors like these from the driver at once: else all threads wait for it at each tensor."""
-    if device.type == "cuda":
-        sizes = (-(-each.nbytes // ALIGNED) * ALIGNED for each in tensors)
-        with suppress(torch.OutOfMemoryError):  # the tensor that does not fit is named when it is read
-            torch.empty(sum(sizes), dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint
-from seqpar.weights.staging import Staging
+from seqpar.weights.staging import Files, Staging
 
 READERS = 8  # threads a rank at most: one copies less from the page cache, or asks less of a disk, than a GPU takes
 
@@ -67,7 +67,7 @@ class Pool:
         # a thread without a core of its own only takes turns; on the CPU an operation has its own threads
         cores = len(os.sched_getaffinity(0)) // ranks
         count = max(1, min(READERS, cores)) if device.type == "cuda" else 1
-        self._threads = ThreadPoolExecutor(count)
+        self._threads, self._files = ThreadPoolExecutor(count), Files()
 
     def __enter__(self) -> Pool:
         """Return this pool."""
@@ -75,7 +75,8 @@ class Pool:
 
     def __exit__(self, *error: object) -> None:
         """End the threads; what was not begun is dropped."""
-        self._threads.shutdown(cancel_futures=True)
+        with self._files:
+            self._threads.shutdown(cancel_futures=True)
 
     def check_repeats(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Raise ValueError if a key differs from the one whose values it must have."""
@@ -122,5 +123,5 @@ class Pool:
         if not hasattr(self._local, "staging"):
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            self._local.staging = Staging(self.device)
+            self._local.staging = Staging(self.device, self._files)
         return self._local.staging

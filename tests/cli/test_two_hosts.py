@@ -121,7 +121,7 @@ def with_gpu(number: int, words: tuple[str, ...], out: Path) -> subprocess.Popen
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first", "ring"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
 def test_gpus_of_two_hosts_make_the_picture_of_one_hosts_gpus(tmp_path: Path, strategy: str) -> None:
     """Nobody names the transport: it must be the one that crosses hosts, and NCCL must have gone through sockets."""
     words = (SCRIPT, *CAT, "--steps", "20", "--strategy", strategy)

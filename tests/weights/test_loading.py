@@ -106,7 +106,7 @@ def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception
 def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a thread's initializer would be "a thread initialized itself in vain", whatever it was."""
 
-    def full(device: torch.device) -> Staging:
+    def full(*args: object) -> Staging:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(pool, "Staging", full)
@@ -155,18 +155,20 @@ def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> Non
 def test_tensors_come_whole_through_small_buffers(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
     monkeypatch.setattr(staging, "CHUNK", 1000)
-    stage, matrix = staging.Staging(torch.device(device)), torch.randn(70, 90, generator=torch.manual_seed(0))
+    matrix = torch.randn(70, 90, generator=torch.manual_seed(0))
     tensors = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4))
     file = tmp_path / "model.safetensors"
     save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, file, {"format": "pt"})
     opened = open_checkpoint(file)
     assert opened.positions.keys() == opened.shapes.keys()
-    for i, tensor in enumerate(tensors):
-        for dtype in (None, torch.bfloat16, torch.float64):
-            for got in (stage.copy(tensor, dtype), stage.fetch(opened, str(i), dtype)):
-                assert got.device.type == device
-                assert got.dtype == (dtype or tensor.dtype)
-                assert torch.equal(got.cpu(), tensor.to(got.dtype))
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="which ends at byte"):
-        [stage.fetch(opened, key) for key in opened.positions]
+    with staging.Files() as files:
+        stage = staging.Staging(torch.device(device), files)
+        for i, tensor in enumerate(tensors):
+            for dtype in (None, torch.bfloat16, torch.float64):
+                for got in (stage.copy(tensor, dtype), stage.fetch(opened, str(i), dtype)):
+                    assert got.device.type == device
+                    assert got.dtype == (dtype or tensor.dtype)
+                    assert torch.equal(got.cpu(), tensor.to(got.dtype))
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(ValueError, match="which ends at byte"):
+            [stage.fetch(opened, key) for key in opened.positions]

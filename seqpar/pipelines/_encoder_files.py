@@ -1,15 +1,12 @@
 """Reads text and image encoders of transformers as fast as other weights.
 
 When it wins: where an encoder's files are safetensors in the dtype that is asked for. transformers copies tensor after
-tensor out of mapped files, at a fifth of the rate at which `seqpar.weights.pool` reads them; it gets the tensors on the
-device, and its own code gives them their places. Other parts of a pipeline may load while they are read.
+tensor out of mapped files, at a fifth of the rate at which `seqpar.weights.loading` reads them; it gets the tensors on
+the device, and its own code gives them their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +16,23 @@ from torch import Tensor
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.jsons import read_json
-from seqpar.weights.pool import Pool, Reading
+from seqpar.weights.loading import Pool
 
 FILES = ("model.safetensors", "model.safetensors.index.json")  # transformers reads others, and chooses among several
 
 
-@dataclass(frozen=True)
-class EncoderTensors:
-    """All tensors of an encoder's files, which threads are reading. numbers: how many there are."""
-
-    reading: Reading
-    numbers: int
-
-    def wait(self) -> dict[str, Tensor]:
-        """Return them by their keys, on the device; ValueError if one does not load or is not finite."""
-        return self.reading.tensors(list(self.reading.futures))
-
-
-@contextmanager
-def begun(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[EncoderTensors | None]:
-    """Let threads read an encoder's files in this context; None where transformers does more than place tensors."""
-    checkpoint = _readable(folder, dtype)
-    if checkpoint is None:
-        yield None
-        return
-    kept = checkpoint.dtypes
-    keys = KeyMap({name: Source((name,)) for name in checkpoint.shapes})
-    like = {name: torch.empty(shape, dtype=kept[name], device="meta") for name, shape in checkpoint.shapes.items()}
-    with Pool(checkpoint, device, 1) as pool:
-        yield EncoderTensors(pool.begin(list(like), keys, like), sum(each.numel() for each in like.values()))
-
-
-def read_encoder(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device, read: EncoderTensors | None) -> Any:
+def read_encoder(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Return what `kind.from_pretrained(folder, dtype=dtype, device_map=device)` does, with the same values.
 
-    kind: a class of transformers. read: what `begun` yields. Raises ValueError if weights are not finite.
+    kind: a class of transformers. Raises ValueError if weights are not finite.
     """
-    if read is None:
+    checkpoint = _readable(folder, dtype)
+    if checkpoint is None:
         return kind.from_pretrained(folder, dtype=dtype, device_map={"": device})  # the host never holds it whole
     config = kind.config_class.from_pretrained(folder)
-    encoder = kind.from_pretrained(None, config=config, state_dict=read.wait(), dtype=dtype, device_map={"": device})
+    encoder = kind.from_pretrained(
+        None, config=config, state_dict=_tensors(checkpoint, device), dtype=dtype, device_map={"": device}
+    )
     encoder.name_or_path = encoder.config.name_or_path = str(folder)
     if encoder.can_generate() and (folder / "generation_config.json").is_file():
         encoder.generation_config = type(encoder.generation_config).from_pretrained(folder)
@@ -76,3 +50,12 @@ def _readable(folder: Path, dtype: torch.dtype) -> Checkpoint | None:
     checkpoint = open_checkpoint(files[0])
     numbers = {kept for kept in checkpoint.dtypes.values() if kept.is_floating_point}
     return checkpoint if numbers <= {dtype} else None
+
+
+def _tensors(checkpoint: Checkpoint, device: torch.device) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint by their keys, on the device."""
+    kept, names = checkpoint.dtypes, list(checkpoint.shapes)
+    keys = KeyMap({name: Source((name,)) for name in names})
+    like = {name: torch.empty(shape, dtype=kept[name], device="meta") for name, shape in checkpoint.shapes.items()}
+    with Pool(checkpoint, device, 1) as pool:
+        return dict(zip(names, pool.placed(names, keys, like), strict=True))

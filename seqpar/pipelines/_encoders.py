@@ -10,9 +10,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from seqpar.adapter.subjects import transformers_of
-from seqpar.pipelines._encoder_files import EncoderTensors, begun, read_encoder
+from seqpar.pipelines._encoder_files import read_encoder
 from seqpar.pipelines._garbage import collect
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder, failing
@@ -32,78 +31,47 @@ from seqpar.weights.parts import parts_of
 NAMES = ("text_encoder", "image_encoder")  # how the names of such parts begin
 
 
-@dataclass(frozen=True)
-class Encoders:
-    """The encoders of a folder, which rank 0 is reading. kinds: their classes, by the names of their parts.
+def load_encoders(
+    pipeline: Any, folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str
+) -> dict[str, SharedEncoder]:
+    """Return the encoders that rank 0 alone holds, by the names of their parts.
 
-    read: their tensors, on rank 0. ahead: how many numbers rank 0 reads, known to all ranks. what: begins an error's
-    message.
+    Those of which the code of the class `pipeline` names layers are left out, after a line that says so. what: begins
+    an error's message. Every rank must call this at the same time.
     """
-
-    kinds: Mapping[str, Any]
-    read: Mapping[str, EncoderTensors | None]
-    ahead: int
-    folder: Path
-    dtype: torch.dtype
-    mesh: Mesh
-    what: str
-
-    def shared(self, pipeline: Any) -> dict[str, SharedEncoder]:
-        """Return the encoders that rank 0 alone holds, once they are read; every rank must call this at the same time.
-
-        Those of which the code of the class `pipeline` names layers are left out, after a line that says so.
-        """
-        mesh, (encoders, likes) = self.mesh, self._of_rank_0()
-        shared = dict[str, SharedEncoder]()
-        for name, config in mesh.together(self._configs).items():
-            if layer := layer_named(pipeline, likes[name][1]):
-                encoders.pop(name, None)
-                if mesh.is_main and mesh.world.size > 1:
-                    print(f"seqpar: every rank loads {name}, because {pipeline.__name__} reads {layer}", flush=True)
-            else:
-                own = encoders.pop(name, None)
-                shared[name] = SharedEncoder(mesh, name, self.kinds[name], config, likes[name], own)
-        return shared
-
-    def _configs(self) -> dict[str, Any]:
-        with naming(self.what):
-            return {name: kind.config_class.from_pretrained(self.folder / name) for name, kind in self.kinds.items()}
-
-    def _of_rank_0(self) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
-        """Return the encoders, on rank 0 alone; and on every rank the dtype of each, and the names of its layers."""
-        encoders = dict[str, Any]()
-
-        def load() -> dict[str, tuple[torch.dtype, list[str]]]:
-            with naming(self.what):
-                for name, kind in self.kinds.items():
-                    place = self.folder / name, self.dtype, self.mesh.device
-                    encoders[name] = read_encoder(kind, *place, self.read[name])
-            return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
-
-        likes = self.mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
-        return encoders, likes
-
-
-@contextmanager
-def reading_encoders(
-    folder: Path, index: Mapping[str, Any] | None, dtype: torch.dtype, mesh: Mesh, what: str
-) -> Iterator[Encoders]:
-    """Let rank 0 read the text and image encoders of a folder in this context; every rank must enter it together.
-
-    index: the folder's model_index.json; None for no encoders. what: begins an error's message.
-    """
-    kinds = mesh.together(lambda: {} if index is None else _kinds(folder, index))
+    kinds = mesh.together(lambda: _kinds(folder, index))
     agree(mesh, {"the encoders of the folder": [*kinds]})
-    with ExitStack() as stack:
-        read = dict[str, EncoderTensors | None]()
+    encoders, likes = _of_rank_0(kinds, folder, dtype, mesh, what)
 
-        def begin() -> int:
-            with naming(what):
-                for name in kinds:
-                    read[name] = stack.enter_context(begun(folder / name, dtype, mesh.device))
-            return sum(each.numbers for each in read.values() if each is not None)
+    def configs() -> dict[str, Any]:
+        with naming(what):
+            return {name: kind.config_class.from_pretrained(folder / name) for name, kind in kinds.items()}
 
-        yield Encoders(kinds, read, mesh.of_rank_0(begin, int), folder, dtype, mesh, what)
+    shared = dict[str, SharedEncoder]()
+    for name, config in mesh.together(configs).items():
+        if layer := layer_named(pipeline, likes[name][1]):
+            encoders.pop(name, None)
+            if mesh.is_main and mesh.world.size > 1:
+                print(f"seqpar: every rank loads {name}, because {pipeline.__name__} reads {layer}", flush=True)
+        else:
+            shared[name] = SharedEncoder(mesh, name, kinds[name], config, likes[name], encoders.pop(name, None))
+    return shared
+
+
+def _of_rank_0(
+    kinds: Mapping[str, Any], folder: Path, dtype: torch.dtype, mesh: Mesh, what: str
+) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
+    """Return the encoders, on rank 0 alone; and on every rank the dtype of each, and the names of its layers."""
+    encoders = dict[str, Any]()
+
+    def load() -> dict[str, tuple[torch.dtype, list[str]]]:
+        with naming(what):
+            for name, kind in kinds.items():
+                encoders[name] = read_encoder(kind, folder / name, dtype, mesh.device)
+        return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
+
+    likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
+    return encoders, likes
 
 
 def layer_named(pipeline: Any, parts: Sequence[str]) -> str | None:

@@ -20,7 +20,6 @@ from seqpar.adapter.sharing import Wished, check_wish
 from seqpar.adapter.state import keep_fp32
 from seqpar.pipelines import _lora
 from seqpar.pipelines._folder import kind_of, model_of
-from seqpar.pipelines._garbage import kept
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import parts_of_folder
 from seqpar.planner.plan import Plan
@@ -73,7 +72,6 @@ def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
-@kept()
 def checked(
     path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str], vae: Wished = "auto"
 ) -> Folder:

@@ -8,7 +8,6 @@ read by `seqpar.weights.loading`: each tensor once a host, straight to the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,9 @@ from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import Tensor
 
 from seqpar.pipelines import _lora
-from seqpar.pipelines._encoders import Encoders, encode_first, name_encoders, reading_encoders
-from seqpar.pipelines._garbage import kept
+from seqpar.pipelines._encoders import encode_first, load_encoders, name_encoders
 from seqpar.pipelines._naming import naming
+from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import vae_keys
@@ -59,15 +58,9 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
     what = f"got pipeline {folder.path}, which does not load"
-    with kept():
-        empty = _empty(folder, dtype, mesh, what)
-        with _encoders(folder, dtype, mesh, what) as read:
-            encoders = read.shared(folder.kind) if encode else {}
-            late = {name: each for name, each in empty.items() if encoders and name.startswith("transformer")}
-            now = {name: each for name, each in empty.items() if name not in late}
-            models = _placed(now, 0 if encode else read.ahead, mesh)
-            encoders |= {} if encode else read.shared(folder.kind)
-    models |= {name: each.standing_in(mesh.device) for name, each in late.items()}
+    encoders = _encoders(folder, dtype, mesh, what)
+    models, empty = _models(folder, dtype, mesh, what, late=bool(encode and encoders))
+    models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
 
     def whole() -> Any:
         with naming(what):
@@ -78,7 +71,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     pipe = mesh.together(whole)
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
-        for each in late.values():
+        for each in empty.values():
             each.place(mesh)
 
     def rest() -> Any:
@@ -89,20 +82,24 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     return mesh.together(rest)
 
 
-def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> AbstractContextManager[Encoders]:
-    """Let rank 0 read the encoders that it alone will hold; none if a LoRA changes them, after a line that says so."""
-    changed = mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras))
-    if changed and mesh.is_main and mesh.world.size > 1:
+def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, SharedEncoder]:
+    """Return the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
+    if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
+        return load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
+    if mesh.is_main and mesh.world.size > 1:
         print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
-    return reading_encoders(folder.path, None if changed else folder.index, dtype, mesh, what)
+    return {}
 
 
-def _empty(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Empty]:
-    """Return the models of diffusers in a folder, without their weights, by the names of their parts.
+def _models(
+    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool
+) -> tuple[dict[str, Any], dict[str, Empty]]:
+    """Return the models of diffusers in a folder by the names of their parts, read once a host.
 
-    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
+    late: whether the transformers stay without their weights; they are the second result. Rank 0 prints why another
+    part's weights are read by diffusers, on every rank. what: begins an error's message.
     """
-    empty = dict[str, Empty]()
+    models, empty = dict[str, Any](), dict[str, Empty]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
@@ -110,22 +107,14 @@ def _empty(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[st
         single = folder.file if name == "transformer" else None
         part, theirs = single or folder.path / name, "its keys are those of the model's authors"
         reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
-        if reason is None:
+        if reason is not None:
+            if mesh.is_main and mesh.world.size > 1:
+                print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
+        elif late and name.startswith("transformer"):
             empty[name] = empty_model(kind, part, dtype, mesh, what)
-        elif mesh.is_main and mesh.world.size > 1:
-            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-    return empty
-
-
-def _placed(empty: Mapping[str, Empty], ahead: int, mesh: Mesh) -> dict[str, Any]:
-    """Return models with their weights, each tensor of which is read once a host; the largest first.
-
-    ahead: how many numbers rank 0 is reading besides, see `seqpar.weights.loading.place`.
-    """
-    models = dict[str, Any]()
-    for name, each in sorted(empty.items(), key=lambda pair: -sum(x.numel() for x in pair[1].like.values())):
-        models[name], ahead = each.place(mesh, ahead), 0
-    return models
+        else:
+            models[name] = empty_model(kind, part, dtype, mesh, what).place(mesh)
+    return models, empty
 
 
 def why_not(kind: Any, folder: Path) -> str | None:
@@ -160,12 +149,9 @@ class Empty:
         put(self.model, name, torch.empty(0, dtype=parameter.dtype, device=device))
         return self.model
 
-    def place(self, mesh: Mesh, ahead: int = 0) -> Any:
-        """Return the model with its weights on this rank's device; every rank must call this at the same time.
-
-        ahead: see `seqpar.weights.loading.place`.
-        """
-        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh, ahead=ahead)
+    def place(self, mesh: Mesh) -> Any:
+        """Return the model with its weights on this rank's device; every rank must call this at the same time."""
+        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh)
         self.model.register_to_config(_name_or_path=str(self.folder))
         return self.model.to(mesh.device).eval()  # buffers that no file holds are moved
 

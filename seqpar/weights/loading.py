@@ -1,30 +1,34 @@
 """Loads checkpoints: one rank of a host reads, converts and places each tensor, and gives it to the others.
 
-The threads of each rank (`seqpar.weights.pool`) read its share of the parameters onto its own device. When all ranks
-have read the next ones without an error, the main thread of each broadcasts them in one order, each from its reader,
-GPU to GPU, while the threads go on. A host so reads and converts every byte once, whatever the number of its ranks, and
-no rank ever holds the model in host memory. Broadcasts between GPUs are faster than the host's memory.
+Each rank reads its share of the parameters and places them on its own device. When all ranks have done so without an
+error, the main thread of each broadcasts the parameters in one order, each from its reader, GPU to GPU. A host so
+reads and converts every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory.
+The reading itself, and the conversion on the GPU, is in `seqpar/weights/staging.py`. Broadcasts between GPUs are
+faster than the host's memory.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-from collections import Counter, defaultdict
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from seqpar.ranks.mesh import Axis, Mesh, finish
 from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint, check
-from seqpar.weights.pool import Pool, Reading
+from seqpar.weights.staging import Staging
 
-TURN = 1 << 29  # numbers of a rank: a gigabyte of 16 bits each
+READERS = 8  # threads a rank at most: one copies less from the page cache, or asks less of a disk, than a GPU takes
 
 
 @dataclass(frozen=True)
@@ -78,48 +82,25 @@ def place(
     device: torch.device,
     mesh: Mesh | None,
     before: Callable[[], None] = lambda: None,
-    ahead: int = 0,
 ) -> None:
     """Give parameters and buffers of `model` their values; each tensor is read by one rank of this host.
 
     like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. before: a
-    check on every rank, whose ValueError is raised on all ranks before a weight is read. ahead: how many other numbers
-    rank 0 reads at the same time, in place of which the other ranks of its host read more of these.
+    check on every rank, whose ValueError is raised on all ranks before a weight is read.
     """
     team = Team.of(mesh)
-    readers = shares(checkpoint, keys, team.size, ahead if team.ranks[0] == 0 else 0)
-    share = [name for name, reader in readers.items() if reader == team.rank]
-    together = (Mesh.single() if mesh is None else mesh).together
+    readers = shares(checkpoint, keys, team.size)
+    share = [name for name in keys.sources if readers[name] == team.rank]
 
-    def begin() -> Reading:
+    def mine() -> dict[str, Tensor]:
         before()
-        pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
-        return pool.begin(share, keys, like)
+        return _read(share, checkpoint, keys, like, device, team)
 
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with Pool(checkpoint, device, team.size) as pool:
-        reading = together(begin)
-        for turn in turns(checkpoint, keys, readers):
-            own = [name for name in turn if readers[name] == team.rank]
-            read = together(lambda own=own: reading.tensors(own))
-            given = {name: read.get(name, torch.empty_like(like[name], device=device)) for name in turn}
-            with _beside(stream):
-                for name, tensor in given.items():
-                    _give(tensor, team, readers[name])
-                    put(model, name, tensor)
-    if stream is not None:
-        torch.cuda.current_stream(device).wait_stream(stream)
-
-
-@contextmanager
-def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue work on a stream of its own: after what is queued now, and beside what threads queue from now on."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
+    placed = mine() if mesh is None else mesh.together(mine)
+    for name, meta in like.items():
+        tensor = placed.pop(name) if name in placed else torch.empty_like(meta, device=device)
+        _give(tensor, team, readers[name])
+        put(model, name, tensor)
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -130,6 +111,20 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module, last, nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor)
 
 
+def _read(
+    names: Sequence[str],
+    checkpoint: Checkpoint,
+    keys: KeyMap,
+    like: Mapping[str, Tensor],
+    device: torch.device,
+    team: Team,
+) -> dict[str, Tensor]:
+    """Return this rank's share of the tensors, after comparing its share of the keys that must be equal."""
+    with Pool(checkpoint, device, team.size) as pool:
+        pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
+        return dict(zip(names, pool.placed(names, keys, like), strict=True))
+
+
 def _give(tensor: Tensor, team: Team, reader: int) -> None:
     """Broadcast a parameter from the rank of this host that has read it."""
     if team.size > 1 and team.axis is not None:
@@ -138,36 +133,106 @@ def _give(tensor: Tensor, team: Team, reader: int) -> None:
         finish(team.axis, tensor.device, lambda wait: dist.broadcast(tensor, source, group, not wait), what)
 
 
-def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int, ahead: int = 0) -> dict[str, int]:
-    """Return parameter -> the part that reads it: runs of about equally many numbers, in the order of the key map.
-
-    ahead: how many numbers the first part reads besides.
-    """
-    sizes = _sizes(checkpoint, keys)
-    total, before, readers = sum(sizes.values()), 0, dict[str, int]()
-    first = total if parts == 1 else max(0, (total + ahead) // parts - ahead)
-    each = max(1, (total - first) // max(1, parts - 1))  # of the numbers that another part reads
+def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
+    """Return parameter -> the part that reads it: runs of about equally many numbers, in the order of the key map."""
+    sizes = {
+        name: sum(prod(checkpoint.shapes.get(key, ())) for key in source.keys) for name, source in keys.sources.items()
+    }
+    total, before, readers = max(sum(sizes.values()), 1), 0, {}
     for name, size in sizes.items():
-        middle = before + size // 2
-        readers[name] = 0 if middle < first or parts == 1 else min(parts - 1, 1 + (middle - first) // each)
+        readers[name] = min(parts - 1, (before + size // 2) * parts // total)
         before += size
     return readers
 
 
-def turns(checkpoint: Checkpoint, keys: KeyMap, readers: Mapping[str, int]) -> list[list[str]]:
-    """Return the names by the turns in which ranks give them to each other: in each, `TURN` numbers of every share.
+class Pool:
+    """The threads of one rank that read a checkpoint, each with its own staging buffers.
 
-    While tensors of a turn are given, those of later ones are read.
+    A context manager, which ends the threads. They copy and convert on the device and never call a collective.
     """
-    before, found = Counter[int](), defaultdict[int, list[str]](list)
-    for name, size in _sizes(checkpoint, keys).items():
-        found[before[readers[name]] // TURN].append(name)
-        before[readers[name]] += size
-    return [found[turn] for turn in sorted(found)]
 
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, ranks: int) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._checkpoint, self._device = checkpoint, device
+        self._local = threading.local()
+        # a thread without a core of its own only takes turns; on the CPU an operation has its own threads
+        cores = len(os.sched_getaffinity(0)) // ranks
+        count = max(1, min(READERS, cores)) if device.type == "cuda" else 1
+        self._threads = ThreadPoolExecutor(count)
 
-def _sizes(checkpoint: Checkpoint, keys: KeyMap) -> dict[str, int]:
-    """Return parameter -> how many numbers are read for it."""
-    return {
-        name: sum(prod(checkpoint.shapes.get(key, ())) for key in source.keys) for name, source in keys.sources.items()
-    }
+    def __enter__(self) -> Pool:
+        """Return this pool."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the threads; what was not begun is dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def check_repeats(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Raise ValueError if a key differs from the one whose values it must have."""
+
+        def equal_values(pair: tuple[str, str]) -> bool:
+            with self._told(pair):
+                one, other = (self._staging().fetch(self._checkpoint, key) for key in pair)
+                return torch.equal(one, other)
+
+        same = self._threads.map(equal_values, pairs)
+        for (key, twin), equal in zip(pairs, same, strict=True):
+            if not equal:
+                raise ValueError(
+                    f"{self._checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
+                    f"conditions each block differently, which is not implemented"
+                )
+
+    def placed(self, names: Sequence[str], keys: KeyMap, like: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the tensors of these names on the device, in their order; ValueError if one is not finite.
+
+        like: name -> a tensor of the dtype that it gets.
+        """
+
+        def made(name: str) -> tuple[Tensor, Tensor]:
+            source, dtype = keys.sources[name], like[name].dtype
+            with self._told(source.keys):
+                parts = (self._staging().fetch(self._checkpoint, key, dtype) for key in source.keys)
+                parameter = source.combine(*parts).contiguous()
+                return parameter, parameter.sum(dtype=torch.promote_types(dtype, torch.float32))
+
+        results = list(self._threads.map(made, names))
+        if self._device.type == "cuda":
+            with self._told(["its weights"]):
+                torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
+        self._check_finite(names, keys, [total for _, total in results], like)
+        return [parameter for parameter, _ in results]
+
+    def _check_finite(
+        self, names: Sequence[str], keys: KeyMap, totals: Sequence[Tensor], like: Mapping[str, Tensor]
+    ) -> None:
+        """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""
+        finite = torch.stack([total.double() for total in totals]).isfinite().tolist() if totals else []
+        bad = next((name for name, right in zip(names, finite, strict=True) if not right), None)
+        if bad is not None:
+            what = f"NaN or infinity in {', '.join(keys.sources[bad].keys)}"
+            expected = (
+                f"finite weights in {str(like[bad].dtype).removeprefix('torch.')}; copy the file again, or name another"
+            )
+            raise ValueError(f"{self._checkpoint.name}: got {what}, expected {expected}")
+
+    @contextmanager
+    def _told(self, keys: Sequence[str]) -> Iterator[None]:
+        """Turn errors of reading and combining into ValueError, which `Mesh.together` raises on every rank."""
+        try:
+            yield
+        except (SafetensorError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{self._checkpoint.name}: got {', '.join(keys)}, which do not load: {error}") from error
+
+    def _staging(self) -> Staging:
+        """Return the buffers of this thread, made when it first reads: no initializer of threads can tell its error.
+
+        Without its device, a thread would open a context on the first GPU.
+        """
+        if not hasattr(self._local, "staging"):
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._local.staging = Staging(self._device)
+        return self._local.staging

@@ -8,11 +8,8 @@ lie in the file and are converted by it, since a processor's core converts less 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from io import FileIO
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,34 +19,13 @@ from seqpar.weights.checkpoint import Checkpoint
 CHUNK = 1 << 23  # bytes of a buffer, a multiple of the size of every dtype
 
 
-class Files:
-    """Files that are open for all threads of a pool, each of which reads at a position. A context manager."""
-
-    def __init__(self) -> None:
-        self._files, self._stack, self._lock = dict[Path, FileIO](), ExitStack(), threading.Lock()
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def opened(self, path: Path) -> FileIO:
-        """Return an open file."""
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = self._stack.enter_context(FileIO(path))
-            return self._files[path]
-
-
 class Staging:
     """Two page-locked buffers, which take turns. For one thread.
 
     A copy out of pageable memory goes through one small buffer of the driver, and waits for it.
     """
 
-    def __init__(self, device: torch.device, files: Files) -> None:
-        self._files = files
+    def __init__(self, device: torch.device) -> None:
         self._cuda, self._device, self._turn = device.type == "cuda", device, 0
         self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
@@ -63,8 +39,8 @@ class Staging:
             return self.copy(checkpoint.read(key), dtype)
         shape, kept, position = checkpoint.shapes[key], checkpoint.dtypes[key], checkpoint.positions[key]
         placed = torch.empty(shape, dtype=dtype or kept, device=self._device)
-        file = self._files.opened(position.path)
-        self._fill(placed, kept, lambda at, buffer: _read(file, position.offset + at, buffer))
+        with open(position.path, "rb", buffering=0) as file:
+            self._fill(placed, kept, lambda at, buffer: _read(file, position.offset + at, buffer))
         return placed
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

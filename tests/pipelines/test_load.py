@@ -17,10 +17,10 @@ import transformers
 
 import seqpar
 from seqpar.pipelines import _encoder_files
-from seqpar.pipelines._encoders import reading_encoders
+from seqpar.pipelines._encoders import load_encoders
 from seqpar.pipelines._load import checked
 from seqpar.pipelines._parts import Empty, load_pipeline
-from seqpar.pipelines._shared_encoder import Result, SharedEncoder, outputs_of, restored
+from seqpar.pipelines._shared_encoder import Result, outputs_of, restored
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.watch import LostRankError
 from seqpar.weights import staging
@@ -114,8 +114,7 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     ours = {part: sizes[part] - headers[part] for part in sizes}
     assert read(shared) == ours
     assert read(old) == {part: 2 * size for part, size in sizes.items()}
-    # rank 0 reads the encoder meanwhile, which is larger
-    assert [counts.get("transformer", 0) for counts, *_ in shared] == [0, ours["transformer"]]
+    assert all(counts["transformer"] > 0.3 * ours["transformer"] for counts, *_ in shared)  # each rank a share
     encoder = sizes["text_encoder"]
     (_, held, grown, picture), (_, none, little, other) = shared
     assert (4 * held > 0.9 * encoder, none) == (True, 0)
@@ -140,9 +139,9 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         every = [each for each in gc.get_objects() if isinstance(each, ENCODERS.T5EncoderModel)]
         return sum(sum(x.numel() for x in each.parameters()) > HUGE for each in every)
 
-    def placed(self: Empty, mesh: Mesh, ahead: int = 0) -> Any:
+    def placed(self: Empty, mesh: Mesh) -> Any:
         whole.append(encoders())
-        return place(self, mesh, ahead)
+        return place(self, mesh)
 
     place, checked_folder = Empty.place, checked(folder, torch.float32, (), ("auto",) * 3)
     with pytest.MonkeyPatch.context() as patch:
@@ -163,17 +162,17 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: Path, world: int) -> None:
-    """The VAE, which a pipeline may need for its inputs, is placed before. Without `encode` the encoder comes last."""
+    """The VAE, which a pipeline may need for its inputs, is placed before. Negative control: without `encode`."""
     first, kept = (ranks.run(world, encoded_first, str(pixart), each) for each in (True, False))
     assert first[0][:2] == ([1, 0], 0)
-    assert kept[0][:2] == ([0, 0], 1)
+    assert kept[0][:2] == ([1, 1], 1)
     for (*_, mine), (*_, others) in zip(first, kept, strict=True):
         assert all(np.array_equal(mine[0], each) for each in (*mine, *others))
 
 
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
     """A pipeline may change what it was given."""
-    shared = load_encoders(THEIRS.FluxPipeline, encoders, torch.float64, Mesh.single())["text_encoder"]
+    shared = load_encoders(THEIRS.FluxPipeline, encoders, INDEX, torch.float64, Mesh.single(), "got")["text_encoder"]
     shared.keep()
     tokens, others, results = torch.tensor([[2, 3, 13]]), torch.tensor([[4, 3, 13]]), list[Any]()
     for _ in range(3):
@@ -236,16 +235,6 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_encoders(pipeline: Any, folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
-    with reading_encoders(folder, INDEX, dtype, mesh, "got") as reading:
-        return reading.shared(pipeline)
-
-
-def read_encoder(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
-    with _encoder_files.begun(folder, dtype, torch.device("cpu")) as read:
-        return _encoder_files.read_encoder(kind, folder, dtype, torch.device("cpu"), read)
-
-
 def same(one: Any, other: Any) -> None:
     """Fail if two results differ in their classes, in the names of their fields or in their numbers.
 
@@ -271,8 +260,8 @@ class NamesLayer:
 def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
     """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
     mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
-    assert load_encoders(NamesLayer, path, dtype, mesh) == {}
-    loaded = load_encoders(THEIRS.FluxPipeline, path, dtype, mesh)
+    assert load_encoders(NamesLayer, path, INDEX, dtype, mesh, "got") == {}
+    loaded = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
     shared = {name: each.module for name, each in loaded.items()}
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
@@ -362,7 +351,7 @@ def test_encoders_are_those_that_transformers_loads(
     pools = list[Any]()
     own = _encoder_files.Pool
     monkeypatch.setattr(_encoder_files, "Pool", lambda *args: pools.append(args) or own(*args))
-    ours = read_encoder(type(theirs), tmp_path, dtype)
+    ours = _encoder_files.read_encoder(type(theirs), tmp_path, dtype, torch.device("cpu"))
     assert len(pools) == 1
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
@@ -378,5 +367,5 @@ def test_files_of_encoders_that_are_not_safetensors_are_left_to_transformers(tmp
     encoder = made_encoder("T5EncoderModel", torch.float32)
     encoder.config.save_pretrained(tmp_path)
     torch.save(encoder.state_dict(), tmp_path / "pytorch_model.bin")
-    read = read_encoder(type(encoder), tmp_path, torch.float32)
+    read = _encoder_files.read_encoder(type(encoder), tmp_path, torch.float32, torch.device("cpu"))
     assert all(map(torch.equal, read.parameters(), encoder.parameters()))

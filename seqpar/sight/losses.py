@@ -6,10 +6,11 @@ attention take beyond the machine's best rate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from seqpar.sight.columns import NAMES, OUTSIDE, Columns
-from seqpar.sight.result import Profile, numbered
+from seqpar.sight.result import Profile, by_class
 
 WORK = ("products", "attention", "elementwise", "gaps")  # what can make a rank late
 NOTABLE = 0.3  # of a wait: what explains less of it is not named
@@ -67,18 +68,21 @@ def _rate(profile: Profile, column: str, mean: Columns) -> str:
 
 
 def _most(profile: Profile, rank: int, column: str) -> str:
-    """Return where most of a column is, as text: in one block, or, if none has half of it, in the blocks of a class."""
-    blocks = {block: getattr(each, column) for block, each in profile.blocks(rank).items()}
-    block = max(blocks, key=lambda block: blocks[block])
-    if 2 * blocks[block] >= sum(blocks.values()):
-        return f"most of it {_where(block)} ({blocks[block]:.3g} ms)"
-    kinds = {numbered(kind, count): getattr(each, column) for kind, (count, each) in profile.kinds(rank).items()}
-    kind = max(kinds, key=lambda kind: kinds[kind])
-    return f"most of it {_where(kind)} ({kinds[kind]:.3g} ms)"
+    """Return where most of a column is, as text."""
+    where, ms = _place({block: getattr(each, column) for block, each in profile.blocks(rank).items()})
+    return f"most of it {where} ({ms:.3g} ms)"
 
 
-def _where(block: str) -> str:
-    return "outside of blocks" if block == OUTSIDE else f"in {block}"
+def _place(blocks: Mapping[str, float]) -> tuple[str, float]:
+    """Return in which block most of a time is, or, if none has half of it, in the blocks of which class; and how much.
+
+    blocks: block -> its part of the time.
+    """
+    whole = {kind: sum(each) for kind, each in by_class(blocks).items()}
+    largest = max(blocks, key=lambda block: blocks[block])
+    if 2 * blocks[largest] < sum(blocks.values()):
+        blocks, largest = whole, max(whole, key=lambda kind: whole[kind])
+    return "outside of blocks" if largest == OUTSIDE else f"in {largest}", blocks[largest]
 
 
 def _products(profile: Profile, rank: int, mean: Columns) -> str:
@@ -131,9 +135,9 @@ def _waiting(profile: Profile, rank: int, mean: Columns) -> str:
     apart = {
         block: getattr(each, column) - getattr(ours.get(block, Columns()), column) for block, each in theirs.items()
     }
-    block = max(apart, key=lambda block: apart[block])
+    where, ms = _place(apart)
     return (
-        f"{text}; rank {late} has {more[column]:.3g} ms more {column}, of it {apart[block]:.3g} ms {_where(block)}: "
+        f"{text}; rank {late} has {more[column]:.3g} ms more {column}, of it {ms:.3g} ms {where}: "
         f"without that it would be in time"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from seqpar.sight.columns import Columns
 from seqpar.sight.losses import losses
-from seqpar.sight.result import Profile, numbered
+from seqpar.sight.result import Profile, by_class
 
 TITLES = {
     "wall": "ms",
@@ -62,8 +62,8 @@ def _table(profile: Profile) -> list[str]:
     for rank in profile.ranks:
         lines += [_line(rank, f"step {step + 1}", profile.step(rank, step)) for step in profile.steps]
         lines.append(_line(rank, "mean", profile.mean(rank)))
-        for kind, (count, columns) in profile.kinds(rank).items():
-            lines.append(_line(rank, f"  {numbered(kind, count)}", columns))
+        for kind, each in by_class(profile.blocks(rank)).items():
+            lines.append(_line(rank, f"  {kind}", sum(each, Columns())))
     return [*lines, "hidden: exchanges behind which something computes; the other columns add up to the ms."]
 
 

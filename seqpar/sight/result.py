@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
@@ -14,6 +15,8 @@ from seqpar.sight.columns import Columns, columns, mean
 from seqpar.sight.rates import Rate, rates
 from seqpar.sight.trace import BLOCK, CLOCK, RankTrace
 from seqpar.sight.waits import Timeline, timelines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,13 @@ class Profile:
                 found[row.block] = found.get(row.block, Columns()) + row.columns
         return {block: each * (1 / len(self.steps)) for block, each in found.items()}
 
-    def kinds(self, rank: int) -> dict[str, tuple[int, Columns]]:
-        """Return class of a block -> how many there are, and the sum of their means over steps."""
-        found: dict[str, tuple[int, Columns]] = {}
-        for block, each in self.blocks(rank).items():
-            kind = block.rpartition(" ")[0] or block
-            count, whole = found.get(kind, (0, Columns()))
-            found[kind] = count + 1, whole + each
-        return found
 
-
-def numbered(kind: str, count: int) -> str:
-    """Return the name of so many blocks of a class."""
-    return f"{count} x {kind}" if count > 1 else kind
+def by_class(blocks: Mapping[str, T]) -> dict[str, list[T]]:
+    """Return blocks' values by their classes, such as "19 x FluxTransformerBlock"."""
+    found = defaultdict[str, list[T]](list)
+    for block, each in blocks.items():
+        found[block.rpartition(" ")[0] or block].append(each)
+    return {f"{len(each)} x {kind}" if len(each) > 1 else kind: each for kind, each in found.items()}
 
 
 def told(recorded: Mapping[str, Any], first: int) -> RankTrace:

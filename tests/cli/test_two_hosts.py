@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 CLONE_NEWUTS, NAME = 0x04000000, "SEQPAR_TEST_HOST"
 USP = ("--strategy", "usp", "--mesh", "ring=2,ulysses=2")  # the ring is between the hosts
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MEETS = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
 CAT = ("--model", "builtin", "--classes", "cat", "--seed", "3")
 
 
@@ -107,16 +108,19 @@ def test_a_picture_of_two_hosts_is_that_of_one(
     assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
 
 
-def with_gpu(number: int, words: tuple[str, ...], out: Path) -> subprocess.Popen[bytes]:
-    """Start the agent of a host that has one GPU, which NCCL takes for one of another machine. out: of what it prints.
+def on_gpus(gpus: str, words: tuple[str, ...], out: Path, host: str | None = None) -> subprocess.Popen[bytes]:
+    """Start torchrun with these GPUs. out: of what is printed. host: the name of one, which NCCL takes for a machine.
 
     It is no fork of the tests' server, which has looked for GPUs and found none.
     """
-    own = environment(str(number)) | {"NCCL_HOSTID": f"host-{number}", "NCCL_DEBUG": "INFO"}
-    own |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    host = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{number}")
+    own = environment(gpus) | {"NCCL_DEBUG": "INFO"}
+    if host is not None:
+        own |= {"NCCL_HOSTID": host, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        words = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *TORCHRUN, *words)
+    else:
+        words = (*TORCHRUN, "--standalone", *words)
     with out.open("wb") as file:
-        return subprocess.Popen((*host, *TORCHRUN, *words), env=own, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(words, env=own, stdout=file, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.gpu
@@ -124,26 +128,25 @@ def with_gpu(number: int, words: tuple[str, ...], out: Path) -> subprocess.Popen
 @pytest.mark.parametrize("strategy", ["ulysses", "ring"])
 def test_gpus_of_two_hosts_make_the_picture_of_one_hosts_gpus(tmp_path: Path, strategy: str) -> None:
     """Nobody names the transport: it must be the one that crosses hosts, and NCCL must have gone through sockets."""
-    words = (SCRIPT, *CAT, "--steps", "20", "--strategy", strategy)
-    words = (*words, "--mesh", f"{'ring' if strategy == 'ring' else 'ulysses'}=2", "--out")
-    meets = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={rendezvous()}")
-    outs = [tmp_path / f"output{number}" for number in range(2)]
-    agents = [
-        with_gpu(number, (*meets, f"--node_rank={number}", *words, str(tmp_path / "two.png")), out)
-        for number, out in enumerate(outs)
-    ]
+    run = (SCRIPT, *CAT, "--steps", "20", "--strategy", strategy, "--mesh", f"{strategy}=2", "--out")
+    outs, port = [tmp_path / name for name in ("host-0", "host-1", "one")], rendezvous()
+    jobs = list[subprocess.Popen[bytes]]()
+    for number in range(2):
+        words = (*MEETS, f"--master_port={port}", f"--node_rank={number}", *run, str(tmp_path / "two.png"))
+        jobs.append(on_gpus(str(number), words, outs[number], outs[number].name))
+    words = ("--nproc_per_node=2", *run, str(tmp_path / "one.png"), "--transport", "collective")
+    jobs.append(on_gpus("0,1", words, outs[2]))
     try:
-        assert [each.wait(LIMIT_S) for each in agents] == [0, 0], [out.read_text()[-2000:] for out in outs]
+        codes = [job.wait(LIMIT_S) for job in jobs]
     finally:
-        for each in agents:
-            each.kill()
-    told = outs[0].read_text()
-    assert "via NET/Socket" in told, told
-    assert not any(f"via {other}" in told for other in ("P2P", "SHM"))
-    one = (*TORCHRUN, "--standalone", "--nproc_per_node=2", *words, str(tmp_path / "one.png"), "--transport")
-    done = subprocess.run((*one, "collective"), env=environment("0,1"), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert latents(told) == latents(done.stdout)
+        for job in jobs:
+            job.terminate()  # which ends its ranks
+    two, _, one = (out.read_text() for out in outs)
+    assert codes == [0, 0, 0], (two[-2000:], one[-2000:])
+    assert "via NET/Socket" in two
+    assert not any(f"via {other}" in two for other in ("P2P", "SHM"))
+    assert "via NET/Socket" not in one
+    assert latents(two) == latents(one)
     assert np.array_equal(pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png"))
 
 

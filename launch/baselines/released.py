@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from torch import Tensor, nn
 
 Inputs = Callable[..., dict[str, Any]]
@@ -319,12 +320,15 @@ def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     """Return packed latents of a video and of its sound, texts and timestep as `LTX2Pipeline` passes them.
 
     Texts have no padding: learned tokens take the place of that. The video has 24 frames a second, the sound 25 tokens.
+    Positions are given: a forward that makes them copies from the host, which no CUDA graph can hold.
     """
     (frames, rows, columns), channels = model.size, model.config["caption_channels"]
     seconds = (8 * frames - 7) / 24
     sound, video = round(25 * seconds), random(1, model.tokens, model.config["in_channels"])
     texts = {name: random(1, model.text, channels) for name in ("encoder", "audio_encoder")}
     timestep = torch.full((1,), 500.0, device=video.device)
+    of_video = LTX2AudioVideoRotaryPosEmbed(dim=1)
+    of_sound = LTX2AudioVideoRotaryPosEmbed(dim=1, scale_factors=(4,), modality="audio")
     return {
         "hidden_states": video,
         "audio_hidden_states": random(1, sound, model.config["audio_in_channels"]),
@@ -337,6 +341,8 @@ def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
         "width": columns,
         "fps": 24.0,
         "audio_num_frames": sound,
+        "video_coords": of_video.prepare_video_coords(1, frames, rows, columns, video.device, fps=24.0),
+        "audio_coords": of_sound.prepare_audio_coords(1, sound, video.device),
     }
 
 

@@ -108,19 +108,29 @@ def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int)
     raise AssertionError(misplaced(profiles, ms))
 
 
-def test_a_late_rank_is_waited_for_and_named(ranks: Pool) -> None:
-    profile, text = ranks.run(2, profiled, {1: ("blocks.2", LATE_MS)})[0]
+def unnamed(profile: Profile, text: str) -> list[object]:
+    """Return what a profile and its report do not say of rank 1, which sleeps before block 2."""
+    wrong = list[object]()
     for rank, block, column in ((0, "Block 2", "waiting"), (1, "Block 2", "gaps")):
         without, late = least(profile, rank, block, column)
-        assert late > 0.7 * LATE_MS
-        assert without < 0.3 * LATE_MS
+        wrong += [] if without < 0.3 * LATE_MS and late > 0.7 * LATE_MS else [(rank, block, column, without, late)]
     for rank, block in ((1, "Block 2"), (0, "Block 0")):
-        assert max(least(profile, rank, block, "waiting")) < 0.3 * LATE_MS
-    assert profile.late[0][1] > 0.3 * LATE_MS  # a step, on the average
+        most = max(least(profile, rank, block, "waiting"))
+        wrong += [] if most < 0.3 * LATE_MS else [(rank, block, "waiting", most)]
+    wrong += [] if profile.late[0][1] > 0.3 * LATE_MS else [profile.late]  # a step, on the average
     lost = [line for line in text.splitlines() if "it waits for rank 1" in line]
-    assert len(lost) == 1
-    assert "on rank 0: it waits for rank 1, most of it in Block 2" in lost[0]
-    assert "ms in Block 2: without that it would be in time." in lost[0]
+    says = ("on rank 0: it waits for rank 1, most of it in Block 2", "ms in Block 2: without that it would be in time.")
+    wrong += [] if len(lost) == 1 and all(words in lost[0] for words in says) else [text]
+    return wrong
+
+
+def test_a_late_rank_is_waited_for_and_named(ranks: Pool) -> None:
+    """On a busy machine other work makes ranks late, too: then the run is profiled once more."""
+    wrong = list[object]()
+    for _ in range(4):
+        if not (wrong := unnamed(*ranks.run(2, profiled, {1: ("blocks.2", LATE_MS)})[0])):
+            return
+    raise AssertionError(wrong)
 
 
 def trace(path: Path) -> list[dict[str, Any]]:

@@ -147,6 +147,7 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_a_replica_that_is_killed_under_load_costs_no_answer_and_comes_back(nodes: Nodes) -> None:
     nodes.deploy(config(nodes, "real", {"models": ["builtin"]}, num_replicas=2))
@@ -192,6 +193,7 @@ def record_of(nodes: Nodes, id_: str) -> dict[str, Any]:
     return until(found)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nodes) -> None:
     fake(nodes, num_replicas=2)
@@ -227,6 +229,7 @@ def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nod
         assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_videos_that_wait_bring_a_second_replica_and_are_answered_for_by_any(nodes: Nodes) -> None:
     fake(nodes, autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1.5, **QUICK})

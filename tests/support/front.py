@@ -98,9 +98,9 @@ class Running:
 T = TypeVar("T")
 
 
-def until(found: Callable[[], T | None]) -> T:
+def until(found: Callable[[], T | None], limit_s: float = LIMIT_S) -> T:
     """Return what a function returns, as soon as it is true; an error after a long time."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while not (result := found()):
         if time.monotonic() > end:
             raise TimeoutError("what the test waits for did not come")

@@ -18,6 +18,7 @@ from tests.support.front import LIMIT_S, ROOT, until
 
 # a proxy of Serve that is not ready after five seconds is killed, which on a busy machine is each one
 PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+START_S = 150.0  # for replicas, each of which imports and loads, to run
 REPLICA = "ray::ServeReplica:"  # how the command lines of Serve's replicas begin
 
 
@@ -81,7 +82,7 @@ class Nodes:
     def running(self, name: str, count: int) -> None:
         """Wait until an application has so many replicas that run, and nothing else exists."""
         expected = {f"{name}/Replica": {"RUNNING": count}, f"{name}/Ingress": {"RUNNING": 1}}
-        until(lambda: self.states() == expected)
+        until(lambda: self.states() == expected, START_S)
 
     def replicas(self, name: str) -> list[int]:
         """Return the process ids of an application's replicas on these nodes."""

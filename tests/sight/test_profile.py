@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 import time
 from collections.abc import Callable
 from itertools import count
@@ -97,15 +96,16 @@ def misplaced(profiles: list[Profile], ms: float) -> list[tuple[str, str, float,
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_sleep_of_a_millisecond_is_a_gap_in_its_block(ranks: Pool, world: int) -> None:
-    """On a busy machine the least of a few steps may be of a busy moment: then more steps are measured. Processes that
-    share a GPU have it in turns, in which a millisecond of one goes unseen."""
-    alone = ranks.device == "cpu" or int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
-    profiles, ms = list[Profile](), 1.0 if alone else LATE_MS
-    while len(profiles) < 5:
-        profiles.append(ranks.run(world, profiled, {0: ("blocks.1", ms)})[0][0])
-        if not misplaced(profiles, ms):
-            return
-    raise AssertionError(misplaced(profiles, ms))
+    """On a busy machine the least of a few steps may be of a busy moment: then more steps are measured. Where a
+    millisecond is still lost in what other work takes (or in the turns of processes that share a GPU), 20 are planted.
+    """
+    for ms in (1.0, LATE_MS):
+        profiles = list[Profile]()
+        for _ in range(3):
+            profiles.append(ranks.run(world, profiled, {0: ("blocks.1", ms)})[0][0])
+            if not (wrong := misplaced(profiles, ms)):
+                return
+    raise AssertionError(wrong)
 
 
 def unnamed(profile: Profile, text: str) -> list[object]:

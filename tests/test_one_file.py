@@ -18,7 +18,7 @@ import torch
 
 from tests.support.one_file import FOLDER, members
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 ROOT = Path(__file__).parents[1]
 FILES = (
     "tests/test_members.py",

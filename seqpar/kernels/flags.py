@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 NANOSECONDS = 10**9
 A_SECOND = 1000  # reads of the flags that count as a second in Triton's interpreter, which has no timer
 NANOSECONDS_A_LOOK = tl and tl.constexpr(NANOSECONDS // A_SECOND)
+LOOKS_ON_HOST, PAUSE_S = 16, 50e-6  # on CPUs a rank rests between looks after so many
 LOOKS = tl and tl.constexpr(1024)  # reads of the flags between two reads of the clock: about a millisecond
 
 
@@ -101,15 +103,17 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
         return
     flags.counts[1] += 1
     wanted, end = int(flags.counts[1]), time.monotonic() + int(flags.late.note[1]) / NANOSECONDS
-    while int(flags.mine.min()) < wanted:
-        if int(flags.late.note[0]):  # after the first late rank the run must end: later waits neither wait nor record
+    for looks in count():
+        # after the first late rank the run must end: later waits neither wait nor record
+        if int(flags.mine.min()) >= wanted or int(flags.late.note[0]):
             return
         if time.monotonic() > end:
-            behind = sum(1 << peer for peer, count in enumerate(flags.mine.tolist()) if count < wanted)
+            behind = sum(1 << peer for peer, counted in enumerate(flags.mine.tolist()) if counted < wanted)
             flags.late.seen.copy_(torch.tensor([flags.number + 1, behind, wanted]))
             flags.late.note[0] = flags.number + 1
             return
-        time.sleep(0)  # let other ranks run: the late rank may share this core
+        # let other ranks run: the late rank may share this core, and a rank that looks all the time takes half of it
+        time.sleep(0 if looks < LOOKS_ON_HOST else PAUSE_S)
 
 
 def launch(flags: Flags, tell: bool, wait: bool) -> None:

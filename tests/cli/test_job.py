@@ -61,10 +61,10 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 
     monkeypatch.setattr(Blueprint, "build", refuse)
     args = Args(**{"out": tmp_path / "new" / "x.png", **change})
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ValueError, match=message):
         check(args, Mesh.single())
-    assert time.perf_counter() - started < 5  # whatever the numbers are
+    assert time.process_time() - started < 5  # whatever the numbers are
     assert not list(tmp_path.iterdir())
 
 

@@ -26,7 +26,7 @@ from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
 from tests.support.forks import Forked
 from tests.support.pool import server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 CLONE_NEWUTS, NAME = 0x04000000, "SEQPAR_TEST_HOST"
 USP = ("--strategy", "usp", "--mesh", "ring=2,ulysses=2")  # the ring is between the hosts
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

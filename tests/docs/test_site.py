@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.pages import ROOT
 
+pytestmark = pytest.mark.whole
 # question -> the page and section that answers it, and words that it has
 QUESTIONS = {
     "install": ("index.html", "start-in-two-minutes", "pip install"),

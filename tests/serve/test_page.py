@@ -25,7 +25,7 @@ from tests.support.browser import Page, browser, why_no_browser
 from tests.support.fake_replica import pixels_of
 from tests.support.front import ROOT, Running, running, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 PATH = "/v1/images/generations"
 MARKUP = """<img src=x onerror="document.title='run'"><script>document.title='run'</script>"""
 NEW_LINE = Keys.SHIFT + Keys.ENTER + Keys.NULL

@@ -145,6 +145,7 @@ def alike(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(one.ravel(), other.ravel())[0, 1])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("order", [CAT, FROG], ids=["our loop", "a pipeline of diffusers"])
 def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, order: PictureOrder) -> None:
     plain = driver.ask(changed(order, id=f"{order.id} plain", size=(64, 48)))
@@ -165,6 +166,7 @@ def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, ord
     assert last > alike(pixels(other), pixels(made)) + 0.1
 
 
+@pytest.mark.whole
 def test_a_scheduler_without_estimates_is_refused_and_the_ranks_go_on(driver: Driver) -> None:
     other = changed(CAT, id="plain", scheduler="DDIMInverseScheduler")
     assert isinstance(driver.ask(other), Made)
@@ -177,12 +179,14 @@ def test_a_scheduler_without_estimates_is_refused_and_the_ranks_go_on(driver: Dr
     assert [part.index for part in driver.partial["after"]] == [0]
 
 
+@pytest.mark.whole
 def test_a_cancel_ends_a_run_with_partial_pictures(driver: Driver) -> None:
     answer = driver.cancel_at(changed(CAT, id="cancelled", steps=MANY, partial_images=3), 3)
     assert isinstance(answer, Failed)
     assert answer.why == "cancelled"
 
 
+@pytest.mark.whole
 def test_a_cancel_while_the_map_is_fitted(tmp_path: Path) -> None:
     """The next order fits it."""
     with replica(tmp_path, 1, "builtin") as driver:

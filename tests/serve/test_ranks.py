@@ -18,7 +18,7 @@ from seqpar.serve.messages import Answer, Failed, Made, PictureOrder
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, gone, replica
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=6)
 MANY = 900  # steps, which take many seconds
 CAT = PictureOrder("cat", "builtin", "cat", seed=3, steps=6)

@@ -22,7 +22,7 @@ from tests.support import pipelines
 from tests.support.driver import Driver, replica
 from tests.support.meshes import random
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 SETS = {"none": (), "one": (("outline", 1.0),), "weak": (("outline", 0.5),), "two": (("other", 0.7), ("outline", 1.0))}
 
 

@@ -19,7 +19,7 @@ from seqpar.serve.messages import Failed, Made, MadeVideo, OrderPicture, Picture
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, replica
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 ROWS, COLUMNS = np.mgrid[0:64, 0:80]
 INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.uint8)
 MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v")

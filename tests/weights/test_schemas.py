@@ -184,14 +184,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("read", [jsons.read_json, jsons.read_index])
 def test_a_file_that_is_no_config_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     for index, (make, message) in enumerate(FILES.values()):
         path = tmp_path / f"{index}.json"
         make(path)
         with pytest.raises(ValueError, match=message) as error:
             read(path)
         assert str(path) in str(error.value)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -80,14 +81,10 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     result = yield
     gc.freeze()
+    atexit.register(gc.unfreeze)  # Python frees at its end what was imported; some of it tells of leaks otherwise
     gc.set_threshold(*SELDOM)
     gc.enable()
     return result
-
-
-def pytest_unconfigure() -> None:
-    """Let Python free at its end what was imported; some of it tells of leaks otherwise."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

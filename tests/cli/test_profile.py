@@ -66,6 +66,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, flags: dict[str, obj
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_a_run_without_a_profile_imports_nothing_of_it() -> None:
     seen = (
         "import sys, seqpar.cli.sample, seqpar.cli.adapted; print(any('seqpar.sight' in name for name in sys.modules))"

@@ -27,17 +27,18 @@ from tests.ranks.test_letters import Bomb
 from tests.support.pool import PRELOADED
 
 KIND = tuple[int, float, list[str]]
-LIMITS = Deadlines(first_s=6.0, later_s=4.0, host_s=7.0)
 ENDS_S = 60.0  # within which a job must end, on a busy machine too
+SHORT = Deadlines(first_s=6.0, later_s=4.0, host_s=7.0)  # of a job that ends by them
+LONG = Deadlines(first_s=ENDS_S, later_s=ENDS_S, host_s=ENDS_S)
 CPU = torch.device("cpu")
 TALKS_S = 3.0  # the ranks talk so long
 
 
-def real(folder: Path) -> None:
+def real(folder: Path, limits: Deadlines = LONG) -> None:
     """Be a rank that exchanges small values for some seconds."""
 
     def work(rank: int) -> None:
-        mesh, end = Mesh.joined(CPU, deadlines=LIMITS), time.monotonic() + TALKS_S
+        mesh, end = Mesh.joined(CPU, deadlines=limits), time.monotonic() + TALKS_S
         while mesh.share(time.monotonic() < end, bool):
             mesh.together(lambda: None)
             assert mesh.collect((rank, 0.1, ["x"]), KIND) == [(0, 0.1, ["x"]), (1, 0.1, ["x"])]
@@ -48,7 +49,7 @@ def real(folder: Path) -> None:
 
 def impostor(folder: Path, letter: bytes) -> None:
     """Join as a rank before the real one, and answer the first question with something else than a letter."""
-    mesh = Mesh.joined(CPU, deadlines=LIMITS)
+    mesh = Mesh.joined(CPU, deadlines=LONG)
     (folder / "joined").touch()
     with suppress(Exception):  # when the job ends
         mesh.share(None, bool)
@@ -138,7 +139,7 @@ def test_an_impostor_that_joins_first_ends_the_job_with_one_message_and_runs_not
     with jobs(tmp_path, *letters) as every:
         for name, job in every.items():
             job.start("impostor", 1, impostor, letters[name])
-            job.start("rank 0", 0, real)
+            job.start("rank 0", 0, real, SHORT if name == "promised" else LONG)
         for job in every.values():
             job.wait_for("joined")
             job.start("rank 1", 1, real)  # too late: its place is taken

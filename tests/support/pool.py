@@ -30,27 +30,8 @@ from seqpar.ranks.processes import close
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
 # objects that are made, and looks at them, before Python looks for garbage: tests make many models and drop them
 SELDOM = 50_000, 20, 20
+PRELOADED = ["tests.support.preloaded"]  # what the server of CPU ranks imports
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
-# what the server of CPU ranks imports, once for all of them
-PRELOADED = [
-    "torch",
-    "seqpar.engine.distributed",
-    "seqpar.sampling.loop",
-    "seqpar.cli.sample",
-    "seqpar.cli.ranks",
-    "seqpar.pipelines.class_labels",
-    "seqpar.pipelines.unidiffuser",
-    "seqpar.attention.kv_first",
-    "seqpar.attention.usp",
-    "seqpar.adapter.parallelize",
-    "seqpar.fidelity.ways",
-    "diffusers.pipelines.flux.pipeline_flux",
-    "accelerate",
-    "hypothesis",
-    "peft",
-    "pytest",
-    "typeguard",
-]
 
 
 class RankError(AssertionError):
@@ -175,7 +156,6 @@ def share_device() -> None:
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores
-    gc.freeze()  # what the server has imported is no garbage, and need not be looked through
     gc.set_threshold(*SELDOM)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.support.pool import SELDOM, Pool, give_back, quicken
 
@@ -25,6 +26,9 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # as `seqpar` sets it for its ranks; a forked rank has the setting of the server that has imported torch
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+settings.register_profile("seqpar", deadline=None)  # an example takes long on a busy machine, whatever it computes
+settings.load_profile("seqpar")
 
 # rates measured on this machine must not influence the tests
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from seqpar.planner.costs import facts_of
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
-from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, mesh_for, random, refused
+from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, comes, mesh_for, random, refused
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 
-LATE_S, DIM = 0.25, 8
+SOON_S, LIMIT_S, DIM = 0.25, 20.0, 8  # what must not come soon, and what must come
 CASES = (
     Case(2, (2, 7), 6, 2, False, (True, True)),
     Case(1, (5, 9), 5, 5, False, (False, False)),
@@ -71,10 +71,12 @@ def test_work_beside_attention_runs_once_and_changes_no_bit(
     assert ranks.run(world, attended, strategy, transport) == [[(2, True)] * len(cases_of(strategy, world))] * world
 
 
-def begun(rank: int, world: int, device: torch.device, strategy: str, transport: str, mistake: bool) -> list[float]:
-    """Return after how many seconds the work began and attention ended, if the last rank comes late.
+def begun(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, told: Path, mistake: bool
+) -> bool:
+    """Return whether the work begins on the first rank while the last one has not yet come.
 
-    mistake: whether the work runs where a wrong strategy would run it: after the exchange.
+    told: a file that the work makes. mistake: whether it runs where a wrong strategy would run it: after the exchange.
     """
     mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
     moves = Noted(transport)
@@ -85,13 +87,13 @@ def begun(rank: int, world: int, device: torch.device, strategy: str, transport:
     moves.as_in_a_graph()
     settle(device)
     mesh.collect(rank, int)
-    time.sleep(2 * LATE_S * (rank == world - 1))
-    start, times = time.perf_counter(), []
-    note: Callable[[], None] = lambda: times.append(time.perf_counter() - start)  # noqa: E731
-    attend((stream,), None, beside=None if mistake else note)
+    first, last = rank == 0, rank == world - 1
+    found = last and comes(told, SOON_S if mistake else LIMIT_S)
+    attend((stream,), None, beside=told.touch if first and not mistake else None)
     settle(device)
-    note()
-    return times * (2 if mistake else 1)
+    if first and mistake:
+        told.touch()
+    return found
 
 
 def settle(device: torch.device) -> None:
@@ -102,22 +104,23 @@ def settle(device: torch.device) -> None:
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_work_does_not_wait_for_a_rank_that_is_late(ranks: Pool, transport: str, strategy: str) -> None:
+def test_the_work_does_not_wait_for_a_rank_that_is_late(
+    ranks: Pool, transport: str, strategy: str, tmp_path: Path
+) -> None:
     if transport == "peer" and "ring" in facts_of(strategy).axes and ranks.device == "cpu":
         pytest.skip("a CPU has no stream aside, on which a block waits for room at the next rank")
-    for work, end in ranks.run(2, begun, strategy, transport, False)[:1]:
-        assert work < LATE_S < end
+    assert ranks.run(2, begun, strategy, transport, tmp_path / "told", False)[1]
 
 
-def test_beside_negative_control_work_after_the_exchange_is_noticed(ranks: Pool) -> None:
-    work, _ = ranks.run(2, begun, "ulysses", "collective", True)[0]
-    assert work > LATE_S
+def test_beside_negative_control_work_after_the_exchange_is_noticed(ranks: Pool, tmp_path: Path) -> None:
+    assert not ranks.run(2, begun, "ulysses", "collective", tmp_path / "told", True)[1]
 
 
-def sent(rank: int, world: int, device: torch.device, strategy: str, transport: str, early: bool) -> float:
-    """Return how long the last rank needs for attention if the other rank works beside it for a long time.
+def sent(rank: int, world: int, device: torch.device, strategy: str, transport: str, told: Path, early: bool) -> bool:
+    """Return whether attention ends on the last rank while the first one still works.
 
-    early: whether the other rank works beside attention; otherwise it does the same work before attention.
+    told: a file that the last rank then makes. early: whether the first rank works beside attention; otherwise it does
+    the same work before attention.
     """
     mesh, shard = mesh_for(strategy, world, device), Shard(12, world)
     moves = Noted(transport)
@@ -128,21 +131,23 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     moves.as_in_a_graph()
     settle(device)
     mesh.collect(rank, int)
-    start = time.perf_counter()
-    work: Callable[[], None] = lambda: time.sleep(LATE_S if rank == 0 else 0.0)  # noqa: E731
+    found = list[bool]()
+    work: Callable[[], None] = lambda: found.append(rank == 0 and comes(told, LIMIT_S if early else SOON_S))  # noqa: E731
     if not early:
         work()
     attend((stream,), None, beside=work if early else None)
     settle(device)
-    return time.perf_counter() - start
+    if rank:
+        told.touch()
+    return any(found)
 
 
 @pytest.mark.parametrize("strategy", ["kv_gather", "kv_first"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_data_is_sent_before_the_work_begins(ranks: Pool, transport: str, strategy: str) -> None:
+def test_data_is_sent_before_the_work_begins(ranks: Pool, transport: str, strategy: str, tmp_path: Path) -> None:
     """Keys and values of a rank that is busy beside attention arrive, so that the other rank need not wait for it."""
-    assert ranks.run(2, sent, strategy, transport, True)[1] < LATE_S
-    assert ranks.run(2, sent, strategy, transport, False)[1] > LATE_S / 2
+    assert not ranks.run(2, sent, strategy, transport, tmp_path / "late", False)[0]
+    assert ranks.run(2, sent, strategy, transport, tmp_path / "told", True)[0]
 
 
 def test_an_error_in_the_work_leaves_later_calls_right(ranks: Pool) -> None:

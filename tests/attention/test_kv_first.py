@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,11 @@ from seqpar.ranks.shard import Shard
 from seqpar.transports import collective
 from seqpar.types.protocols import Given, Prepare, Projected
 from tests.engine.test_distributed import local
-from tests.support.meshes import TRANSPORTS, Noted, build, mesh_for, random
+from tests.support.meshes import TRANSPORTS, Noted, build, comes, mesh_for, random
 from tests.support.pool import Pool
 
 HEADS, GROUPS, DIM = 6, 2, 8
-LATE_S = 0.4
+LIMIT_S = 20.0
 
 
 class Spy(collective.Transport):
@@ -177,57 +178,40 @@ def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) 
         assert all((out - truth).abs().max() < 1e-10 for out in first)
 
 
-class Slow:
-    """A local attention that records when it begins, which is when everything has arrived.
-
-    On a GPU the host does not wait for what it launches, so the clock is read after that work is done.
-    """
-
-    def __init__(self) -> None:
-        self.begun = 0.0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-        if q.is_cuda:
-            torch.cuda.synchronize(q.device)
-        self.begun = time.perf_counter()
-        return reference.attend(q, k, v)
-
-
-def patient(rank: int, world: int, device: torch.device, transport: str) -> tuple[float, float]:
-    """Seconds until a rank whose peer is late has sent its values, and until it attends.
+def patient(rank: int, world: int, device: torch.device, transport: str, told: Path) -> bool:
+    """Return whether the first rank sends its values while the last one has not yet come.
 
     On a GPU values are sent when the current stream, on which the queries come next, has reached that point: copies and
-    NCCL work on streams of their own, which is the reason why nothing waits for them here.
+    NCCL work on streams of their own, which is the reason why nothing waits for them here. told: a file for that.
     """
-    mesh, shard, core = mesh_for("kv_first", world, device), Shard(13, world), Slow()
+    mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
     moves = Noted(transport)
-    attend = build("kv_first", mesh, shard, core, moves.transport)
+    attend = build("kv_first", mesh, shard, reference.attend, moves.transport)
     q, k, v = (random((1, shard.sizes[rank], 3, DIM), seed, device) for seed in range(3))
     attend((Given(q, k, v, Prepare()),))  # makes the buffers
     moves.as_in_a_graph()
     (exchange,) = moves.made
-    sent, start_values = [], exchange.start_values
+    start_values = exchange.start_values
 
     def noted() -> None:
         start_values()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        sent.append(time.perf_counter())
+        told.touch()
 
-    exchange.start_values = noted
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing of the first call is left to wait for
     mesh.collect(rank, int)
-    time.sleep(2 * LATE_S * rank)
-    start = time.perf_counter()
+    if rank == 0:
+        exchange.start_values = noted
+    found = rank > 0 and comes(told, LIMIT_S)
     attend((Given(q, k, v, Prepare()),))
-    return sent[0] - start, core.begun - start
+    return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sending_does_not_wait_for_a_rank_that_is_late(ranks: Pool, transport: str) -> None:
-    sent, received = ranks.run(2, patient, transport)[0]
-    assert sent < LATE_S < received
+def test_sending_does_not_wait_for_a_rank_that_is_late(ranks: Pool, transport: str, tmp_path: Path) -> None:
+    assert ranks.run(2, patient, transport, tmp_path / "told")[1]
 
 
 class MistakeError(Exception):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,3 +173,11 @@ def existing(kind: type) -> int:
     """Return how many objects of a class exist in this process."""
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())
+
+
+def comes(told: Path, limit_s: float) -> bool:
+    """Return whether another rank makes a file within so many seconds."""
+    end = time.monotonic() + limit_s
+    while not told.exists() and time.monotonic() < end:
+        time.sleep(0.001)
+    return told.exists()

@@ -14,11 +14,7 @@ from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 
 Write = Callable[[Path], object]
 ALTERED = settings(
-    max_examples=300,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=300, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

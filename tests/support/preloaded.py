@@ -5,6 +5,7 @@ No garbage is looked for meanwhile, nor later in what was imported: it stays, an
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 
@@ -32,4 +33,5 @@ gc.disable()
 for name in MODULES:
     importlib.import_module(name)
 gc.freeze()
+atexit.register(gc.unfreeze)  # the server frees it at its end; some of it tells of leaks otherwise
 gc.enable()

@@ -178,9 +178,11 @@ def test_two_slots_are_enough_and_one_is_not(ranks: Pool) -> None:
 
 def left_alone(rank: int, world: int, device: torch.device) -> str:
     """Swap with a neighbour that does not come; return the error, within one deadline."""
-    axis, transport = make_mesh(device, ring=world, cfg=1).ring, peer.Transport(0.2)
-    peer.Transport().halo(axis, 1, torch.zeros(1, device=device)).swap(None, None, None, None)  # compiles the kernel
-    halo = transport.halo(axis, 1, torch.zeros(1, device=device))
+    mesh, transport = make_mesh(device, ring=world, cfg=1), peer.Transport(2.0)
+    compiling = peer.Transport().halo(mesh.ring, 1, torch.zeros(1, device=device))
+    compiling.swap(None, None, None, None)
+    halo = transport.halo(mesh.ring, 1, torch.zeros(1, device=device))
+    mesh.collect(rank, int)
     if rank != 1:
         halo.swap(None, None, None, None)
     try:
@@ -195,7 +197,7 @@ def test_a_neighbour_that_does_not_come_is_named(ranks: Pool, world: int) -> Non
     """Neighbours meet even if they have nothing to swap; ranks that are not neighbours do not wait for each other."""
     for rank, told in enumerate(ranks.run(world, left_alone)):
         late = {0: 1, 2: 1}.get(rank)
-        assert told.startswith(f"rank {rank} waited 0.2 s in vain for rank {late} ") if late else told == "nothing"
+        assert told.startswith(f"rank {rank} waited 2 s in vain for rank {late} ") if late else told == "nothing"
 
 
 def captured(rank: int, world: int, device: torch.device, name: str, swaps: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib.util
 import os
@@ -14,7 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.pool import SELDOM, Pool, give_back, quicken
+from tests.support.garbage import SELDOM, imported
+from tests.support.pool import Pool, give_back, quicken
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
@@ -82,12 +82,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Look for no garbage while modules are imported, nor later in what they made: it all stays."""
-    gc.disable()
-    result = yield
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # Python frees at its end what was imported; some of it tells of leaks otherwise
+    with imported():
+        result = yield
     gc.set_threshold(*SELDOM)
-    gc.enable()
     return result
 
 

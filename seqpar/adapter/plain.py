@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 from seqpar.adapter import adapters, processors
+from seqpar.weights.find import WithoutValues
 
 CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 
@@ -44,7 +44,7 @@ def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str,
 @cache
 def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[type, type, dict[str, Any]]]:
     """Return path -> (class, class of its processor, settings that are plain values) of a new transformer's modules."""
-    with no_init_weights(), torch.device("meta"):  # half of the time, of a model without values
+    with torch.device("meta"), WithoutValues():
         module: nn.Module = kind(**dict(config))
     return {
         path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, comes, mesh_
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 
-SOON_S, LIMIT_S, DIM = 0.25, 20.0, 8  # what must not come soon, and what must come
+SOON_S, DIM = 0.25, 8
 CASES = (
     Case(2, (2, 7), 6, 2, False, (True, True)),
     Case(1, (5, 9), 5, 5, False, (False, False)),
@@ -74,7 +73,8 @@ def test_work_beside_attention_runs_once_and_changes_no_bit(
 def begun(
     rank: int, world: int, device: torch.device, strategy: str, transport: str, told: Path, mistake: bool
 ) -> bool:
-    """Return whether the work begins on the first rank while the last one has not yet come.
+    """Return, on the last rank, whether the work began on the first one before it came, and on the first one whether
+    its attention ended after that.
 
     told: a file that the work makes. mistake: whether it runs where a wrong strategy would run it: after the exchange.
     """
@@ -87,13 +87,15 @@ def begun(
     moves.as_in_a_graph()
     settle(device)
     mesh.collect(rank, int)
-    first, last = rank == 0, rank == world - 1
-    found = last and comes(told, SOON_S if mistake else LIMIT_S)
-    attend((stream,), None, beside=told.touch if first and not mistake else None)
+    came, is_early = told.with_suffix(".came"), False
+    if rank == world - 1:
+        is_early = comes(told, SOON_S) if mistake else comes(told)
+        came.touch()
+    attend((stream,), None, beside=None if rank or mistake else told.touch)
     settle(device)
-    if first and mistake:
+    if rank == 0 and mistake:
         told.touch()
-    return found
+    return is_early if rank else came.exists()
 
 
 def settle(device: torch.device) -> None:
@@ -109,11 +111,11 @@ def test_the_work_does_not_wait_for_a_rank_that_is_late(
 ) -> None:
     if transport == "peer" and "ring" in facts_of(strategy).axes and ranks.device == "cpu":
         pytest.skip("a CPU has no stream aside, on which a block waits for room at the next rank")
-    assert ranks.run(2, begun, strategy, transport, tmp_path / "told", False)[1]
+    assert ranks.run(2, begun, strategy, transport, tmp_path / "told", False) == [True, True]
 
 
 def test_beside_negative_control_work_after_the_exchange_is_noticed(ranks: Pool, tmp_path: Path) -> None:
-    assert not ranks.run(2, begun, "ulysses", "collective", tmp_path / "told", True)[1]
+    assert ranks.run(2, begun, "ulysses", "collective", tmp_path / "told", True) == [True, False]
 
 
 def sent(rank: int, world: int, device: torch.device, strategy: str, transport: str, told: Path, early: bool) -> bool:
@@ -132,14 +134,18 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     settle(device)
     mesh.collect(rank, int)
     found = list[bool]()
-    work: Callable[[], None] = lambda: found.append(rank == 0 and comes(told, LIMIT_S if early else SOON_S))  # noqa: E731
+
+    def work() -> None:
+        if rank == 0:
+            found.append(comes(told) if early else comes(told, SOON_S))
+
     if not early:
         work()
     attend((stream,), None, beside=work if early else None)
     settle(device)
     if rank:
         told.touch()
-    return any(found)
+    return found == [True]
 
 
 @pytest.mark.parametrize("strategy", ["kv_gather", "kv_first"])

@@ -25,6 +25,7 @@ from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.letters import SMALL, VALUE, sealed
 from seqpar.ranks.mesh import Mesh, gathered
 from tests.ranks.test_letters import Bomb
+from tests.support.meshes import comes
 from tests.support.pool import PRELOADED
 
 KIND = tuple[int, float, list[str]]
@@ -108,10 +109,7 @@ class Job:
 
     def wait_for(self, name: str) -> None:
         """Wait until there is a file of this name."""
-        end = time.monotonic() + ENDS_S
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end, name
-            time.sleep(0.05)
+        assert comes(self.folder / name, ENDS_S), name
 
 
 @contextmanager

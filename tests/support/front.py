@@ -69,8 +69,9 @@ class Running:
     def openai(self, key: str = "none", retries: int = 0) -> openai.OpenAI:
         """Return the client of OpenAI."""
         http = openai.DefaultHttpxClient(verify=False)  # as above
-        options: Any = {"max_retries": retries, "timeout": LIMIT_S, "http_client": http}
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=LIMIT_S, http_client=http
+        )
 
     @property
     def heard(self) -> list[dict[str, Any]]:

@@ -175,8 +175,8 @@ def existing(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
-def comes(told: Path, limit_s: float) -> bool:
-    """Return whether another rank makes a file within so many seconds."""
+def comes(told: Path, limit_s: float = 20.0) -> bool:
+    """Return whether another process makes a file within so many seconds."""
     end = time.monotonic() + limit_s
     while not told.exists() and time.monotonic() < end:
         time.sleep(0.001)

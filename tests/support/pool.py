@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 
 from seqpar.ranks.processes import close
+from tests.support.garbage import SELDOM
 
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
-# objects that are made, and looks at them, before Python looks for garbage: tests make many models and drop them
-SELDOM = 50_000, 20, 20
 PRELOADED = ["tests.support.preloaded"]  # what the server of CPU ranks imports
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 
@@ -156,6 +155,7 @@ def share_device() -> None:
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores
+    gc.freeze()  # what was imported is no garbage, and need not be looked through
     gc.set_threshold(*SELDOM)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":

@@ -1,13 +1,10 @@
-"""Imports what the server of CPU ranks imports, once for all of them.
-
-No garbage is looked for meanwhile, nor later in what was imported: it stays, and ranks would look through all of it.
-"""
+"""Imports what the server of CPU ranks imports, once for all of them."""
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
+
+from tests.support.garbage import imported
 
 MODULES = (
     "torch",
@@ -29,9 +26,6 @@ MODULES = (
     "typeguard",
 )
 
-gc.disable()
-for name in MODULES:
-    importlib.import_module(name)
-gc.freeze()
-atexit.register(gc.unfreeze)  # the server frees it at its end; some of it tells of leaks otherwise
-gc.enable()
+with imported():
+    for name in MODULES:
+        importlib.import_module(name)

@@ -144,7 +144,7 @@ def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
         "hang": (HANGS, "left processes after 4 s"),
         "orphan": (f"{HANGS} & sleep 2; exit 1", "left processes after 4 s"),
         "shared": ("echo > /dev/shm/seqpar-test-$$; exit 1", "left /dev/shm/seqpar-test-"),
-        "held": ("exec 3> /dev/shm/seqpar-test-held; sleep 2; exit 1", "left /dev/shm/seqpar-test-held"),
+        "held": ("exec 3> /dev/shm/seqpar-test-held-$$; sleep 2; exit 1", "left /dev/shm/seqpar-test-held-"),
         "temporary": ("echo > $0/tmp/seqpar-x; exit 1", f"left {tmp_path}/temporary/tmp/seqpar-x"),
         "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),
         "picture": ("echo > $0/out/picture.png; exit 1", "a picture"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.blocks._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
 from seqpar.blocks._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.swiglu import swiglu
+from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.fused import BlockCall, DeclinedError, Fused, Matrix
 from seqpar.types.protocols import state_dtype
 
@@ -107,7 +107,7 @@ def _mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
 
 def _activated(up: Matrix, h_BlE: Tensor) -> Tensor:
     """Return SwiGLU of the first layer, (B, l, F)."""
-    return swiglu(up(h_BlE))
+    return gated_linear(h_BlE, *up)
 
 
 def _parts(matrix: Matrix, rows: int) -> tuple[Matrix, Matrix]:

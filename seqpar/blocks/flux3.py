@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.blocks._double import Rows, by_head, pairs
 from seqpar.blocks._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.swiglu import swiglu
+from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.fused import BlockCall, Fused
 
 STREAMS = {"Flux3ModeTransformerBlock": ("image",), "Flux3SingleTransformerBlock": ("text", "image", "reference")}
@@ -88,7 +88,9 @@ def _computed(
     norm, attn, of = Norm("layer", block.norm.eps), block.attn, call.matrices
     h = norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index_Bl) if h_BlE is None else h_BlE
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, rotary, x_BlE))
-    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: swiglu(of["up"](y)), (of["out"], of["down"]))
+    of_block = branch(
+        call, h, how, attn.heads, of["qkv"], lambda y: gated_linear(y, *of["up"]), (of["out"], of["down"])
+    )
     after = [rows] * (len(call.every) - call.index - 1)
     return following(x_BlE, rows[2], of_block, after, norm, index_Bl)
 

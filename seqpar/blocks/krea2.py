@@ -18,8 +18,8 @@ from torch import Tensor
 
 from seqpar.blocks._double import NAMES, pairs
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
 from seqpar.kernels.sigmoid_gate import sigmoid_gate
-from seqpar.kernels.swiglu import swiglu
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected, state_dtype
@@ -83,7 +83,7 @@ def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequenc
     mine, of = every[call.index], call.matrices
     _, _, gate, scale_mlp, shift_mlp, gate_mlp = mine.rows
     x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift_mlp, scale_mlp, mine.norm_mlp)
-    branch = of["down"](swiglu(of["up"](h)))
+    branch = of["down"](gated_linear(h, *of["up"]))
     if call.index + 1 == len(every):
         return added(x, gate_mlp, branch)
     after = every[call.index + 1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.blocks._double import by_head, modulations
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.swiglu import swiglu
+from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.fused import BlockCall, DeclinedError, Fused
 from seqpar.types.protocols import Projected
 
@@ -84,7 +84,7 @@ def _finished(call: BlockCall, block: Any, x_BlE: Tensor, branch_BlE: Tensor, ev
     mine, of = every[call.index], call.matrices
     inner, behind = _norm(block.ffn_norm1), _branch_norm(block.attention_norm2)
     x, h = gate_norm_modulate(x_BlE, mine.gate, branch_BlE, mine.shift, mine.scale_mlp, inner, branch_norm=behind)
-    branch, behind = of["down"](swiglu(of["up"](h))), _branch_norm(block.ffn_norm2)
+    branch, behind = of["down"](gated_linear(h, *of["up"])), _branch_norm(block.ffn_norm2)
     if call.index + 1 == len(every):
         return added(x, mine.gate_mlp, branch, branch_norm=behind)
     scale, first = every[call.index + 1].scale, _norm(call.blocks[call.index + 1].attention_norm1)

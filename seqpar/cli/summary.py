@@ -13,7 +13,7 @@ import torch
 import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
-from seqpar.kernels import gated_linear
+from seqpar.kernels import _quack
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
@@ -106,7 +106,7 @@ def _notes(args: Args, pipeline: Any, job: Job, decision: Decision) -> list[str]
     if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
         lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
     if mesh.device.type == "cuda" and hasattr(dit.config, "feed_forward"):
-        missing = gated_linear.why_not()
+        missing = _quack.why_not()
         fused = "fused into its product (quack) where that was faster"
         lines.append(f"SwiGLU    {fused if missing is None else f'a kernel after cuBLAS: {missing}'}")
     reason = why_not_captured(dit, decision)

@@ -12,6 +12,11 @@ from typing import Any
 
 from quack.activation import swiglu
 from quack.epilogue import gemm_epilogue, unpack
+from quack.gemm_config import GemmConfig
+from quack.gemm_interface import gemm_act
+from torch import Tensor
+
+from seqpar.kernels._quack import Tile
 
 
 @gemm_epilogue(outputs=("out",), mode="acc_pair")
@@ -19,3 +24,13 @@ def gated(acc: Any) -> dict[str, Any]:
     """Apply SwiGLU to the products with w1 and w3, whose rows `concat_layout` interleaves."""
     gate, up = unpack(acc)
     return {"out": swiglu(gate, up)}
+
+
+def gelu_of_product(x_RE: Tensor, weight_FE: Tensor, bias_F: Tensor, tile: Tile) -> Tensor:
+    """Return GELU (tanh) of x W^T + bias, (R, F)."""
+    rows, columns, cluster_rows, cluster_columns, pingpong = tile
+    config = GemmConfig(
+        tile_m=rows, tile_n=columns, cluster_m=cluster_rows, cluster_n=cluster_columns, pingpong=pingpong
+    )
+    how = {"store_preact": False, "tuned": False, "config": config}
+    return gemm_act(x_RE, weight_FE.t(), bias=bias_F, activation="gelu_tanh_approx", **how)[1]

@@ -2,8 +2,8 @@
 
 The product is quack's (CuTe DSL) with SwiGLU in its epilogue, or cuBLAS's followed by the kernel of `swiglu.py`.
 When it wins: the epilogue is used where `FASTER` says so, which holds what docs/benchmarks shows, and where quack is
-installed. quack-kernels 0.6.5 compiles for Hopper with nvidia-cutlass-dsl 4.8.1, in seconds for each tile. All its
-tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may use another tile.
+installed. All its tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may
+use another tile.
 cuBLAS and quack give different bits, so the choice between them depends on the tokens of the whole sequence, never on
 those of a rank. Source: GLU variants (arXiv 2002.05202).
 """
@@ -11,16 +11,14 @@ those of a rank. Source: GLU variants (arXiv 2002.05202).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import version
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels import swiglu
+from seqpar.kernels import _quack, swiglu
+from seqpar.kernels._quack import Shape, Tile
 from seqpar.kernels._triton import fused
 from seqpar.ranks import exact
 from seqpar.types.protocols import state_dtype
@@ -29,17 +27,8 @@ CASES = (
     *({"batch": 2, "tokens": n, "inner": 4096, "width": 11008} for n in (256, 4096)),  # Large-DiT 7B
     {"batch": 2, "tokens": 4096, "inner": 3072, "width": 8192},  # 3B
     {"batch": 1, "tokens": 1023, "inner": 1536, "width": 4096},  # 600M
+    {"batch": 1, "tokens": 256, "inner": 6144, "width": 18432},  # FLUX.2's text
 )
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the product before SwiGLU, cluster of programs, whether two tiles alternate (pingpong)."""
-
-    rows: int
-    columns: int
-    cluster_rows: int = 1
-    cluster_columns: int = 1
-    pingpong: bool = True
 
 
 class Faster(NamedTuple):
@@ -53,30 +42,33 @@ class Faster(NamedTuple):
     few: tuple[tuple[int, Tile], ...] = ()
 
 
-QUACK = "0.6.5"  # other versions have other functions or need another CuTe DSL; pyproject.toml names it, too
-
-FASTER: Mapping[tuple[tuple[int, int], int, int], Faster] = {
+FASTER: Mapping[Shape, Faster] = {
     ((9, 0), 11008, 4096): Faster(1024, Tile(128, 192, 2), ((64, Tile(64, 192, 1, 2)), (128, Tile(128, 192, 1, 4)))),
     ((9, 0), 8192, 3072): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
     ((9, 0), 4096, 1536): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
+    ((9, 0), 18432, 6144): Faster(0, Tile(128, 192, 2)),  # FLUX.2-dev
+    ((9, 0), 16384, 6144): Faster(0, Tile(128, 192, 2)),  # Krea 2
+    ((9, 0), 9216, 3072): Faster(0, Tile(128, 192, 2)),  # FLUX.3
 }
-"""Tiles by (compute capability, F, K), as docs/benchmarks/2026-11-20-h200-tuned.md and 2026-11-21-h200-tried.md show.
+"""Tiles as docs/benchmarks/2026-11-20-h200-tuned.md, 2026-11-21-h200-tried.md and 2026-11-27-2xh200.md show.
 
 For the 7B model at 256 and 512 rows cuBLAS and a kernel are 6 to 8 % faster. A short sequence has so few rows, and so
 has a long one on several ranks, but the choice must not depend on the number of ranks."""
 
 
-def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -> Tensor:
-    """Return SwiGLU of x W^T, (B, l, F); the rows of W are w1|w3.
+def gated_linear(
+    x_BlE: Tensor, packed_F2E: Tensor, bias_F2: Tensor | None = None, *, tokens: int | None = None
+) -> Tensor:
+    """Return SwiGLU of x W^T + bias, (B, l, F); the rows of W are w1|w3.
 
     With quack the product stays in fp32 and only the result is rounded; with cuBLAS the product is rounded, too, as
     torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
     batch, mine, _ = x_BlE.shape
-    size = choice(x_BlE, packed_F2E)
+    size = choice(x_BlE, packed_F2E) if bias_F2 is None and mine else None
     tile = size and tile_for(size, batch * mine, mine if tokens is None else tokens)
     if tile is None:
-        return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
+        return swiglu.swiglu(F.linear(x_BlE, packed_F2E, bias_F2))
     return launch(x_BlE, packed_F2E, tiled=tile)
 
 
@@ -86,7 +78,7 @@ def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
         return None
     width, inner = packed_F2E.shape
     tile = FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width // 2, inner))
-    return None if tile is None or why_not() is not None else tile
+    return None if tile is None or _quack.why_not() is not None else tile
 
 
 def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
@@ -106,9 +98,7 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
     """Compute `gated_linear` by quack with this tile, without autotuning; `ValueError` if quack is not installed."""
-    quack = _load()
-    if isinstance(quack, str):
-        raise ValueError(f"got a tile for quack, expected it installed: {quack}; pip install 'seqpar[flash]'")
+    quack = _quack.loaded()
     out = x_BlE.new_empty(*x_BlE.shape[:2], packed_F2E.shape[0] // 2)
     quack.gated.gemm(
         x_BlE.flatten(0, 1),
@@ -123,25 +113,3 @@ def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
         pingpong=tiled.pingpong,
     )
     return out
-
-
-def why_not() -> str | None:
-    """Return None if quack can be called, otherwise the reason why not."""
-    quack = _load()
-    return quack if isinstance(quack, str) else None
-
-
-@cache
-def _load() -> ModuleType | str:
-    """Return the module of epilogues, or the reason why quack cannot be used."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return "needs a Hopper GPU"
-    try:
-        if (installed := version("quack-kernels")) != QUACK:
-            return f"needs quack-kernels {QUACK}, {installed} is here"
-        from seqpar.kernels import _epilogues
-    except ImportError as error:
-        return f"needs quack-kernels {QUACK}: {error}"
-    except TypeError as error:  # quack raises it if it finds no version of CuTe DSL, as outside of site-packages
-        return f"quack refuses: {str(error).splitlines()[0]}"
-    return _epilogues

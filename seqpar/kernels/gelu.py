@@ -1,7 +1,8 @@
 """Bias and GELU in one pass, for MLPs without a gate: the tanh formula (DiT, FLUX), or with `exact` x Phi(x) (U-ViT).
 
 When it wins: always on a GPU; plain torch adds the bias in a separate pass and rounds the sum. If the matrix product
-has already added the bias in its epilogue, pass None. cuBLAS has only the tanh formula as an epilogue.
+has already added the bias in its epilogue, pass None. For some shapes a product has the tanh formula as its epilogue:
+quack's where it is installed, or cuBLAS's.
 Source: GELU (arXiv 1606.08415).
 """
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels import _quack
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.types.protocols import state_dtype
 
@@ -32,24 +34,48 @@ class Tile(NamedTuple):
     warps: int
 
 
-EPILOGUE = frozenset({((9, 0), 4608, 1152), ((9, 0), 12288, 3072)})
-"""Shapes (compute capability, F, K) for which cuBLAS adds the bias and applies GELU in the product's epilogue.
+FASTER: frozenset[_quack.Shape] = frozenset(
+    {
+        ((9, 0), 13824, 5120),  # Wan 14B
+        ((9, 0), 14336, 3072),  # Wan 2.2 5B
+        ((9, 0), 16384, 4096),  # LTX-Video 13B, LTX-2
+        ((9, 0), 8192, 2048),  # HunyuanVideo 1.5, LTX-Video 2B
+        ((9, 0), 9728, 2432),  # SD3.5-large
+    }
+)
+"""Shapes for which quack, where it is installed, adds the bias and applies GELU in the product's epilogue.
+
+It is faster than product and kernel (docs/benchmarks/2026-11-27-2xh200.md). A row's bits do not depend on the number of
+rows (tested), and differ from those of product and kernel, so the shape alone decides."""
+TILE = _quack.Tile(128, 192, 2)
+
+EPILOGUE: frozenset[_quack.Shape] = frozenset({((9, 0), 4608, 1152), ((9, 0), 12288, 3072)})
+"""Shapes for which cuBLAS adds the bias and applies GELU in the product's epilogue.
 
 There it is faster than product and kernel (docs/benchmarks/2026-11-20-h200-tuned.md), and a row's bits do not depend on
 the number of rows (tested)."""
 
 
 def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, *, exact: bool = False) -> Tensor:
-    """Return GELU of x W^T + bias; the product is rounded before GELU, unless its shape is in `EPILOGUE`.
+    """Return GELU of x W^T + bias; the product is rounded before GELU, unless it is in the product's epilogue.
 
     exact: see `bias_gelu`.
     """
     narrow = x_BlE.dtype in (torch.bfloat16, torch.float16)
-    if bias_F is not None and narrow and not exact and fused(x_BlE, weight_FE, bias_F):
-        capability = torch.cuda.get_device_capability(x_BlE.device)
-        if (capability, *weight_FE.shape) in EPILOGUE:
+    if bias_F is not None and narrow and not exact and x_BlE.numel() and fused(x_BlE, weight_FE, bias_F):
+        width, inner = weight_FE.shape
+        shape = torch.cuda.get_device_capability(x_BlE.device), width, inner
+        if shape in FASTER and _quack.why_not() is None:
+            return linear_quack(x_BlE, weight_FE, bias_F)
+        if shape in EPILOGUE:
             return linear_epilogue(x_BlE, weight_FE, bias_F)
     return bias_gelu(F.linear(x_BlE, weight_FE), bias_F, exact=exact, reuse=True)
+
+
+def linear_quack(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """Compute `linear_gelu` in one call of quack, rounded once; `ValueError` if quack is not installed."""
+    out_RF = _quack.loaded().gelu_of_product(x_BlE.flatten(0, 1), weight_FE, bias_F, TILE)
+    return out_RF.view(*x_BlE.shape[:2], len(weight_FE))
 
 
 def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:

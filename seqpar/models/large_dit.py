@@ -125,7 +125,7 @@ class Block(nn.Module):
         (out,) = attend((self.stream(h_BlE, rotary),))
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
         x, h = gate_norm_modulate(x_BlE, gate, self.wo(out.flatten(2)), *inside)
-        h = gated_linear(h, self.w13.weight, attend.tokens)
+        h = gated_linear(h, self.w13.weight, tokens=attend.tokens)
         return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
 
 

@@ -24,6 +24,7 @@ from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_body import body_of
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_pipelines import CASES
+from tests.support import exact_bits
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
@@ -180,36 +181,24 @@ def test_verifying_compares_masked_heads_in_the_order_of_the_keys(cpu_ranks: Poo
     assert cpu_ranks.run(2, verified, "qwen_masked") == ["None"] * 2
 
 
-def digests(folder: Path, model: str, gpus: int, transport: str) -> dict[str, set[str]]:
-    """Return the digests of bf16 calls of a released transformer with random weights, by what computes its blocks."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    out = folder / f"{gpus}.jsonl"
-    flags = f"--model {model} --layers 2 --no-peers --rounds 1 --exact --transport {transport} --out {out}"
-    command = [*start, "launch/bench.py", "calls", *flags.split(), "--strategy", *EXACT]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    every = [json.loads(line) for line in out.read_text().splitlines()]
-    lines = [line for line in every if "digest" in line]
-    assert len(lines) >= sum(line["case"]["cfg"] == 1 for line in every) > 1, [line.get("refused") for line in every]
-    # with weights whose blocks change nothing, digests would say nothing
-    assert any(line["error"] > 0 for line in lines), done.stdout
-    return {
-        way: {line["digest"] for line in lines if line["case"]["launch"] == way}
-        for way in {line["case"]["launch"] for line in lines}
-    }
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("model", ["flux.1-dev", "qwen-image", "wan2.1-14b"])
-def test_gpu_calls_have_one_gpus_bits_in_exact_mode(tmp_path: Path, model: str, world: int, transport: str) -> None:
+def test_gpu_calls_have_one_gpus_bits_in_exact_mode(world: int) -> None:
+    """FLUX.1, Qwen-Image, SD3.5 and Wan, by every strategy that only moves data and by every transport."""
     if world > torch.cuda.device_count():
         pytest.skip(f"needs {world} GPUs")
-    alone = digests(tmp_path, model, 1, "auto")
-    assert len(alone) == 2
-    assert all(len(bits) == 1 for bits in alone.values())
-    assert digests(tmp_path, model, world, transport) == alone
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m"]
+    command = [*start, "tests.support.exact_bits"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=350, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["model"] for line in lines] == [name for name in exact_bits.MODELS for _ in range(2)]
+    for line in lines:
+        assert {mine for ranks in line["others"].values() for mine in ranks} == {line["alone"]}, line
+        assert len(line["others"]) == (len(EXACT) * len(TRANSPORTS) if line["native"] else 2)
+    # with weights whose blocks change nothing, digests would say nothing: two ways to compute them round differently
+    assert len({line["alone"] for line in lines}) > len(exact_bits.MODELS)
 
 
 def one_token(rank: int, world: int, device: torch.device, axis: str, is_exact: bool) -> Outputs:

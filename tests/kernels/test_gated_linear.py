@@ -1,4 +1,4 @@
-"""Tests of SwiGLU in a GEMM's epilogue (quack), of when it is used, and of cuBLAS's GELU epilogue, against fp64."""
+"""Tests of SwiGLU and GELU in a GEMM's epilogue (quack), of when it is used, and of cuBLAS's GELU, against fp64."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels import _quack, gelu, swiglu
 from seqpar.kernels import gated_linear as module
-from seqpar.kernels import gelu, swiglu
-from seqpar.kernels.gated_linear import (
-    CASES,
-    FASTER,
-    QUACK,
-    Faster,
-    Tile,
-    gated_linear,
-    launch,
-    reference,
-    tile_for,
-    why_not,
-)
+from seqpar.kernels._quack import QUACK, Tile, why_not
+from seqpar.kernels.gated_linear import CASES, FASTER, Faster, gated_linear, launch, reference, tile_for
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 
@@ -63,7 +53,9 @@ def test_reference_is_the_formula() -> None:
 def test_elsewhere_it_is_a_product_and_a_kernel() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x, packed = data(SMALL, dtype)
-        assert torch.equal(gated_linear(x, packed, 4096), swiglu.swiglu(F.linear(x, packed)))
+        bias = random((len(packed),), 2, DEVICE, dtype)
+        assert torch.equal(gated_linear(x, packed, tokens=4096), swiglu.swiglu(F.linear(x, packed)))
+        assert torch.equal(gated_linear(x, packed, bias), swiglu.swiglu(F.linear(x, packed, bias)))
 
 
 @pytest.mark.parametrize("tokens", [1024, 1025, 4096, 16384])
@@ -92,20 +84,22 @@ def test_the_whole_sequence_decides_and_not_a_ranks_tokens(monkeypatch: pytest.M
         return reference(x_BlE, packed_F2E)
 
     monkeypatch.setattr(module, "fused", lambda *tensors: True)
-    monkeypatch.setattr(module, "why_not", lambda: None)
+    monkeypatch.setattr(_quack, "why_not", lambda: None)
     monkeypatch.setattr(module, "launch", made)
     monkeypatch.setattr(module.swiglu, "fused", lambda *tensors: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(module, "FASTER", {((9, 0), 136, 72): Faster(100, Tile(128, 192), ((80, Tile(64, 192)),))})
     for tokens in (None, 37, 99, 100):
-        gated_linear(x, packed, tokens)
+        gated_linear(x, packed, tokens=tokens)
     assert asked == [Tile(64, 192)] * 4
     asked.clear()
     for tokens in (None, 99, 100):
-        gated_linear(x.repeat(2, 1, 1), packed, tokens)
+        gated_linear(x.repeat(2, 1, 1), packed, tokens=tokens)
     assert asked == [Tile(128, 192)]  # at 100 tokens alone
-    monkeypatch.setattr(module, "why_not", lambda: "not here")
-    gated_linear(x, packed, 100)
+    gated_linear(x[:, :0], packed, tokens=100)
+    gated_linear(x, packed, x.new_zeros(len(packed)), tokens=100)
+    monkeypatch.setattr(_quack, "why_not", lambda: "not here")
+    gated_linear(x, packed, tokens=100)
     assert len(asked) == 1
 
 
@@ -120,11 +114,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_no_quack_or_another_one_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "version", lambda name: "0.6.0")
-    assert module._load.__wrapped__() == f"needs quack-kernels {QUACK}, 0.6.0 is here"
-    monkeypatch.setattr(module, "version", lambda name: QUACK)
+    monkeypatch.setattr(_quack, "version", lambda name: "0.6.0")
+    assert _quack.load.__wrapped__() == f"needs quack-kernels {QUACK}, 0.6.0 is here"
+    monkeypatch.setattr(_quack, "version", lambda name: QUACK)
     monkeypatch.setitem(sys.modules, "quack.activation", None)
-    assert module._load.__wrapped__().startswith(f"needs quack-kernels {QUACK}: ")
+    assert _quack.load.__wrapped__().startswith(f"needs quack-kernels {QUACK}: ")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -132,14 +126,16 @@ def test_what_quack_says_where_it_refuses_is_a_reason(monkeypatch: pytest.Monkey
     def refuse(**_: object) -> None:
         raise TypeError("it depends on something\nunknown")
 
-    monkeypatch.setattr(module, "version", lambda name: QUACK)
+    monkeypatch.setattr(_quack, "version", lambda name: QUACK)
     for name, values in {
         "quack": {},
         "quack.activation": {"swiglu": None},
         "quack.epilogue": {"gemm_epilogue": refuse, "unpack": None},
+        "quack.gemm_config": {"GemmConfig": None},
+        "quack.gemm_interface": {"gemm_act": None},
     }.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
-    assert module._load.__wrapped__() == "quack refuses: it depends on something"
+    assert _quack.load.__wrapped__() == "quack refuses: it depends on something"
 
 
 def needs_quack() -> None:
@@ -153,10 +149,10 @@ def test_gpu_quack_is_closer_to_fp64_than_a_product_that_is_rounded(case: Case) 
     needs_quack()
     x, packed = data(case, torch.bfloat16)
     want = reference(x.double(), packed.double())
-    got = gated_linear(x, packed, 1 << 20)
+    got = gated_linear(x, packed, tokens=1 << 20)
     assert rms(got, want) <= rms(swiglu.swiglu(F.linear(x, packed)), want)
     swapped = torch.cat(packed.chunk(2)[::-1])
-    assert float((gated_linear(x, swapped, 1 << 20) - want).abs().max()) > 0.1
+    assert float((gated_linear(x, swapped, tokens=1 << 20) - want).abs().max()) > 0.1
 
 
 @gpu
@@ -172,7 +168,7 @@ def test_gpu_all_of_quacks_tiles_give_the_same_bits_at_any_number_of_rows(case: 
             assert torch.equal(launch(x[:1, some], packed, tiled=tile), whole[:1, some])
 
 
-# The GELU epilogue of cuBLASLt ---------------------------------------------------------------------------------
+# GELU in an epilogue -------------------------------------------------------------------------------------------
 
 
 def feed_forward(rows: int, inner: int = 1152, width: int = 4608) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,27 +182,58 @@ def test_linear_gelu_of_another_shape_is_a_product_and_a_kernel() -> None:
     assert torch.equal(gelu.linear_gelu(x, weight, bias), gelu.bias_gelu(F.linear(x, weight), bias))
 
 
-SHAPES = sorted((inner, width) for _, width, inner in gelu.EPILOGUE)
+def test_the_shape_alone_decides_who_adds_gelu_to_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = feed_forward(3, 16, 24)
+    shape, asked = ((9, 0), 24, 16), list[str]()
+
+    def noted(name: str) -> None:
+        monkeypatch.setattr(gelu, name, lambda *args, **how: asked.append(name))
+
+    for name in ("linear_quack", "linear_epilogue", "bias_gelu"):
+        noted(name)
+    monkeypatch.setattr(gelu, "fused", lambda *tensors: True)
+    monkeypatch.setattr(_quack, "why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gelu, "EPILOGUE", frozenset({shape}))
+    monkeypatch.setattr(gelu, "FASTER", frozenset({shape}))
+    for rows in (x, x[:, :1], x[:, :0]):
+        gelu.linear_gelu(rows, weight, bias)
+    gelu.linear_gelu(x, weight, bias, exact=True)
+    gelu.linear_gelu(x, weight, None)
+    gelu.linear_gelu(x.float(), weight.float(), bias.float())
+    assert asked == ["linear_quack", "linear_quack", *["bias_gelu"] * 4]
+    monkeypatch.setattr(_quack, "why_not", lambda: "not here")
+    gelu.linear_gelu(x, weight, bias)
+    assert asked[6:] == ["linear_epilogue"]
+
+
+QUACKS = sorted((inner, width) for _, width, inner in gelu.FASTER)
+SHAPES = sorted((inner, width) for _, width, inner in gelu.EPILOGUE | gelu.FASTER)
 
 
 @gpu
 @pytest.mark.parametrize(("inner", "width"), SHAPES)
-def test_gpu_the_gelu_epilogue_is_as_close_to_fp64_as_product_and_kernel(inner: int, width: int) -> None:
+def test_gpu_gelu_in_an_epilogue_is_as_close_to_fp64_as_product_and_kernel(inner: int, width: int) -> None:
+    if (inner, width) in QUACKS:
+        needs_quack()
     x, weight, bias = feed_forward(2048, inner, width)
     want = gelu.linear_reference(x.double(), weight.double(), bias.double())
     got, two = gelu.linear_gelu(x, weight, bias), gelu.launch(F.linear(x, weight), bias)
     assert rms(got, want) <= 1.25 * rms(two, want)
+    assert rms(gelu.linear_gelu(x, weight, -bias), want) > 0.1
 
 
 @gpu
 @pytest.mark.parametrize("rows", [1, 85, 512, 1024, 1025, 2048, 4096, 8191])
 @pytest.mark.parametrize(("inner", "width"), SHAPES)
-def test_gpu_a_row_of_the_gelu_epilogue_does_not_depend_on_the_number_of_rows(
+def test_gpu_a_row_of_gelu_in_an_epilogue_does_not_depend_on_the_number_of_rows(
     inner: int, width: int, rows: int
 ) -> None:
-    """A shape may be in `gelu.EPILOGUE` only if this holds."""
+    """A shape may be in `gelu.EPILOGUE` or `gelu.FASTER` only if this holds."""
+    if (inner, width) in QUACKS:
+        needs_quack()
     x, weight, bias = feed_forward(8192, inner, width)
-    whole = gelu.linear_epilogue(x, weight, bias)
+    whole = gelu.linear_gelu(x, weight, bias)
     for start in (0, 8192 - rows):
         some = slice(start, start + rows)
-        assert torch.equal(gelu.linear_epilogue(x[:, some], weight, bias), whole[:, some])
+        assert torch.equal(gelu.linear_gelu(x[:, some], weight, bias), whole[:, some])

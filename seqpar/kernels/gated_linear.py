@@ -47,7 +47,6 @@ FASTER: Mapping[Shape, Faster] = {
     ((9, 0), 8192, 3072): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
     ((9, 0), 4096, 1536): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
     ((9, 0), 18432, 6144): Faster(0, Tile(128, 192, 2)),  # FLUX.2-dev
-    ((9, 0), 16384, 6144): Faster(0, Tile(128, 192, 2)),  # Krea 2
     ((9, 0), 9216, 3072): Faster(0, Tile(128, 192, 2)),  # FLUX.3
 }
 """Tiles as docs/benchmarks/2026-11-20-h200-tuned.md, 2026-11-21-h200-tried.md and 2026-11-27-2xh200.md show.

@@ -23,7 +23,7 @@ from seqpar.adapter import adapters, adopt, plain, whole_queries
 from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.foreign import BY_TOKEN, Addition
 from seqpar.adapter.forward import Ranks
-from seqpar.kernels import _quack, gated_linear, gelu
+from seqpar.kernels.gated_linear import why_not_faster
 from seqpar.types.fused import DeclinedError, Matrices, Matrix
 from seqpar.types.protocols import plugin, plugins
 
@@ -105,18 +105,9 @@ class FusedBlocks:
         for why in dict.fromkeys(self.reasons.values()):
             count = sum(why == other for other in self.reasons.values())
             self._ranks.say(f"{count} of {len(self._every)} blocks are diffusers' own, because {why}")
-        if (why := self._why_no_epilogue()) is not None:
-            self._ranks.say(f"activations are kernels of their own after cuBLAS's products, because quack {why}")
-
-    def _why_no_epilogue(self) -> str | None:
-        """Return why quack does not compute products that it would compute faster, with their activation; or None."""
-        if self._ranks.mesh.device.type != "cuda" or (reason := _quack.why_not()) is None:
-            return None
-        capability = torch.cuda.get_device_capability(self._ranks.mesh.device)
-        weights = {x.weight.shape for hook in self.hooks.values() if hook.every for x in hook.matrices.values()}
-        products = {(capability, width, inner) for width, inner in weights}
-        gated = {(capability, width // 2, inner) for width, inner in weights}
-        return reason if products & gelu.FASTER or gated & gated_linear.FASTER.keys() else None
+        every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
+        if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
+            self._ranks.say(f"activations are kernels of their own after cuBLAS's products: {why}")
 
     def _adapted(self) -> list[str]:
         return [path for path, one in self._every if adapters.are_on(one)]

@@ -10,14 +10,14 @@ those of a rank. Source: GLU variants (arXiv 2002.05202).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels import _quack, swiglu
+from seqpar.kernels import _quack, gelu, swiglu
 from seqpar.kernels._quack import Shape, Tile
 from seqpar.kernels._triton import fused
 from seqpar.ranks import exact
@@ -87,6 +87,13 @@ def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
         return few or found.tile
     # with few rows the bits of cuBLAS depend on their number anyway, except in exact mode
     return None if exact.is_on() else few
+
+
+def why_not_faster(weights: Iterable[Tensor]) -> str | None:
+    """Return why quack does not compute one of these products with its activation, which it would faster; or None."""
+    shapes = {(torch.cuda.get_device_capability(x.device), *x.shape) for x in weights if x.is_cuda}
+    gated = {(capability, width // 2, inner) for capability, width, inner in shapes}
+    return _quack.why_not() if shapes & gelu.FASTER or gated & FASTER.keys() else None
 
 
 def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:

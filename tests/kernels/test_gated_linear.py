@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,22 @@ def test_the_whole_sequence_decides_and_not_a_ranks_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(_quack, "why_not", lambda: "not here")
     gated_linear(x, packed, tokens=100)
     assert len(asked) == 1
+
+
+def test_a_product_that_quack_would_compute_faster_is_a_reason_to_say_why_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def weight(*shape: int) -> Any:
+        return SimpleNamespace(shape=shape, is_cuda=True, device=DEVICE)
+
+    capability, width, inner = next(iter(FASTER))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(_quack, "why_not", lambda: "is not here")
+    others = [weight(7, inner), weight(width, inner)]
+    assert module.why_not_faster(others) is None
+    assert module.why_not_faster([*others, weight(2 * width, inner)]) == "is not here"
+    assert module.why_not_faster([weight(*next(iter(gelu.FASTER))[1:])]) == "is not here"
+    assert module.why_not_faster([torch.empty(2 * width, inner, device="meta")]) is None
 
 
 @pytest.fixture

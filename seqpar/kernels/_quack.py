@@ -15,7 +15,7 @@ import torch
 QUACK = "0.6.5"  # other versions have other functions or need another CuTe DSL; pyproject.toml names it, too
 
 Shape = tuple[tuple[int, int], int, int]
-"""Of weights (F, K) of a product with an activation: (compute capability, F, K), F without the rows of a gate."""
+"""A GPU's compute capability, the number F of values after the activation of a product, and the number K of inputs."""
 
 
 class Tile(NamedTuple):

@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +23,8 @@ import torch
 from PIL import Image
 from torch.distributed.run import main as agent
 
+from seqpar.cli import main
+from seqpar.cli.exits import guarded
 from seqpar.cli.main import sample
 from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
 from tests.support.forks import Forked
@@ -43,9 +47,13 @@ def hosted() -> None:
 
 
 def sample_there() -> None:
-    """Run one rank of `launch/sample.py`, which tells its host first."""
+    """Run one rank of `launch/sample.py`, which tells its host first.
+
+    After Ctrl-C it waits longer than usual for the end of a step, which takes seconds on a busy machine.
+    """
     print(f"rank {os.environ['RANK']} on {socket.gethostname()}", flush=True)
-    sample()
+    with patch.object(main, "guarded", partial(guarded, interrupted_s=LIMIT_S)):
+        sample()
 
 
 @dataclass(frozen=True)

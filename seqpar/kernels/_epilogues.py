@@ -1,4 +1,4 @@
-"""Epilogues of quack (CuTe DSL): what is done to the sums of a matrix product before they are written.
+"""Products of quack (CuTe DSL) with epilogues: what is done to the sums of a matrix product before they are written.
 
 This module is imported only where quack is installed. quack calls an epilogue's function once for each element (for
 each pair of neighbouring columns in mode "acc_pair") with fp32 sums.

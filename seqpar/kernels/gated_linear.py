@@ -90,7 +90,7 @@ def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
 
 
 def why_not_faster(weights: Iterable[Tensor]) -> str | None:
-    """Return why quack does not compute one of these products with its activation, which it would faster; or None."""
+    """Return why quack computes none of these products, if it would be faster for one of them and its activation."""
     shapes = {(torch.cuda.get_device_capability(x.device), *x.shape) for x in weights if x.is_cuda}
     gated = {(capability, width // 2, inner) for capability, width, inner in shapes}
     return _quack.why_not() if shapes & gelu.FASTER or gated & FASTER.keys() else None

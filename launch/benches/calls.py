@@ -27,8 +27,8 @@ from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from launch.benches.works import work_of_call
 from seqpar.adapter.cuts import JOINED
+from seqpar.adapter.fused import described
 from seqpar.adapter.table import CUTS
 from seqpar.planner.plan import choose_local
 from seqpar.ranks import exact
@@ -80,7 +80,7 @@ class Case:
     @cached_property
     def work(self) -> Work:
         """Return the operations of a call."""
-        return work_of_call(self.model)
+        return described()[self.model.theirs].work(self.model.config, self.model.text)
 
     @cached_property
     def theirs(self) -> nn.Module:

@@ -3,7 +3,7 @@
 The planner needs what a token costs and how many tokens there are. A module's attention gives the heads, the linear
 layers of its blocks give the matrix products; the number of tokens is that of the size that the family is made for.
 Layouts are compared by these numbers, so they need not be exact.
-When it wins: it needs no description of each family; a file of `seqpar.blocks` may have one, which says more.
+When it wins: it needs no description of each family; a file of `seqpar.blocks` has one, which says more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.adapter.fused import blocks_of, families
+from seqpar.adapter.fused import blocks_of, described
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.types.facts import Blocks, Work
@@ -62,11 +62,9 @@ def planned_work(module: Any, fused: bool = True) -> Work:
 
     These leave q, k and v to attention, and gate and norm in one pass. fused: whether they may.
     """
-    blocks = blocks_of(module) if fused else []
-    if not blocks:
+    if not fused or not blocks_of(module):
         return work_of(module)
-    file = families()[type(blocks[0][1]).__name__]
-    if hasattr(file, "work"):
+    if (file := described().get(type(module).__name__)) is not None:
         return file.work(module.config)
     work = work_of(module)
     passes = (4 * work.width, 4 * work.width)

@@ -39,6 +39,12 @@ def families() -> dict[str, ModuleType]:
     return {kind: file for file in files for kind in file.BLOCKS}
 
 
+@cache
+def described() -> dict[str, ModuleType]:
+    """Return class of a transformer -> the file of `seqpar.blocks` whose `work` describes it to the planner."""
+    return {kind: file for file in dict.fromkeys(families().values()) for kind in file.TRANSFORMERS}
+
+
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
     every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))

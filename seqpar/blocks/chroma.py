@@ -24,6 +24,7 @@ from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, Fused
 
+TRANSFORMERS = ("ChromaTransformer2DModel",)
 STREAMS = {"ChromaTransformerBlock": NAMES, "ChromaSingleTransformerBlock": NAMES}
 PRODUCTS = {
     kind.replace("Flux", "Chroma"): {name: paths for name, paths in every.items() if not name.endswith("modulation")}
@@ -83,9 +84,10 @@ def single(
 BLOCKS: dict[str, Fused] = {"ChromaTransformerBlock": double, "ChromaSingleTransformerBlock": single}
 
 
-def work(config: Mapping[str, Any]) -> Work:
+def work(config: Mapping[str, Any], text: int = flux.TEXT) -> Work:
     """Return the planner's `Work` for diffusers' config: FLUX.1's, whose modulation one network of few layers makes."""
-    alike = flux.work({**config, "guidance_embeds": False, "pooled_projection_dim": config["joint_attention_dim"]})
+    others = {"guidance_embeds": False, "pooled_projection_dim": config["joint_attention_dim"]}
+    alike = flux.work({**config, **others}, text)
     hidden, width = config["approximator_hidden_dim"], alike.width
     layers = ((hidden, hidden),) * (2 * config["approximator_layers"])
     return replace(

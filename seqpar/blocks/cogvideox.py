@@ -10,6 +10,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,9 +21,12 @@ from torch import Tensor
 from seqpar.blocks._double import NAMES, checked, modulations, pairs
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected
 
+TRANSFORMERS = ("CogVideoXTransformer3DModel",)
+TEXT = 226  # tokens to which the pipeline pads a text
 STREAMS = {"CogVideoXBlock": NAMES}
 PRODUCTS = {
     "CogVideoXBlock": {
@@ -146,3 +150,28 @@ def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[NormRows, NormRows
 
 
 BLOCKS: dict[str, Fused] = {"CogVideoXBlock": block}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    Text and video share the layers of a block, but for those of the modulation.
+    """
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, inner, channels = heads * dim, config["time_embed_dim"], config["in_channels"]
+    area = config["patch_size"] ** 2 * (config.get("patch_size_t") or 1)
+    gemms = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(Blocks(layers, gemms, (4 * width, 4 * width), modulation=((inner, 6 * width),) * 2),),
+        prepares=True,
+        once=((channels * area, width), (width, (config.get("out_channels") or channels) * area)),
+        table=12 * layers * width,
+        live=11 * width,
+        text=((config["text_embed_dim"], width),),
+        conditioning=((width, inner), (inner, inner), (inner, 2 * width)),
+        joined=(text,),
+    )

@@ -14,13 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
 from seqpar.blocks._parallel import apart, branch, joined, outs
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.types.facts import Blocks, Work
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, Fused
 
+TRANSFORMERS = ("FluxTransformer2DModel",)
 STREAMS = {"FluxTransformerBlock": NAMES, "FluxSingleTransformerBlock": NAMES}
 PRODUCTS = {
     "FluxTransformerBlock": {
@@ -42,8 +44,6 @@ PRODUCTS = {
         "out": ("proj_out",),  # the columns of attention, then those of the MLP
     },
 }
-
-
 SINES = 256  # width of the sinusoids of timestep and guidance
 TEXT = 512  # tokens to which the pipeline pads a text
 
@@ -98,8 +98,8 @@ def single(
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}
 
 
-def work(config: Mapping[str, Any]) -> Work:
-    """Return the planner's `Work` for diffusers' config: a gated norm moves 4 E a token, GELU is in its product."""
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
     heads, dim = config["num_attention_heads"], config["attention_head_dim"]
     doubles, singles = config["num_layers"], config["num_single_layers"]
     width, channels = heads * dim, config["in_channels"]
@@ -109,7 +109,7 @@ def work(config: Mapping[str, Any]) -> Work:
         heads=heads,
         kv_heads=heads,
         head_dim=dim,
-        blocks=_blocks(width, doubles, singles),
+        blocks=(_work.double(doubles, width, 4 * width), _work.parallel(singles, width, 4 * width)),
         prepares=True,
         once=((channels, width), (width, config.get("out_channels") or channels)),
         table=(12 * doubles + 3 * singles + 2) * width,
@@ -117,21 +117,5 @@ def work(config: Mapping[str, Any]) -> Work:
         text=((config["joint_attention_dim"], width),),
         conditioning=(*sines, (config["pooled_projection_dim"], width), (width, width), (width, 2 * width)),
         guided=False,
-        joined=(TEXT,),
+        joined=(text,),
     )
-
-
-def _blocks(width: int, doubles: int, singles: int) -> tuple[Blocks, Blocks]:
-    """Return double and single blocks; the output of a single block takes 2 E more, because two products add up."""
-    hidden = 4 * width
-    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
-    modulation = ((width, 6 * width),) * 2
-    of_doubles = Blocks(doubles, gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=modulation)
-    of_singles = Blocks(
-        count=singles,
-        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
-        passes=(6 * width,),
-        modulation=((width, 3 * width),),
-        beside=((width, hidden), (hidden, width)),
-    )
-    return of_doubles, of_singles

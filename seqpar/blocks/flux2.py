@@ -9,17 +9,23 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
 from seqpar.blocks._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, DeclinedError, Fused, Matrix
 from seqpar.types.protocols import state_dtype
 
+TRANSFORMERS = ("Flux2Transformer2DModel",)
+TEXT = 512  # tokens to which the pipeline pads a text
 STREAMS = {"Flux2TransformerBlock": NAMES, "Flux2SingleTransformerBlock": NAMES}
 PRODUCTS = {
     "Flux2TransformerBlock": {
@@ -117,3 +123,30 @@ def _parts(matrix: Matrix, rows: int) -> tuple[Matrix, Matrix]:
 
 
 BLOCKS: dict[str, Fused] = {"Flux2TransformerBlock": double, "Flux2SingleTransformerBlock": single}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    All blocks of a kind have one modulation.
+    """
+    heads, dim, channels = config["num_attention_heads"], config["attention_head_dim"], config["in_channels"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles = _work.double(config["num_layers"], width, hidden, up=2)
+    singles = _work.parallel(config["num_single_layers"], width, hidden, up=2)
+    sines = ((256, width), (width, width)) * (2 if config.get("guidance_embeds", True) else 1)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(replace(doubles, modulation=()), replace(singles, modulation=())),
+        prepares=True,
+        once=((channels, width), (width, config.get("out_channels") or channels)),
+        table=(6 + 6 + 3 + 2) * width,
+        live=12 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=(*sines, *((width, n * width) for n in (6, 6, 3, 2))),
+        guided=False,
+        joined=(text,),
+    )

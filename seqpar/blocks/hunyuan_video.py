@@ -11,22 +11,26 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._double import by_head, modulations, pairs, two_streams
 from seqpar.blocks._parallel import apart, branch, joined, outs
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.facts import Gemms, Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Stream
 
 ORDER = ("image", "text")  # in which attention joins them
 DOUBLE, DOUBLE15 = "HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"
 SINGLE = "HunyuanVideoSingleTransformerBlock"
+TRANSFORMERS = ("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel")
+TEXT = 64  # tokens of a text: a usual prompt's, without padding
 STREAMS = dict.fromkeys((DOUBLE, DOUBLE15, SINGLE), ORDER)
 _OF_DOUBLES = {
     "image modulation": ("norm1.linear",),
@@ -156,3 +160,42 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
 
 
 BLOCKS: dict[str, Fused] = {DOUBLE: double, DOUBLE15: double15, SINGLE: single}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens, which two blocks refine."""
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
+    area = config["patch_size_t"] * config["patch_size"] ** 2
+    kinds = (_work.double(doubles, width, hidden), _work.parallel(singles, width, hidden))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=kinds if singles else kinds[:1],
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * doubles + 3 * singles + 2) * width,
+        live=12 * width,
+        text=_of_text(config, width, text),
+        conditioning=_of_condition(config, width),
+        guided=not config.get("guidance_embeds"),
+        joined=(text,),
+    )
+
+
+def _of_text(config: Mapping[str, Any], width: int, text: int) -> Gemms:
+    """Return the products of a text token: its embedding, and in each refiner q, k, v, attention, output and MLP."""
+    attention = (*((width, width),) * 4, *((text, width),) * 2)
+    refiner = (*attention, (width, 4 * width), (4 * width, width))
+    return (config["text_embed_dim"], width), *refiner * config["num_refiner_layers"]
+
+
+def _of_condition(config: Mapping[str, Any], width: int) -> Gemms:
+    """Return the products on one row: of timesteps (the refiner's, and guidance), pooled texts, and modulation."""
+    sines = ((256, width), (width, width)) * (3 if config.get("guidance_embeds") else 2)
+    pooled = (config[name] for name in ("text_embed_dim", "pooled_projection_dim") if name in config)
+    texts = (gemm for wide in pooled for gemm in ((wide, width), (width, width)))
+    return *sines, *texts, *((width, 2 * width),) * (config["num_refiner_layers"] + 1)

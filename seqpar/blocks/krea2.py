@@ -24,6 +24,7 @@ from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
+TRANSFORMERS = ("Krea2Transformer2DModel",)
 STREAMS = {"Krea2TransformerBlock": NAMES}
 PRODUCTS = {
     "Krea2TransformerBlock": {
@@ -114,8 +115,11 @@ def _rows(blocks: Sequence[Any], temb: Tensor) -> list[BlockRows]:
 BLOCKS: dict[str, Fused] = {"Krea2TransformerBlock": block}
 
 
-def work(config: Mapping[str, Any]) -> Work:
-    """Return the planner's `Work` for diffusers' config; of the text's own blocks, their products alone."""
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    Of the blocks of the text alone, their products are counted.
+    """
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     dim, layers = config["attention_head_dim"], config["num_layers"]
     width, hidden, channels = heads * dim, config["intermediate_size"], config["in_channels"]
@@ -133,7 +137,7 @@ def work(config: Mapping[str, Any]) -> Work:
         live=4 * width + 2 * hidden,
         text=_text(config, width),
         conditioning=((config["timestep_embed_dim"], width), (width, width), (width, 6 * width)),
-        joined=(TEXT,),
+        joined=(text,),
     )
 
 

@@ -11,16 +11,21 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._cross import finished, tabled, to_whole
 from seqpar.kernels.adaln import Norm, added, norm_modulate
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, DeclinedError, Fused
 from seqpar.types.masks import aligned_bias
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
+TRANSFORMERS = ("LTXVideoTransformer3DModel",)
+TEXT = 128  # tokens to which the pipeline pads a text
 STREAMS = {"LTXVideoTransformerBlock": ("image",)}
 PRODUCTS = {
     "LTXVideoTransformerBlock": {
@@ -113,3 +118,10 @@ def by_head(rows: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
 
 
 BLOCKS: dict[str, Fused] = {"LTXVideoTransformerBlock": block}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    area = config.get("patch_size", 1) ** 2 * config.get("patch_size_t", 1)
+    return _work.crossed(config, 4 * width, area, text, ((config["caption_channels"], width), (256, width)))

@@ -10,15 +10,20 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._double import NAMES, Rows, checked, modulations, of_both, two_streams
 from seqpar.kernels.adaln import Norm
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, Fused
 
+TRANSFORMERS = ("QwenImageTransformer2DModel",)
+TEXT = 128  # tokens of a text: a usual prompt's
 STREAMS = {"QwenImageTransformerBlock": NAMES}
 PRODUCTS = {
     "QwenImageTransformerBlock": {
@@ -89,3 +94,23 @@ def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:
 
 
 BLOCKS: dict[str, Fused] = {"QwenImageTransformerBlock": double}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area = heads * dim, config["patch_size"] ** 2
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(_work.double(layers, width, 4 * width),),
+        prepares=True,
+        once=((config["in_channels"], width), (width, area * config["out_channels"])),
+        table=(12 * layers + 2) * width,
+        live=11 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=((256, width), (width, width), (width, 2 * width)),
+        joined=(text,),
+    )

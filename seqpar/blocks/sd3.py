@@ -10,16 +10,22 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from seqpar.blocks import _work
 from seqpar.blocks._double import Rows, by_head, checked, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected
 
 ORDER = ("image", "text")  # in which attention joins them
+TRANSFORMERS = ("SD3Transformer2DModel",)
+TEXT = 333  # tokens of a text: 77 of CLIP and 256 of T5
 STREAMS = {"JointTransformerBlock": ORDER}
 PRODUCTS = {
     "JointTransformerBlock": {
@@ -96,3 +102,31 @@ def _modulations(call: BlockCall, temb: Tensor) -> tuple[list[list[Rows]], list[
 
 
 BLOCKS: dict[str, Fused] = {"JointTransformerBlock": joint}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    The last block returns no text. Of a second attention (3.5-medium), which the image has to itself, only the products
+    are counted.
+    """
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area, duals = heads * dim, config["patch_size"] ** 2, len(config.get("dual_attention_layers") or ())
+    blocks, qkv = _work.double(layers - 1 - duals, width, 4 * width), (width, 3 * width)
+    both = replace(blocks, count=duals, gemms=(*blocks.gemms, qkv, (width, width)))
+    dual = replace(both, modulation=((width, 9 * width), (width, 6 * width)))
+    last = replace(blocks, count=1, apart=((qkv,),), modulation=((width, 6 * width), (width, 2 * width)))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(dual, blocks, last) if duals else (blocks, last),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * layers + 3 * duals - 2) * width,
+        live=11 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=((256, width), (config["pooled_projection_dim"], width), *((width, n * width) for n in (1, 1, 2))),
+        joined=(text,),
+    )

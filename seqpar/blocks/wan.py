@@ -10,17 +10,23 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.blocks import _work
 from seqpar.blocks._cross import constant, finished, tabled, to_whole
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
+from seqpar.types.facts import Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
+PICTURE = 257  # tokens of these features
+TRANSFORMERS = ("WanTransformer3DModel", "WanVACETransformer3DModel")
 STREAMS = {"WanTransformerBlock": ("image",), "WanVACETransformerBlock": ("image",)}
 _LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
@@ -120,3 +126,22 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 BLOCKS: dict[str, Fused] = {"WanTransformerBlock": block, "WanVACETransformerBlock": vace}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    A picture's features are counted as if they were tokens of the text. VACE's own blocks have one more product, which
+    adds to the video, and the first of them has another one.
+    """
+    frames, rows, columns = config["patch_size"]
+    keys = text + (PICTURE if config.get("added_kv_proj_dim") else 0)
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    sizes = (config["text_dim"], heads * dim), (config["freq_dim"], heads * dim)
+    alike = _work.crossed(config, config["ffn_dim"], frames * rows * columns, keys, sizes)
+    if not (layers := config.get("vace_layers")):
+        return alike
+    (blocks,), added = alike.blocks, (alike.width, alike.width)
+    first = replace(blocks, count=1, gemms=(*blocks.gemms, added, added))
+    others = replace(blocks, count=len(layers) - 1, gemms=(*blocks.gemms, added))
+    return replace(alike, blocks=(first, others, blocks))

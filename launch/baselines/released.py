@@ -193,18 +193,20 @@ def flux3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, layers of a text without padding, timestep and ids as `Krea2Pipeline` passes them."""
-    rows, columns = model.size
+    """Return packed latents, layers of a text, timestep and ids as `Krea2Pipeline` passes them.
+
+    Padding comes before the last five tokens of the text, which the template appends, with a mask.
+    """
+    (rows, columns), length = model.size, max(model.padded, model.text)
     image = random(1, rows * columns, model.config["in_channels"])
-    ids = torch.zeros(rows, columns, 3)
+    ids, places = torch.zeros(rows, columns, 3), torch.arange(length, device=image.device)
     ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
-    return {
+    mask = {"encoder_attention_mask": ((places < model.text - 5) | (places >= length - 5))[None]}
+    return (mask if model.padded else {}) | {
         "hidden_states": image,
-        "encoder_hidden_states": random(
-            1, model.text, model.config["num_text_layers"], model.config["text_hidden_dim"]
-        ),
+        "encoder_hidden_states": random(1, length, model.config["num_text_layers"], model.config["text_hidden_dim"]),
         "timestep": torch.full((1,), 0.5).to(image),
-        "position_ids": torch.cat([torch.zeros(model.text, 3), ids.flatten(0, 1)]).to(image.device),
+        "position_ids": torch.cat([torch.zeros(length, 3), ids.flatten(0, 1)]).to(image.device),
     }
 
 
@@ -580,6 +582,16 @@ RELEASED: Mapping[str, Released] = {
             {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
         ),
         Released("krea-2", "Krea2Transformer2DModel", KREA2, squarest(4096), 512, krea2_inputs, NARROW_KREA2),
+        Released(
+            "krea-2-prompt",
+            "Krea2Transformer2DModel",
+            KREA2,
+            squarest(4096),
+            64,
+            krea2_inputs,
+            NARROW_KREA2,
+            padded=512,
+        ),
         Released(
             "flux.3",
             "Flux3Transformer2DModel",

@@ -97,13 +97,18 @@ class Joint:
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding at the end of a text, which nothing but the keys of attention has; it is cut off before a call computes.
+    """Padding of a text, which nothing but the keys of attention has; it is left out before a call computes.
 
-    text: the argument of the transformer, (B, tokens, ...), that is cut. least: how many tokens stay in any case.
+    text: the argument of the transformer, (B, tokens, ...), that gets shorter. least: how many tokens stay in any case.
+    on_ranks: whether as many stay as there are ranks, if these are more, because each needs one. rows: "" if only
+    padding at the end is left out. Otherwise padding at any place is, because a token's place means nothing; so it is
+    if this argument, (tokens, ...), the text's first, has equal rows for all tokens of the text.
     """
 
     text: str
     least: int = 0
+    on_ranks: bool = False
+    rows: str = ""
 
 
 def _no_reason(module: nn.Module) -> None:
@@ -128,8 +133,8 @@ class Cuts:
     masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
     `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
     tokens whose numbers are both 1.
-    padding: argument of the transformer -> the text that it masks, of which padding is cut off. The mask is (B,
-    tokens), or the text itself, which is then valid unless all of it is zeros.
+    padding: argument of the transformer -> the text that it masks, of which padding is left out. The mask is (B,
+    tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
     alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
     forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host; one

@@ -21,7 +21,7 @@ from seqpar.types.protocols import from_patches
 LLM, BYT5, PICTURE = range(3)  # rows of the embedding that tells the encoders apart
 
 
-PADDING = {"encoder_attention_mask": Padding("encoder_hidden_states", least=16)}  # ranks need a token of the text each
+PADDING = {"encoder_attention_mask": Padding("encoder_hidden_states", least=4, on_ranks=True)}
 PADDING_15 = {
     "encoder_attention_mask": Padding("encoder_hidden_states", least=2),
     "encoder_attention_mask_2": Padding("encoder_hidden_states_2"),

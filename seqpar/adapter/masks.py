@@ -3,18 +3,19 @@
 A transformer masks padding in one of several shapes, for all tokens in its own order of streams. Strategies take one
 row of keys for each batch row, in the order of the ranks, [t0 i0 t1 i1 ...], or in exact mode in that of the streams. A
 mask that leaves no key out is dropped (`FullMasks`): attention without one computes the same, by faster kernels. To
-that end padding is cut off at the end of texts where the cuts say that nothing reads it.
+that end padding is left out of texts where the cuts say that nothing reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.adapter.cuts import JOINED, Cuts
+from seqpar.adapter.cuts import JOINED, Cuts, Padding
 from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
@@ -26,25 +27,28 @@ MOST = 1 << BITS - 2  # tokens of a text that may be cut
 
 
 class FullMasks:
-    """Cuts off the padding at the end of texts, and drops the key masks of calls that leave no key out.
+    """Leaves padding out of texts, and drops the key masks of calls that leave no key out.
 
     All ranks do so by rank 0's decision. A mask is read once, and again after it was written in place, because reading
-    it waits for the device. Where torch counts no writes, as for tensors of its inference mode, a mask stays.
+    it waits for the device. Where torch counts no writes, as for tensors of its inference mode, a mask stays. ranks:
+    the number of those that split a text.
     """
 
-    def __init__(self, cuts: Cuts) -> None:
-        self._names, self._kept, self._padding = (*cuts.masks, *cuts.padding), (*cuts.kept, *cuts.padding), cuts.padding
-        self._passed = cuts.passed
+    def __init__(self, cuts: Cuts, ranks: int) -> None:
+        self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
+        self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
+        self._passed, self._ranks = cuts.passed, ranks
         # mask -> its count of writes when it was read, what `_code` returned
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+        # rows of `Padding.rows` -> their count of writes when they were read, how many first ones are equal
+        self._equal: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
     def among(self, tensors: Mapping[str, Tensor]) -> int:
         """Return a number with `BITS` bits for each mask of the cuts: whether it leaves no key out, and what is cut.
 
         tensors: the arguments of a call by their names.
         """
-        masks = [(name, tensors.get(name)) for name in self._names]
-        codes = [0 if mask is None else self._known_code(name, mask) for name, mask in masks]
+        codes = [self._code_among(tensors, name) for name in self._names]
         return sum(code << BITS * place for place, code in enumerate(codes))
 
     def cut(self, form: Form, number: int) -> Form:
@@ -55,7 +59,7 @@ class FullMasks:
         whole, counts = form.whole, {name: code >> 1 for name, code in self._codes(number)}
         for name, padding in self._padding.items():
             if counts[name]:
-                whole |= {each: whole[each][:, : counts[name] - 1] for each in (name, padding.text)}
+                whole |= _shortened(whole, name, padding, counts[name] - 1)
         return form_of(whole) if any(counts[name] for name in self._padding) else form
 
     def dropped(self, form: Form, number: int) -> Form:
@@ -76,6 +80,28 @@ class FullMasks:
     def _codes(self, number: int) -> list[tuple[str, int]]:
         """Return each mask's name and its code in a number; see `among`."""
         return [(name, number >> BITS * place & (1 << BITS) - 1) for place, name in enumerate(self._names)]
+
+    def _code_among(self, tensors: Mapping[str, Tensor], name: str) -> int:
+        """Return a mask's code; a text whose tokens have places of their own stays as long as it is."""
+        if (mask := tensors.get(name)) is None:
+            return 0
+        code, padding = self._known_code(name, mask), self._padding.get(name)
+        if not code or padding is None or not padding.rows:
+            return code
+        if (rows := tensors.get(padding.rows)) is not None and mask.shape[1] <= self._equal_rows(rows):
+            return code
+        return int(code == (mask.shape[1] + 1) * 2 + 1)
+
+    def _equal_rows(self, rows: Tensor) -> int:
+        """Return how many rows at the beginning are equal to the first one."""
+        if rows.is_inference():
+            return 0
+        writes, count = self._equal.get(rows, (-1, 0))
+        if writes != rows._version:
+            differ = (rows != rows[:1]).flatten(1).any(dim=1)
+            count = int(torch.cat([differ, differ.new_ones(1)]).byte().argmax())
+            self._equal[rows] = rows._version, count
+        return count
 
     def _known_code(self, name: str, mask: Tensor) -> int:
         if mask.is_inference():
@@ -98,22 +124,42 @@ class FullMasks:
         if padding is None or not 0 < tokens < MOST:
             odd = mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
             return ODD if odd else int(bool((mask != 0).all()))
-        last, count = _last_and_count(mask)
-        tokens = max(last, min(padding.least, tokens))
+        needed, count = _needed_and_count(mask, at_end=not padding.rows)
+        least = max(padding.least, self._ranks if padding.on_ranks else 0)
+        tokens = max(needed, min(least, tokens))
         return (tokens + 1) * 2 + (count == len(mask) * tokens)
 
 
-def _last_and_count(mask: Tensor) -> tuple[int, int]:
-    """Return how many tokens there are up to the last valid one of any row, and how many valid ones in all rows.
+def _needed_and_count(mask: Tensor, at_end: bool) -> tuple[int, int]:
+    """Return how many tokens a text needs without its padding, and how many valid ones there are in all rows.
 
     mask: (B, L), nonzero for valid tokens; or (B, L, C), features whose tokens are all valid unless all are zeros.
+    at_end: whether padding stays before valid tokens of any row.
     """
     if mask.dim() > 2:
         tokens = mask.shape[1] if bool((mask != 0).any()) else 0
         return tokens, len(mask) * tokens
     valid, places = mask != 0, torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last, count = torch.stack(((valid * places).amax(), valid.sum())).tolist()
-    return last, count
+    needed = (valid * places).amax() if at_end else valid.sum(dim=1).amax()
+    tokens, count = torch.stack((needed, valid.sum())).tolist()
+    return tokens, count
+
+
+def _shortened(whole: Mapping[str, Any], name: str, padding: Padding, tokens: int) -> dict[str, Any]:
+    """Return the arguments that have so many tokens of a text in place of all; name: the mask's."""
+    mask, text = whole[name], whole[padding.text]
+    if tokens >= mask.shape[1]:
+        return {}
+    if not padding.rows:
+        return {name: mask[:, :tokens], padding.text: text[:, :tokens]}
+    order_Bl = (mask != 0).byte().argsort(dim=1, descending=True, stable=True)[:, :tokens]  # valid tokens first
+    like_text = order_Bl.view(*order_Bl.shape, *[1] * (text.dim() - 2))
+    rows = torch.cat([whole[padding.rows][:tokens], whole[padding.rows][mask.shape[1] :]])
+    return {
+        name: mask.take_along_dim(order_Bl, dim=1),
+        padding.text: text.take_along_dim(like_text.to(text.device), dim=1),
+        padding.rows: rows,
+    }
 
 
 def is_by_key(mask: Tensor | None, rows: int) -> bool:

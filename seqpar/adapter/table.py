@@ -23,6 +23,7 @@ from seqpar.adapter.cuts import (
     CutTokens,
     GatherTokens,
     Joint,
+    Padding,
     check,
     from_diffusers,
 )
@@ -285,7 +286,8 @@ def _krea2() -> Cuts:
         "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
     }
     mask = "encoder_attention_mask"
-    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={mask: "text"}, bools=(mask,))
+    padding = {mask: Padding("encoder_hidden_states", 4, on_ranks=True, rows="position_ids")}  # a text's rows are 0
+    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={mask: "text"}, padding=padding, bools=(mask,))
 
 
 def _mochi() -> Cuts:

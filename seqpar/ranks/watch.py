@@ -237,7 +237,7 @@ class Watch:
         silent = None if self._pulse is None else self._pulse.silent_since
         if silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
             return wait.error(waited, {}, "the store of the process group does not answer, either")
-        return wait.error(waited, {}, more) if waited > longest else None
+        return wait.error(waited, behind, more) if waited > longest else None
 
     def _missing(self, wait: Wait, start: float, patience_s: float) -> tuple[dict[int, str], dict[int, str]]:
         """Return the ranks that have ended or show no sign of life, and those that live but have not come, with why.

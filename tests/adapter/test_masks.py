@@ -15,8 +15,9 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter.call import Call
 from seqpar.adapter.masks import FullMasks
-from seqpar.adapter.table import cuts_of
+from seqpar.adapter.table import CUTS, cuts_of
 from seqpar.engine.promises import Promise
+from seqpar.engine.signature import form_of
 from seqpar.local import reference, sdpa
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.masks import key_bias
@@ -257,7 +258,7 @@ def test_branches_of_which_one_has_a_full_mask_are_computed_together(ranks: Pool
         assert promised == [False, True, True]
 
 
-# Padding that is cut off -------------------------------------------------------------------------------------------
+# Padding that is left out ------------------------------------------------------------------------------------------
 
 # model, batch -> how many tokens of its text are computed, whether keys are masked
 CUT = {
@@ -267,15 +268,19 @@ CUT = {
     ("hunyuan15", 2): (8 + 2, True),
     ("hunyuan15_i2v", 1): (3 + 8, False),
     ("hunyuan15_i2v", 3): (3 + 4 + 8, True),
+    ("krea2", 1): (5, False),
+    ("krea2", 2): (5, True),
 }
 
 
 def with_padding(name: str, batch: int, device: torch.device | str) -> dict[str, Any]:
-    """Return arguments whose texts have padding at their end; HunyuanVideo 1.0's is not cut to fewer than 16 tokens."""
+    """Return arguments whose texts have padding at their end, and in the middle for Krea 2."""
     arguments = replace(MODELS[name], batch=batch).arguments(device)
     if name == "hunyuan":
         arguments["encoder_hidden_states"] = random((batch, 23, 24), 2, device)
         arguments["encoder_attention_mask"] = (padded(batch, 20).long() @ torch.eye(20, 23).long()).to(device)
+    if name == "krea2":
+        arguments["encoder_attention_mask"][:, 2:4] = False
     return arguments
 
 
@@ -295,11 +300,37 @@ def cut_off(rank: int, world: int, device: torch.device) -> dict[tuple[str, int]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_padding_at_the_end_of_texts_is_not_computed(ranks: Pool, world: int) -> None:
+def test_padding_of_texts_is_not_computed(ranks: Pool, world: int) -> None:
     for results in ranks.run(world, cut_off):
         for which, (wrong, text, masked) in results.items():
             assert wrong < TOLERANCE, which
             assert (text, masked) == CUT[which], which
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_padding_between_tokens_that_have_places_stays(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Tokens that come closer together would get another's place; the fault leaves their places unread."""
+    tiny, arguments = MODELS["krea2"], with_padding("krea2", 1, "cpu")
+    arguments["position_ids"][:7, 1] = torch.arange(7)
+    module = tiny.build()
+    if fault:
+        monkeypatch.setattr(FullMasks, "_equal_rows", lambda self, rows: 7)
+    body = body_of(module, 1, torch.device("cpu"), "ulysses")
+    call = Call(module, Mesh.single(), InDouble(body), Captures(), cuts_of(module))  # pyright: ignore[reportArgumentType]
+    wrong = error(flat(call(**arguments, return_dict=False)), tiny.whole(None, arguments))
+    assert (wrong > VISIBLE) if fault else (wrong < TOLERANCE)
+    assert (body.ranks.last.lengths["text"], bool(body.ranks.last.masks)) == ((5, False) if fault else (7, True))
+    call.release()
+
+
+@pytest.mark.parametrize("ranks", [1, 6])
+def test_as_many_tokens_of_a_text_stay_as_ranks_need(ranks: int) -> None:
+    masks, arguments = FullMasks(CUTS["Krea2Transformer2DModel"], ranks), with_padding("krea2", 1, "cpu")
+    form = form_of(arguments)
+    short = masks.cut(form, masks.among(form.tensors)).whole
+    assert short["encoder_hidden_states"].shape[1] == max(5, ranks)
+    assert short["encoder_attention_mask"].tolist() == [[True] * 5 + [False] * (max(5, ranks) - 5)]
+    assert len(short["position_ids"]) == 15 + max(5, ranks)
 
 
 def numbered(name: str) -> tuple[str, Tensor]:

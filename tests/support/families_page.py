@@ -36,6 +36,7 @@ FAMILIES = (
     ("chroma", "Chroma1-HD: 4096 + 512", "chroma1-hd", "IP-adapters"),
     ("cogvideox", "CogVideoX-5B: 17,550 + 226; 2B and 1.5 have its blocks", "cogvideox-5b", EDIT),
     ("krea2", "Krea 2: 4096 + 512", "krea-2", "those that fuse the layers of the text"),
+    ("krea2", "Krea 2: 4096 + 64, padded to 512", "krea-2-prompt", "those that fuse the layers of the text"),
     ("flux3", "FLUX.3: 4096 + 512", "flux.3", "none"),
     ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
     ("hunyuan_video", "HunyuanVideo, 544 x 960: 67,320 + 64", "hunyuan-video", "those of `token_replace` models"),

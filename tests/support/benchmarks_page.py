@@ -90,11 +90,13 @@ def _over(line: Mapping[str, Any], ceilings: Iterable[Mapping[str, Any]]) -> flo
 def page() -> str:
     """Return the page."""
     models = defaultdict[str, list[Row]](list)
-    for path in sorted(FOLDER.glob("*.jsonl"), reverse=True):
+    for path in sorted(FOLDER.glob("*.jsonl"), key=lambda path: path.stem, reverse=True):
         for model, added in rows(path).items():
             models[model] += sorted(added, key=lambda row: (row.work, row.gpus))
     parts = [INTRODUCTION, *(_section(model, of) for model, of in _newest_first(models))]
-    pages = [(path.name, _title(path)) for path in sorted(FOLDER.glob("2*.md"), reverse=True)]
+    pages = [
+        (path.name, _title(path)) for path in sorted(FOLDER.glob("2*.md"), key=lambda path: path.stem, reverse=True)
+    ]
     return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
 
 

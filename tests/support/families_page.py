@@ -61,7 +61,7 @@ def table() -> str:
 
 def _numbers(name: str, gpus: int) -> tuple[str, str, str, str] | None:
     """Return milliseconds, ratio, best peer and commit of the last file that has the call by fused blocks."""
-    for path in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"), reverse=True):
+    for path in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"), key=lambda path: path.stem, reverse=True):
         lines = [line for line in _calls(path) if line["gpus"] == gpus and line["case"]["model"] == name]
         lines = [line for line in lines if not line["case"].get("masked")]
         ours = next((line for line in lines if line["case"].get("launch") == "fused blocks"), None)

@@ -42,8 +42,8 @@ class Body:
         self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
         self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
         # taken now, because the caller puts its own in this place
-        self._ours = self._may_replace()
-        self._forward = partial(cuts.forward, module) if cuts.forward and self._ours else module.forward
+        forward = cuts.forward(module) if self._is_diffusers_own() else None
+        self._ours, self._forward = forward is not None, partial(forward, module) if forward else module.forward
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
@@ -164,10 +164,10 @@ class Body:
         fused = None if self._installed is None else self._installed.fused
         return fused.scale if fused is not None and fused.merged else None
 
-    def _may_replace(self) -> bool:
-        """Return whether the plan has a forward in place of the transformer's, and that is diffusers' own."""
+    def _is_diffusers_own(self) -> bool:
+        """Return whether the transformer's forward is as diffusers wrote it, so that another one may take its place."""
         changed = any(one.path == "" for one in self._watch.foreign().hooks)
-        return bool(self._cuts.forward) and not changed and type(self.module).__module__.startswith(HOME)
+        return not changed and type(self.module).__module__.startswith(HOME)
 
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""

@@ -137,8 +137,8 @@ class Cuts:
     tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
     alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
-    forward: computes (transformer, **arguments) in place of a forward of diffusers that reads values on the host; one
-    more argument is `seqpar.adapter.masks.FULL`.
+    forward: returns what computes (transformer, **arguments) in place of a forward of diffusers that reads values on
+    the host or copies them from it, or None; one more argument is `seqpar.adapter.masks.FULL`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -150,7 +150,7 @@ class Cuts:
     kept: tuple[str, ...] = ()
     padding: Mapping[str, Padding] = field(default_factory=dict)
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
-    forward: Callable[..., tuple[Tensor, ...]] | None = None
+    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
     passed: tuple[str, ...] = ()
     bools: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)

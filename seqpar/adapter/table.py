@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.adapter import hunyuan_video
+from seqpar.adapter import hunyuan_video, qwen_image
 from seqpar.adapter.cuts import (
     HELP,
     JOINED,
@@ -115,7 +115,8 @@ def _qwen_image() -> Cuts:
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
-    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"}, why_eager=_indexes_images)
+    masks = {"encoder_hidden_states_mask": "text"}
+    return Cuts(places, joint, masks=masks, forward=qwen_image.forward_of, why_eager=_indexes_images)
 
 
 def _attends_in_order(module: Any) -> str:
@@ -123,8 +124,9 @@ def _attends_in_order(module: Any) -> str:
 
 
 def _indexes_images(module: Any) -> str | None:
-    """Return why an edit model runs eagerly: it has another timestep for reference images."""
-    return "it copies which tokens are of reference images from the host" if module.config.zero_cond_t else None
+    """Return why an edit model of a class that derives from diffusers' runs eagerly: its own forward computes it."""
+    own = module.config.zero_cond_t and not type(module).__module__.startswith(HOME)
+    return "its forward may copy which tokens are of reference images from the host" if own else None
 
 
 def _wan() -> Cuts:
@@ -202,7 +204,7 @@ def _hunyuan_video15() -> Cuts:
         {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
         padding=hunyuan_video.PADDING_15,
         key_masks=hunyuan_video.key_masks_15,
-        forward=hunyuan_video.forward_15,
+        forward=lambda module: hunyuan_video.forward_15,
         why_eager=_picks_by_value,
     )
 

@@ -126,9 +126,12 @@ def test_a_subclass_has_the_plan_of_its_class() -> None:
     assert cuts_of(module) is cuts_of(MODELS["flux"].build())
 
 
-def test_a_forward_that_is_not_diffusers_own_computes_itself() -> None:
-    """Its text has the order of the masks, too; it may read values on the host."""
-    tiny, own = MODELS["hunyuan15"], MODELS["hunyuan15"].build()
+@pytest.mark.parametrize(
+    ("name", "told"), [("hunyuan15", "by their values"), ("qwen_edit", "copy which tokens are of reference images")]
+)
+def test_a_forward_that_is_not_diffusers_own_computes_itself(name: str, told: str) -> None:
+    """Its text has the order of the masks, too; it may read values on the host, or copy them from it."""
+    tiny, own = MODELS[name], MODELS[name].build()
     plain, theirs = body_of(tiny.build(), 1, torch.device("cpu"), "ulysses"), type(own).forward
 
     @wraps(theirs)
@@ -137,9 +140,27 @@ def test_a_forward_that_is_not_diffusers_own_computes_itself() -> None:
 
     own.__class__ = type("Mine", (type(own),), {"__module__": "mine", "forward": forward})
     body = body_of(own, 1, torch.device("cpu"), "ulysses")
-    assert error(called(body, tiny.arguments()), tuple(2 * x for x in truth("hunyuan15", "cpu"))) < TOLERANCE
-    assert "by their values" in (body.why_eager() or "")
+    assert error(called(body, tiny.arguments()), tuple(2 * x for x in truth(name, "cpu"))) < TOLERANCE
+    assert told in (body.why_eager() or "")
     assert plain.why_eager() is None
+
+
+def test_an_edit_model_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA graph could: it would read memory of the host again that is another's by then."""
+    tiny, copied, make = MODELS["qwen_edit"], list[object](), torch.tensor
+    arguments = {**tiny.arguments(), "encoder_hidden_states_mask": None}
+    body = body_of(tiny.build(), 1, torch.device("cpu"), "ulysses")
+
+    def noted(values: object, **how: Any) -> torch.Tensor:
+        copied.append(values)
+        return make(values, **how)
+
+    called(body, arguments)
+    monkeypatch.setattr(torch, "tensor", noted)
+    called(body, arguments)
+    assert not copied
+    tiny.whole(arguments=arguments)
+    assert copied  # a negative control: diffusers' own forward does
 
 
 # What is refused -----------------------------------------------------------------------------------------------

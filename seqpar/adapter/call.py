@@ -68,7 +68,7 @@ class Call:
         self._generation = 0
         self._branches = Branches(mesh, self._computed, self._compare_alone, self._say, exact)
         self._said: set[str] = set()
-        self._masks, self._full = FullMasks(cuts or Cuts({}, {}), mesh.sequence.size), 0
+        self._masks, self._full = FullMasks(cuts or Cuts({}, {}), mesh.sequence.size, exact), 0
         self._narrow: torch.dtype | None = None
         self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.engine.boundary`
 

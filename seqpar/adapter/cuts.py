@@ -100,9 +100,9 @@ class Padding:
     """Padding of a text, which nothing but the keys of attention has; it is left out before a call computes.
 
     text: the argument of the transformer, (B, tokens, ...), that gets shorter. least: how many tokens stay in any case.
-    on_ranks: whether as many stay as there are ranks, if these are more, because each needs one. rows: "" if only
-    padding at the end is left out. Otherwise padding at any place is, because a token's place means nothing; so it is
-    if this argument, (tokens, ...), the text's first, has equal rows for all tokens of the text.
+    on_ranks: whether as many stay as there are ranks, if these are more, because each needs one. rows: the name of an
+    argument (tokens, ...) that has the text's rows first. If all of these are equal, a token's place means nothing, and
+    padding is left out wherever it lies; otherwise none is. "" leaves out padding at the end alone.
     """
 
     text: str

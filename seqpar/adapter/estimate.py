@@ -64,7 +64,8 @@ def planned_work(module: Any, fused: bool = True) -> Work:
     """
     if not fused or not blocks_of(module):
         return work_of(module)
-    if (file := described().get(type(module).__name__)) is not None:
+    kinds = (kind.__name__ for kind in type(module).__mro__)
+    if (file := next((described()[kind] for kind in kinds if kind in described()), None)) is not None:
         return file.work(module.config)
     work = work_of(module)
     passes = (4 * work.width, 4 * work.width)

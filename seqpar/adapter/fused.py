@@ -41,7 +41,7 @@ def families() -> dict[str, ModuleType]:
 
 @cache
 def described() -> dict[str, ModuleType]:
-    """Return class of a transformer -> the file of `seqpar.blocks` whose `work` describes it to the planner."""
+    """Return name of a transformer's class -> the file of `seqpar.blocks` whose `work` describes it to the planner."""
     return {kind: file for file in dict.fromkeys(families().values()) for kind in file.TRANSFORMERS}
 
 

@@ -24,6 +24,7 @@ FULL = "full_masks"  # an argument beside the transformer's own: the names of th
 BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
 ODD = 2  # a mask of a text that is not cut has other numbers than 0 and 1
 MOST = 1 << BITS - 2  # tokens of a text that may be cut
+RANKS = 16  # on up to so many ranks exact mode computes as much padding as on one
 
 
 class FullMasks:
@@ -31,13 +32,14 @@ class FullMasks:
 
     All ranks do so by rank 0's decision. A mask is read once, and again after it was written in place, because reading
     it waits for the device. Where torch counts no writes, as for tensors of its inference mode, a mask stays. ranks:
-    the number of those that split a text.
+    the number of those that split a text. exact: whether as many tokens must stay on any number of ranks up to
+    `RANKS`, because one key more that is masked changes the bits.
     """
 
-    def __init__(self, cuts: Cuts, ranks: int) -> None:
+    def __init__(self, cuts: Cuts, ranks: int, exact: bool = False) -> None:
         self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
         self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
-        self._passed, self._ranks = cuts.passed, ranks
+        self._passed, self._bools, self._ranks = cuts.passed, cuts.bools, max(ranks, RANKS) if exact else ranks
         # mask -> its count of writes when it was read, what `_code` returned
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
         # rows of `Padding.rows` -> their count of writes when they were read, how many first ones are equal
@@ -121,6 +123,8 @@ class FullMasks:
         tokens, padding = mask.shape[1], self._padding.get(name)
         if name in self._passed:
             return int(bool((mask == (1 if mask.dim() == 2 else 0)).all()))
+        if name in self._bools and mask.is_floating_point():
+            return 0  # as it is, so that it is refused
         if padding is None or not 0 < tokens < MOST:
             odd = mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
             return ODD if odd else int(bool((mask != 0).all()))

@@ -42,7 +42,7 @@ def crossed(config: Mapping[str, Any], hidden: int, area: int, text: int, sizes:
     layers that embed the text, then the timestep.
     """
     heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
-    width = heads * dim
+    width, outputs = heads * dim, config.get("out_channels") or config["in_channels"]
     gemms = ((width, 3 * width), (width, width), (width, width), (width, width), (width, hidden), (hidden, width))
     passes, cross = (4 * width,) * 3, Cross(text, ((width, 2 * width),))
     of_text, of_time = sizes
@@ -53,7 +53,7 @@ def crossed(config: Mapping[str, Any], hidden: int, area: int, text: int, sizes:
         head_dim=dim,
         blocks=(Blocks(layers, gemms, passes, cross=cross),),
         prepares=True,
-        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        once=((config["in_channels"] * area, width), (width, outputs * area)),
         table=6 * width * layers + 2 * width,
         live=4 * width + 2 * hidden,
         text=(of_text, (width, width)),

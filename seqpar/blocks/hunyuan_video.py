@@ -167,7 +167,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     heads, dim = config["num_attention_heads"], config["attention_head_dim"]
     width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
     doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
-    area = config["patch_size_t"] * config["patch_size"] ** 2
+    area, channels = config["patch_size_t"] * config["patch_size"] ** 2, config["in_channels"]
     kinds = (_work.double(doubles, width, hidden), _work.parallel(singles, width, hidden))
     return Work(
         width=width,
@@ -176,7 +176,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
         head_dim=dim,
         blocks=kinds if singles else kinds[:1],
         prepares=True,
-        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        once=((channels * area, width), (width, (config.get("out_channels") or channels) * area)),
         table=(12 * doubles + 3 * singles + 2) * width,
         live=12 * width,
         text=_of_text(config, width, text),

@@ -35,7 +35,7 @@ PRODUCTS = {
         "down": ("ff.down",),
     }
 }
-TEXT = 512  # tokens to which the pipeline pads a text
+TEXT = 64  # tokens of a text: a usual prompt's, without padding
 
 
 def why_not(block: Any) -> str | None:

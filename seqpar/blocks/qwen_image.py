@@ -99,7 +99,7 @@ BLOCKS: dict[str, Fused] = {"QwenImageTransformerBlock": double}
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
     heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
-    width, area = heads * dim, config["patch_size"] ** 2
+    width, area, channels = heads * dim, config["patch_size"] ** 2, config["in_channels"]
     return Work(
         width=width,
         heads=heads,
@@ -107,7 +107,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
         head_dim=dim,
         blocks=(_work.double(layers, width, 4 * width),),
         prepares=True,
-        once=((config["in_channels"], width), (width, area * config["out_channels"])),
+        once=((channels, width), (width, area * (config.get("out_channels") or channels))),
         table=(12 * layers + 2) * width,
         live=11 * width,
         text=((config["joint_attention_dim"], width),),

@@ -10,7 +10,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.blocks import _work
 from seqpar.blocks._double import Rows, by_head, checked, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
-from seqpar.types.facts import Work
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected
 
@@ -111,22 +111,34 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     are counted.
     """
     heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
-    width, area, duals = heads * dim, config["patch_size"] ** 2, len(config.get("dual_attention_layers") or ())
-    blocks, qkv = _work.double(layers - 1 - duals, width, 4 * width), (width, 3 * width)
-    both = replace(blocks, count=duals, gemms=(*blocks.gemms, qkv, (width, width)))
-    dual = replace(both, modulation=((width, 9 * width), (width, 6 * width)))
-    last = replace(blocks, count=1, apart=((qkv,),), modulation=((width, 6 * width), (width, 2 * width)))
+    width, area, channels = heads * dim, config["patch_size"] ** 2, config["in_channels"]
+    blocks = _blocks(width, layers, config.get("dual_attention_layers") or ())
     return Work(
         width=width,
         heads=heads,
         kv_heads=heads,
         head_dim=dim,
-        blocks=(dual, blocks, last) if duals else (blocks, last),
+        blocks=blocks,
         prepares=True,
-        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
-        table=(12 * layers + 3 * duals - 2) * width,
+        once=((channels * area, width), (width, (config.get("out_channels") or channels) * area)),
+        table=sum(rows for kind in blocks for _, rows in kind.modulation * kind.count) + 2 * width,
         live=11 * width,
         text=((config["joint_attention_dim"], width),),
         conditioning=((256, width), (config["pooled_projection_dim"], width), *((width, n * width) for n in (1, 1, 2))),
         joined=(text,),
     )
+
+
+def _blocks(width: int, layers: int, duals: Sequence[int]) -> tuple[Blocks, ...]:
+    """Return the blocks with one attention, those with two, and the last one."""
+    plain, qkv = _work.double(0, width, 4 * width), (width, 3 * width)
+    second = replace(plain, gemms=(*plain.gemms, qkv, (width, width)))
+    dual = replace(second, modulation=((width, 9 * width), (width, 6 * width)))
+    last = dual if layers - 1 in duals else plain
+    count = sum(index < layers - 1 for index in duals)
+    kinds = (
+        replace(plain, count=layers - 1 - count),
+        replace(dual, count=count),
+        replace(last, count=1, apart=((qkv,),), modulation=(last.modulation[0], (width, 2 * width))),
+    )
+    return tuple(kind for kind in kinds if kind.count)

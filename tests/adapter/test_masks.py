@@ -323,14 +323,32 @@ def test_padding_between_tokens_that_have_places_stays(monkeypatch: pytest.Monke
     call.release()
 
 
-@pytest.mark.parametrize("ranks", [1, 6])
-def test_as_many_tokens_of_a_text_stay_as_ranks_need(ranks: int) -> None:
-    masks, arguments = FullMasks(CUTS["Krea2Transformer2DModel"], ranks), with_padding("krea2", 1, "cpu")
-    form = form_of(arguments)
-    short = masks.cut(form, masks.among(form.tensors)).whole
-    assert short["encoder_hidden_states"].shape[1] == max(5, ranks)
-    assert short["encoder_attention_mask"].tolist() == [[True] * 5 + [False] * (max(5, ranks) - 5)]
-    assert len(short["position_ids"]) == 15 + max(5, ranks)
+@pytest.mark.parametrize("name", ["krea2", "hunyuan"])
+def test_as_many_tokens_of_a_text_stay_as_ranks_need(name: str) -> None:
+    arguments, tokens = MODELS[name].inputs(1), 9
+    arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"][:, :1].repeat_interleave(tokens, dim=1)
+    arguments["encoder_attention_mask"] = (torch.arange(tokens) < 5)[None]
+    if name == "krea2":
+        arguments["position_ids"] = torch.zeros(tokens + 15, 3)
+    form, cuts = form_of(arguments), CUTS[MODELS[name].kind]
+    for ranks, exact in ((1, False), (6, False), (1, True), (6, True)):
+        masks, stay = FullMasks(cuts, ranks, exact), tokens if exact else max(5, ranks)
+        short = masks.cut(form, masks.among(form.tensors)).whole
+        assert short["encoder_hidden_states"].shape[1] == stay
+        assert short["encoder_attention_mask"].tolist() == [[True] * 5 + [False] * (stay - 5)]
+        assert name != "krea2" or len(short["position_ids"]) == stay + 15
+
+
+@pytest.mark.parametrize("padding", [0.0, -1e9])
+def test_floating_masks_whose_padding_would_be_left_out_are_refused(padding: float) -> None:
+    """Numbers that are added to scores are 0 for a token, which nothing tells from padding."""
+    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
+    valid = arguments["encoder_attention_mask"]
+    arguments["encoder_attention_mask"] = torch.where(valid, float(padding == 0), padding).double()
+    seqpar.parallelize(module, Mesh.single())
+    with pytest.raises(ValueError, match="got a floating encoder_attention_mask"):
+        module(**arguments, return_dict=False)
+    seqpar.release(module)
 
 
 def numbered(name: str) -> tuple[str, Tensor]:

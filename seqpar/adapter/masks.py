@@ -8,7 +8,7 @@ that end padding is left out of texts where the cuts say that nothing reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,8 @@ class FullMasks:
         self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
         self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
         self._passed, self._bools, self._ranks = cuts.passed, cuts.bools, max(ranks, RANKS) if exact else ranks
-        # mask -> its count of writes when it was read, what `_code` returned
+        # mask, or rows of `Padding.rows` -> its count of writes when it was read, what was read of it
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
-        # rows of `Padding.rows` -> their count of writes when they were read, how many first ones are equal
-        self._equal: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
     def among(self, tensors: Mapping[str, Tensor]) -> int:
         """Return a number with `BITS` bits for each mask of the cuts: whether it leaves no key out, and what is cut.
@@ -96,23 +94,25 @@ class FullMasks:
 
     def _equal_rows(self, rows: Tensor) -> int:
         """Return how many rows at the beginning are equal to the first one."""
-        if rows.is_inference():
-            return 0
-        writes, count = self._equal.get(rows, (-1, 0))
-        if writes != rows._version:
+
+        def read() -> int:
             differ = (rows != rows[:1]).flatten(1).any(dim=1)
-            count = int(torch.cat([differ, differ.new_ones(1)]).byte().argmax())
-            self._equal[rows] = rows._version, count
-        return count
+            return int(torch.cat([differ, differ.new_ones(1)]).byte().argmax())
+
+        return self._read(rows, read)
 
     def _known_code(self, name: str, mask: Tensor) -> int:
-        if mask.is_inference():
+        return self._read(mask, lambda: self._code(name, mask))
+
+    def _read(self, tensor: Tensor, read: Callable[[], int]) -> int:
+        """Return what `read` returned when it was last called, after the last write to a tensor; 0 without a count."""
+        if tensor.is_inference():
             return 0
-        writes, code = self._known.get(mask, (-1, 0))
-        if writes != mask._version:
-            code = self._code(name, mask)
-            self._known[mask] = mask._version, code
-        return code
+        writes, number = self._known.get(tensor, (-1, 0))
+        if writes != tensor._version:
+            number = read()
+            self._known[tensor] = tensor._version, number
+        return number
 
     def _code(self, name: str, mask: Tensor) -> int:
         """Return 1 for a mask that leaves no key out once its text is cut, plus twice (the tokens that stay, plus 1).
@@ -125,9 +125,9 @@ class FullMasks:
             return int(bool((mask == (1 if mask.dim() == 2 else 0)).all()))
         if name in self._bools and mask.is_floating_point():
             return 0  # as it is, so that it is refused
-        if padding is None or not 0 < tokens < MOST:
+        if padding is None or not 0 < tokens < MOST or (mask.dim() > 2 and padding.text != name):
             odd = mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
-            return ODD if odd else int(bool((mask != 0).all()))
+            return ODD * (padding is None) if odd else int(bool((mask != 0).all()))
         needed, count = _needed_and_count(mask, at_end=not padding.rows)
         least = max(padding.least, self._ranks if padding.on_ranks else 0)
         tokens = max(needed, min(least, tokens))

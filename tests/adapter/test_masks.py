@@ -339,6 +339,19 @@ def test_as_many_tokens_of_a_text_stay_as_ranks_need(name: str) -> None:
         assert name != "krea2" or len(short["position_ids"]) == stay + 15
 
 
+def test_masks_with_a_dim_between_leave_the_same_keys_out() -> None:
+    """Such a mask is no text that would be valid as a whole; diffusers takes none, and we know what it means."""
+    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
+    mask, wanted = arguments["encoder_attention_mask"], MODELS["krea2"].whole(None, arguments)
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    for shape in ((1, 1, 7), (1, 1, 1, 7)):
+        with StayDouble():
+            got = flat(module(**{**arguments, "encoder_attention_mask": mask.view(shape)}, return_dict=False))
+        assert error(got, wanted) < TOLERANCE
+    seqpar.release(module)
+
+
 @pytest.mark.parametrize("padding", [0.0, -1e9])
 def test_floating_masks_whose_padding_would_be_left_out_are_refused(padding: float) -> None:
     """Numbers that are added to scores are 0 for a token, which nothing tells from padding."""

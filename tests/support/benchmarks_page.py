@@ -87,16 +87,19 @@ def _over(line: Mapping[str, Any], ceilings: Iterable[Mapping[str, Any]]) -> flo
     return line["ms"]["median"] / min(same) if same else None
 
 
+def newest(pattern: str) -> list[Path]:
+    """Return the files of benchmarks of this pattern, those of the last date first, of one date the longer name."""
+    return sorted(FOLDER.glob(pattern), key=lambda path: path.stem, reverse=True)
+
+
 def page() -> str:
     """Return the page."""
     models = defaultdict[str, list[Row]](list)
-    for path in sorted(FOLDER.glob("*.jsonl"), key=lambda path: path.stem, reverse=True):
+    for path in newest("*.jsonl"):
         for model, added in rows(path).items():
             models[model] += sorted(added, key=lambda row: (row.work, row.gpus))
     parts = [INTRODUCTION, *(_section(model, of) for model, of in _newest_first(models))]
-    pages = [
-        (path.name, _title(path)) for path in sorted(FOLDER.glob("2*.md"), key=lambda path: path.stem, reverse=True)
-    ]
+    pages = [(path.name, _title(path)) for path in newest("2*.md")]
     return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
 
 

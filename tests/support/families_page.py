@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.benchmarks_page import newest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adapter.md"
 BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n", "<!-- end of families -->"
@@ -61,7 +63,7 @@ def table() -> str:
 
 def _numbers(name: str, gpus: int) -> tuple[str, str, str, str] | None:
     """Return milliseconds, ratio, best peer and commit of the last file that has the call by fused blocks."""
-    for path in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"), key=lambda path: path.stem, reverse=True):
+    for path in newest("*.jsonl"):
         lines = [line for line in _calls(path) if line["gpus"] == gpus and line["case"]["model"] == name]
         lines = [line for line in lines if not line["case"].get("masked")]
         ours = next((line for line in lines if line["case"].get("launch") == "fused blocks"), None)

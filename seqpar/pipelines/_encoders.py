@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,32 +21,60 @@ import torch
 from torch import nn
 
 from seqpar.adapter.subjects import transformers_of
-from seqpar.pipelines._encoder_files import read_encoder
+from seqpar.pipelines._encoder_files import begin_encoder
 from seqpar.pipelines._garbage import collect
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder, failing
 from seqpar.ranks.inputs import agree
 from seqpar.ranks.mesh import Mesh
 from seqpar.weights.parts import parts_of
+from seqpar.weights.reading import Reader
 
 NAMES = ("text_encoder", "image_encoder")  # how the names of such parts begin
 
 
-def load_encoders(
-    pipeline: Any, folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str
-) -> dict[str, SharedEncoder]:
+@dataclass(frozen=True)
+class Begun:
+    """Encoders that rank 0 reads. kinds: their classes by name. size: bytes that are read.
+
+    ends: on rank 0 alone, what returns each when it has come. what: begins an error's message.
+    """
+
+    kinds: Mapping[str, Any]
+    size: int
+    ends: Mapping[str, Callable[[], Any]]
+    what: str
+
+
+def begin_encoders(
+    folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, reader: Reader, what: str
+) -> Begun:
+    """Begin to read the encoders of a folder, on rank 0. Every rank must call this at the same time."""
+    kinds, ends = mesh.together(lambda: _kinds(folder, index)), dict[str, Callable[[], Any]]()
+    agree(mesh, {"the encoders of the folder": [*kinds]})
+
+    def begin() -> int:
+        size = 0
+        with naming(what):
+            for name, kind in kinds.items():
+                ends[name], own = begin_encoder(kind, folder / name, dtype, reader)
+                size += own
+        return size
+
+    return Begun(kinds, mesh.of_rank_0(begin, int), ends, what)
+
+
+def load_encoders(pipeline: Any, folder: Path, begun: Begun, mesh: Mesh) -> dict[str, SharedEncoder]:
     """Return the encoders that rank 0 alone holds, by the names of their parts.
 
-    Those of which the code of the class `pipeline` names layers are left out, after a line that says so. what: begins
-    an error's message. Every rank must call this at the same time.
+    Those of which the code of the class `pipeline` names layers are left out, after a line that says so. Every rank
+    must call this at the same time.
     """
-    kinds = mesh.together(lambda: _kinds(folder, index))
-    agree(mesh, {"the encoders of the folder": [*kinds]})
-    encoders, likes = _of_rank_0(kinds, folder, dtype, mesh, what)
+    encoders, likes = _of_rank_0(begun, mesh)
 
     def configs() -> dict[str, Any]:
-        with naming(what):
-            return {name: kind.config_class.from_pretrained(folder / name) for name, kind in kinds.items()}
+        with naming(begun.what):
+            return {name: kind.config_class.from_pretrained(folder / name) for name, kind in begun.kinds.items()}
 
     shared = dict[str, SharedEncoder]()
     for name, config in mesh.together(configs).items():
@@ -54,20 +83,17 @@ def load_encoders(
             if mesh.is_main and mesh.world.size > 1:
                 print(f"seqpar: every rank loads {name}, because {pipeline.__name__} reads {layer}", flush=True)
         else:
-            shared[name] = SharedEncoder(mesh, name, kinds[name], config, likes[name], encoders.pop(name, None))
+            shared[name] = SharedEncoder(mesh, name, begun.kinds[name], config, likes[name], encoders.pop(name, None))
     return shared
 
 
-def _of_rank_0(
-    kinds: Mapping[str, Any], folder: Path, dtype: torch.dtype, mesh: Mesh, what: str
-) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
+def _of_rank_0(begun: Begun, mesh: Mesh) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
     """Return the encoders, on rank 0 alone; and on every rank the dtype of each, and the names of its layers."""
     encoders = dict[str, Any]()
 
     def load() -> dict[str, tuple[torch.dtype, list[str]]]:
-        with naming(what):
-            for name, kind in kinds.items():
-                encoders[name] = read_encoder(kind, folder / name, dtype, mesh.device)
+        with naming(begun.what):
+            encoders.update({name: end() for name, end in begun.ends.items()})
         return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
 
     likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])

@@ -20,6 +20,7 @@ from seqpar.adapter.sharing import Wished, check_wish
 from seqpar.adapter.state import keep_fp32
 from seqpar.pipelines import _lora
 from seqpar.pipelines._folder import kind_of, model_of
+from seqpar.pipelines._garbage import no_collection
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import parts_of_folder
 from seqpar.planner.plan import Plan
@@ -57,9 +58,10 @@ def load(
     """
     ranks = mesh or Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
-    pipe = load_pipeline(folder, dtype, ranks)
-    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    with no_collection():
+        folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
+        pipe = load_pipeline(folder, dtype, ranks)
+        parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
         _keep_fp32(pipe, ranks)
     return pipe

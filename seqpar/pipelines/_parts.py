@@ -7,7 +7,7 @@ read by `seqpar.weights.loading`: each tensor once a host, straight to the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,16 @@ from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import Tensor
 
 from seqpar.pipelines import _lora
-from seqpar.pipelines._encoders import encode_first, load_encoders, name_encoders
+from seqpar.pipelines._encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import vae_keys
 from seqpar.weights.checkpoint import WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
-from seqpar.weights.loading import place, put
+from seqpar.weights.loading import Placing, Team, begin, put
 from seqpar.weights.parts import parts_of
+from seqpar.weights.reading import Reader
 from seqpar.weights.single_file import load_transformer
 
 SHARED = "diffusion_pytorch_model.safetensors"  # and its index: the files that ranks read together
@@ -57,22 +58,21 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     called; its encoders then work first, and have left memory before the transformers' weights are loaded. None keeps
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
-    what = f"got pipeline {folder.path}, which does not load"
-    encoders = _encoders(folder, dtype, mesh, what)
-    models, empty = _models(folder, dtype, mesh, what, late=bool(encode and encoders))
-    models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
-
-    def whole() -> Any:
-        with naming(what):
-            own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
-            own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-            return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
-
-    pipe = mesh.together(whole)
-    if encode and encoders:
+    what, team = f"got pipeline {folder.path}, which does not load", Team.of(mesh)
+    with Reader(mesh.device, team.size) as reader:
+        begun = _encoders(folder, dtype, mesh, reader, what)
+        models = _models(folder, dtype, mesh, what)
+        late = {name for name in models if encode and begun.kinds and name.startswith("transformer")}
+        coming = _begun(models, models.keys() - late, reader, team, begun.size)
+        encoders = load_encoders(folder.kind, folder.path, begun, mesh)
+        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, mesh.device, what))
+        for name, placing in coming.items():
+            models[name].end(placing, mesh)
+    if encode and late:
         encode_first(pipe, encoders, encode, mesh)
-        for each in empty.values():
-            each.place(mesh)
+        with Reader(mesh.device, team.size) as reader:
+            for name, placing in _begun(models, late, reader, team, 0).items():
+                models[name].end(placing, mesh)
 
     def rest() -> Any:
         _lora.load(pipe, folder.loras)
@@ -82,24 +82,49 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     return mesh.together(rest)
 
 
-def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, SharedEncoder]:
-    """Return the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
+def _whole(
+    folder: Folder,
+    dtype: torch.dtype,
+    models: Mapping[str, Empty],
+    encoders: Mapping[str, SharedEncoder],
+    device: torch.device,
+    what: str,
+) -> Any:
+    """Return the pipeline around its models, which lack their weights."""
+    with naming(what):
+        own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
+        own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
+        own |= {name: each.standing_in(device) for name, each in models.items()}
+        return folder.kind.from_pretrained(folder.path, dtype=dtype, **own)
+
+
+def _begun(
+    models: Mapping[str, Empty], names: Collection[str], reader: Reader, team: Team, encoders: int
+) -> dict[str, Placing]:
+    """Begin to read the weights of models, in their order. encoders: bytes that rank 0 of all reads before."""
+    taken: Sequence[int] = [encoders if rank == 0 else 0 for rank in team.ranks]
+    coming = dict[str, Placing]()
+    for name in (name for name in models if name in names):
+        coming[name] = models[name].begin(reader, team, taken)
+        taken = coming[name].taken
+    return coming
+
+
+def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, reader: Reader, what: str) -> Begun:
+    """Begin to read the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
     if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
-        return load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
+        return begin_encoders(folder.path, folder.index, dtype, mesh, reader, what)
     if mesh.is_main and mesh.world.size > 1:
         print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
-    return {}
+    return Begun({}, 0, {}, what)
 
 
-def _models(
-    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool
-) -> tuple[dict[str, Any], dict[str, Empty]]:
-    """Return the models of diffusers in a folder by the names of their parts, read once a host.
+def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Empty]:
+    """Return the models of diffusers in a folder by the names of their parts, without memory for their weights.
 
-    late: whether the transformers stay without their weights; they are the second result. Rank 0 prints why another
-    part's weights are read by diffusers, on every rank. what: begins an error's message.
+    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
     """
-    models, empty = dict[str, Any](), dict[str, Empty]()
+    models = dict[str, Empty]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
@@ -107,14 +132,11 @@ def _models(
         single = folder.file if name == "transformer" else None
         part, theirs = single or folder.path / name, "its keys are those of the model's authors"
         reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
-        if reason is not None:
-            if mesh.is_main and mesh.world.size > 1:
-                print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-        elif late and name.startswith("transformer"):
-            empty[name] = empty_model(kind, part, dtype, mesh, what)
-        else:
-            models[name] = empty_model(kind, part, dtype, mesh, what).place(mesh)
-    return models, empty
+        if reason is None:
+            models[name] = empty_model(kind, part, dtype, mesh, what)
+        elif mesh.is_main and mesh.world.size > 1:
+            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
+    return models
 
 
 def why_not(kind: Any, folder: Path) -> str | None:
@@ -149,11 +171,15 @@ class Empty:
         put(self.model, name, torch.empty(0, dtype=parameter.dtype, device=device))
         return self.model
 
-    def place(self, mesh: Mesh) -> Any:
-        """Return the model with its weights on this rank's device; every rank must call this at the same time."""
-        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh)
+    def begin(self, reader: Reader, team: Team, taken: Sequence[int]) -> Placing:
+        """Begin to read the weights; see `loading.begin`."""
+        return begin(self.model, self.like, self.checkpoint, self.keys, reader, team, taken)
+
+    def end(self, placing: Placing, mesh: Mesh) -> None:
+        """Give the model its weights on this rank's device; every rank must call this at the same time."""
+        placing.finish(mesh)
         self.model.register_to_config(_name_or_path=str(self.folder))
-        return self.model.to(mesh.device).eval()  # buffers that no file holds are moved
+        self.model.to(mesh.device).eval()  # buffers that no file holds are moved
 
 
 def empty_model(kind: Any, folder: Path, dtype: torch.dtype, mesh: Mesh, what: str) -> Empty:

@@ -16,14 +16,15 @@ import torch
 import transformers
 
 import seqpar
-from seqpar.pipelines import _encoder_files
-from seqpar.pipelines._encoders import load_encoders
+from seqpar.pipelines._encoder_files import begin_encoder
+from seqpar.pipelines._encoders import begin_encoders, load_encoders
 from seqpar.pipelines._load import checked
 from seqpar.pipelines._parts import Empty, load_pipeline
-from seqpar.pipelines._shared_encoder import Result, outputs_of, restored
+from seqpar.pipelines._shared_encoder import Result, SharedEncoder, outputs_of, restored
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.watch import LostRankError
-from seqpar.weights import staging
+from seqpar.weights.loading import Placing
+from seqpar.weights.reading import Reader, _Requests
 from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
@@ -39,12 +40,12 @@ ASKED |= {"max_sequence_length": 16, "clean_caption": False, "output_type": "np"
 
 def count(patch: pytest.MonkeyPatch) -> Counts:
     """Return bytes of weights by file that this process reads from now on, by our readers or by the libraries'."""
-    counts, ours, load_file = Counter[str](), staging._read, safetensors.torch.load_file
+    counts, ours, load_file = Counter[str](), _Requests._submit, safetensors.torch.load_file
     safe_open: Any = ENCODERS.modeling_utils.safe_open
 
-    def read(file: Any, at: int, buffer: Any) -> None:
-        counts[Path(file.name).parent.name] += len(buffer)
-        ours(file, at, buffer)
+    def read(self: Any, key: str, tensor: torch.Tensor) -> int:
+        counts[self._checkpoint.positions[key].path.parent.name] += tensor.nbytes
+        return ours(self, key, tensor)
 
     def whole(reader: Any) -> Any:
         def called(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ def count(patch: pytest.MonkeyPatch) -> Counts:
 
         return called
 
-    patch.setattr(staging, "_read", read)
+    patch.setattr(_Requests, "_submit", read)
     patch.setattr(safetensors.torch, "load_file", whole(load_file))
     patch.setattr(ENCODERS.modeling_utils, "safe_open", whole(safe_open))
     return counts
@@ -114,7 +115,8 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     ours = {part: sizes[part] - headers[part] for part in sizes}
     assert read(shared) == ours
     assert read(old) == {part: 2 * size for part, size in sizes.items()}
-    assert all(counts["transformer"] > 0.3 * ours["transformer"] for counts, *_ in shared)  # each rank a share
+    # rank 0 reads the encoder, which is larger than all else
+    assert [counts.get("transformer", 0) for counts, *_ in shared] == [0, ours["transformer"]]
     encoder = sizes["text_encoder"]
     (_, held, grown, picture), (_, none, little, other) = shared
     assert (4 * held > 0.9 * encoder, none) == (True, 0)
@@ -139,13 +141,13 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         every = [each for each in gc.get_objects() if isinstance(each, ENCODERS.T5EncoderModel)]
         return sum(sum(x.numel() for x in each.parameters()) > HUGE for each in every)
 
-    def placed(self: Empty, mesh: Mesh) -> Any:
+    def placed(self: Empty, placing: Placing, mesh: Mesh) -> None:
         whole.append(encoders())
-        return place(self, mesh)
+        end(self, placing, mesh)
 
-    place, checked_folder = Empty.place, checked(folder, torch.float32, (), ("auto",) * 3)
+    end, checked_folder = Empty.end, checked(folder, torch.float32, (), ("auto",) * 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Empty, "place", placed)
+        patch.setattr(Empty, "end", placed)
         pipe = load_pipeline(checked_folder, torch.float32, mesh, call if first else None)
     pipelines.quiet(pipe)
     seqpar.parallelize(pipe, mesh)
@@ -170,9 +172,15 @@ def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: 
         assert all(np.array_equal(mine[0], each) for each in (*mine, *others))
 
 
+def shared_encoders(pipeline: Any, folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
+    """Return the encoders of a folder as ranks load them."""
+    with Reader(mesh.device) as reader:
+        return load_encoders(pipeline, folder, begin_encoders(folder, INDEX, dtype, mesh, reader, "got"), mesh)
+
+
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
     """A pipeline may change what it was given."""
-    shared = load_encoders(THEIRS.FluxPipeline, encoders, INDEX, torch.float64, Mesh.single(), "got")["text_encoder"]
+    shared = shared_encoders(THEIRS.FluxPipeline, encoders, torch.float64, Mesh.single())["text_encoder"]
     shared.keep()
     tokens, others, results = torch.tensor([[2, 3, 13]]), torch.tensor([[4, 3, 13]]), list[Any]()
     for _ in range(3):
@@ -260,8 +268,8 @@ class NamesLayer:
 def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
     """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
     mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
-    assert load_encoders(NamesLayer, path, INDEX, dtype, mesh, "got") == {}
-    loaded = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
+    assert shared_encoders(NamesLayer, path, dtype, mesh) == {}
+    loaded = shared_encoders(THEIRS.FluxPipeline, path, dtype, mesh)
     shared = {name: each.module for name, each in loaded.items()}
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
@@ -333,6 +341,13 @@ def made_encoder(kind: str, dtype: torch.dtype) -> Any:
     return pipelines.clip(2, True).to(dtype)
 
 
+def read_encoder(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
+    """Return an encoder as ranks load it, and the bytes that our reader was asked for."""
+    with Reader(torch.device("cpu")) as reader:
+        end, size = begin_encoder(kind, folder, dtype, reader)
+        return end(), size
+
+
 @pytest.mark.parametrize("shards", ["1KB", "1GB"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
@@ -343,16 +358,12 @@ def made_encoder(kind: str, dtype: torch.dtype) -> Any:
         ("CLIPTextModelWithProjection", torch.float32),
     ],
 )
-def test_encoders_are_those_that_transformers_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, shards: str
-) -> None:
+def test_encoders_are_those_that_transformers_loads(tmp_path: Path, kind: str, dtype: torch.dtype, shards: str) -> None:
     made_encoder(kind, dtype).save_pretrained(tmp_path, max_shard_size=shards)
     theirs = getattr(ENCODERS, kind).from_pretrained(tmp_path, dtype=dtype)
-    pools = list[Any]()
-    own = _encoder_files.Pool
-    monkeypatch.setattr(_encoder_files, "Pool", lambda *args: pools.append(args) or own(*args))
-    ours = _encoder_files.read_encoder(type(theirs), tmp_path, dtype, torch.device("cpu"))
-    assert len(pools) == 1
+    ours, size = read_encoder(type(theirs), tmp_path, dtype)
+    files = [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
+    assert size == sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in files)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
         assert ours.state_dict()[name].dtype == tensor.dtype
@@ -367,5 +378,6 @@ def test_files_of_encoders_that_are_not_safetensors_are_left_to_transformers(tmp
     encoder = made_encoder("T5EncoderModel", torch.float32)
     encoder.config.save_pretrained(tmp_path)
     torch.save(encoder.state_dict(), tmp_path / "pytorch_model.bin")
-    read = _encoder_files.read_encoder(type(encoder), tmp_path, torch.float32, torch.device("cpu"))
+    read, size = read_encoder(type(encoder), tmp_path, torch.float32)
+    assert size == 0
     assert all(map(torch.equal, read.parameters(), encoder.parameters()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from seqpar.ranks.mesh import Mesh
-from seqpar.weights import loading, staging
-from seqpar.weights.checkpoint import open_checkpoint
+from seqpar.types.keys import KeyMap, Source
+from seqpar.weights import reading
+from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.find import from_diffusers, locate
 from seqpar.weights.loading import shares
-from seqpar.weights.staging import Staging
+from seqpar.weights.reading import Reader
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
@@ -91,13 +94,11 @@ def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception
 
 
 def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a thread's initializer would be "a thread initialized itself in vain", whatever it was."""
-
-    def full(device: torch.device) -> Staging:
+    def full(device: torch.device, threads: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loading, "Staging", full)
-    with pytest.raises(ValueError, match=r"which do not load: CUDA out of memory"):
+    monkeypatch.setattr(reading, "_native", full)
+    with pytest.raises(ValueError, match=r"got its weights, which do not load: CUDA out of memory"):
         from_diffusers(diffusers_dit()).build(torch.float32, torch.device("cpu"))
 
 
@@ -120,35 +121,86 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_key(case: 
         from_diffusers(theirs).build(dtype, torch.device("cpu"))
 
 
-def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> None:
-    diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
-    blueprint = locate(tmp_path)
-    assert blueprint.checkpoint is not None
-    assert blueprint.keys is not None
-    found = shares(blueprint.checkpoint, blueprint.keys, 4)
-    assert [*found] == [*blueprint.keys.sources]
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ([0], [120]),
+        ([0, 0, 0, 0], [30, 30, 30, 30]),
+        ([40, 0], [40, 80]),
+        ([300, 0, 0], [0, 60, 60]),  # a rank with more than its share already gets nothing
+        ([0, 50, 1000], [85, 35, 0]),
+        ([70, 70, 70], [40, 40, 40]),
+    ],
+)
+def test_shares_of_ranks_are_runs_after_which_each_has_read_as_many_bytes(
+    taken: list[int], expected: list[int]
+) -> None:
+    sizes = {str(i): 1 + i % 3 for i in range(60)}
+    found = shares(sizes, taken)
+    assert [*found] == [*sizes]
     assert [*found.values()] == sorted(found.values())
-    sizes = {name: parameter.numel() for name, parameter in blueprint.meta().named_parameters()}
-    parts = [sum(sizes[name] for name, part in found.items() if part == one) for one in range(4)]
-    assert max(parts) - min(parts) <= 2 * max(sizes.values())
+    parts = [sum(sizes[name] for name, part in found.items() if part == one) for one in range(len(taken))]
+    assert all(abs(part - right) <= max(sizes.values()) for part, right in zip(parts, expected, strict=True))
+
+
+def read(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint on the reader's device."""
+    keys = KeyMap({key: Source((key,)) for key in checkpoint.shapes})
+    like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in checkpoint.shapes}
+    return reader.begin(checkpoint, keys, list(like), like).result()
+
+
+TENSORS = (torch.randn(70, 90, generator=torch.manual_seed(0)), torch.tensor(3.0), torch.empty(0, 4))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tensors_come_whole_through_small_buffers(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
-    monkeypatch.setattr(staging, "CHUNK", 1000)
-    stage, matrix = staging.Staging(torch.device(device)), torch.randn(70, 90, generator=torch.manual_seed(0))
-    tensors = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4))
+@pytest.mark.parametrize("ahead", [0, reading.AHEAD])
+def test_tensors_come_whole_through_small_buffers(
+    tmp_path: Path, device: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
+    monkeypatch.setattr(reading, "BLOCK", 1 << 12)
+    monkeypatch.setattr(reading, "AHEAD", ahead)
+    matrix = TENSORS[0]
+    tensors = {str(i): each for i, each in enumerate((*TENSORS, matrix.bfloat16(), matrix.T, matrix[:, ::2]))}
     file = tmp_path / "model.safetensors"
-    save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, file, {"format": "pt"})
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, {"format": "pt"})
     opened = open_checkpoint(file)
     assert opened.positions.keys() == opened.shapes.keys()
-    for i, tensor in enumerate(tensors):
-        for dtype in (None, torch.bfloat16, torch.float64):
-            for got in (stage.copy(tensor, dtype), stage.fetch(opened, str(i), dtype)):
-                assert got.device.type == device
-                assert got.dtype == (dtype or tensor.dtype)
-                assert torch.equal(got.cpu(), tensor.to(got.dtype))
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="which ends at byte"):
-        [stage.fetch(opened, key) for key in opened.positions]
+    with Reader(torch.device(device)) as reader:
+        for checkpoint in (opened, replace(opened, read=tensors.__getitem__, positions={})):
+            for dtype in (None, torch.bfloat16, torch.float64):
+                for key, got in read(reader, checkpoint, dtype).items():
+                    assert got.device.type == device
+                    assert got.dtype == (dtype or tensors[key].dtype)
+                    assert torch.equal(got.cpu(), tensors[key].to(got.dtype))
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(ValueError, match=r"which lacks the last 1 bytes of \d; copy it again"):
+            read(reader, opened)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """What was asked for after it is waited for, before its memory is freed."""
+    file = tmp_path / "model.safetensors"
+    save_file({"first": torch.ones(8), "second": torch.ones(8)}, file)
+    opened = open_checkpoint(file)
+    with Reader(torch.device("cpu")) as reader, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading.os, "O_RDONLY", reading.os.O_WRONLY)  # a disk's error at reading cannot be had
+        with pytest.raises(ValueError, match=rf"got {file}, of which first cannot be read; copy it again"):
+            read(reader, opened)
+        patch.undo()
+        assert all(each.eq(1).all() for each in read(reader, opened).values())
+
+
+def test_what_is_not_begun_when_loading_ends_is_dropped(tmp_path: Path) -> None:
+    file, begun, waits = tmp_path / "model.safetensors", list[Any](), threading.Event()
+    save_file({"one": torch.ones(8)}, file)
+    opened, keys = open_checkpoint(file), KeyMap({"one": Source(("one",), lambda one: begun.append(1) or one)})
+    with Reader(torch.device("cpu")) as reader:
+        assert sys.getswitchinterval() == pytest.approx(reading.SWITCH_S)
+        reader._thread.submit(waits.wait, 5.0)
+        dropped = reader.begin(opened, keys, ["one"], {"one": torch.ones(1)})
+        threading.Timer(0.05, waits.set).start()
+    assert dropped.cancelled()
+    assert not begun
+    assert sys.getswitchinterval() == pytest.approx(5e-3)

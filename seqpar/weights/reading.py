@@ -1,0 +1,193 @@
+"""Reads tensors of checkpoints to a device in a thread of its own, while the caller builds models.
+
+Where the place of a tensor in a file is known, fastsafetensors reads it: its threads copy from the page cache into
+page-locked buffers so small that they stay in the processor's cache, and from there to the GPU, all without Python's
+lock. The numbers cross to the GPU as they lie in the file and are converted by it, since a processor's core converts
+less than a tenth of what the link takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fastsafetensors import cpp
+from safetensors import SafetensorError
+from torch import Tensor
+
+from seqpar.types.keys import KeyMap
+from seqpar.weights.checkpoint import Checkpoint
+
+THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
+BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
+AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; they still come after an error
+SWITCH_S = 1e-4  # after which a thread gives up Python's lock: the reading thread needs it a few times a tensor
+
+
+class Reader:
+    """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
+
+    ranks: how many read on this host at once. What is asked for and not yet begun when the context ends is dropped.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self._stopping, self._native = device, threading.Event(), None
+        self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // ranks))
+        self._thread, self._switch_s = ThreadPoolExecutor(1), sys.getswitchinterval()
+
+    def __enter__(self) -> Reader:
+        """Return this reader."""
+        sys.setswitchinterval(SWITCH_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the threads, when what was asked of the files has come."""
+        self._stopping.set()
+        self._thread.shutdown(cancel_futures=True)
+        self._native = None  # ends its threads
+        sys.setswitchinterval(self._switch_s)
+
+    def begin(
+        self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
+    ) -> Future[dict[str, Tensor]]:
+        """Ask for the tensors of these names on the device.
+
+        like: name -> a tensor of the dtype that it gets. The result raises ValueError if a tensor does not load or is
+        not finite.
+        """
+        return self._thread.submit(self._read, checkpoint, keys, names, like)
+
+    def _read(
+        self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        found, sums = dict[str, Tensor](), dict[str, Tensor]()
+        with _told(checkpoint, ["its weights"]):
+            if self._native is None:
+                self._native = _native(self.device, self._threads)
+            with _Requests(checkpoint, self.device, self._native) as requests:
+                for name, parts in self._parts(requests, keys, names):
+                    source, dtype = keys.sources[name], like[name].dtype
+                    with _told(checkpoint, source.keys):
+                        found[name] = source.combine(*(part.to(dtype) for part in parts)).contiguous()
+                        sums[name] = found[name].sum(dtype=torch.promote_types(dtype, torch.float32))
+            _check_finite(checkpoint, keys, sums, like)
+        return found
+
+    def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield name and tensors as they lie in the file, in the order of the names, asking for later ones before."""
+        asked = deque[tuple[str, list[_Request]]]()
+        for name in names:
+            if self._stopping.is_set():
+                raise CancelledError
+            asked.append((name, [requests.ask(key) for key in keys.sources[name].keys]))
+            while requests.ahead > AHEAD:
+                yield requests.oldest(asked)
+        while asked:
+            yield requests.oldest(asked)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A tensor on its way. number: of fastsafetensors' request; None if the tensor is there."""
+
+    key: str
+    tensor: Tensor
+    number: int | None = None
+
+
+class _Requests:
+    """What is asked of the files of one checkpoint. A context manager: no memory is freed that is still written to."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, native: cpp.nogds_file_reader) -> None:
+        self._checkpoint, self._device, self._native = checkpoint, device, native
+        self._files, self._coming, self.ahead = dict[Path, int](), set[int](), 0
+
+    def __enter__(self) -> _Requests:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in self._coming:
+            self._native.wait_read(number)
+        for file in self._files.values():
+            os.close(file)
+
+    def ask(self, key: str) -> _Request:
+        """Ask for one tensor, in the dtype of the file."""
+        with _told(self._checkpoint, [key]):
+            if key not in self._checkpoint.positions:
+                return _Request(key, self._checkpoint.read(key).to(self._device))
+            shape, dtype = self._checkpoint.shapes[key], self._checkpoint.dtypes[key]
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            return _Request(key, tensor, self._submit(key, tensor) if tensor.numel() else None)
+
+    def _submit(self, key: str, tensor: Tensor) -> int:
+        position, size = self._checkpoint.positions[key], tensor.nbytes
+        if position.path not in self._files:
+            self._files[position.path] = os.open(position.path, os.O_RDONLY)
+        file = self._files[position.path]
+        if (lacks := position.offset + size - os.fstat(file).st_size) > 0:
+            raise ValueError(f"got {position.path}, which lacks the last {lacks} bytes of {key}; copy it again")
+        goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
+        number = self._native.submit_read(file, goal, position.offset, size, 0)
+        self._coming.add(number)
+        self.ahead += size
+        return number
+
+    def oldest(self, asked: deque[tuple[str, list[_Request]]]) -> tuple[str, list[Tensor]]:
+        """Return name and tensors of the oldest that are asked for, when they have come."""
+        name, requests = asked.popleft()
+        return name, [self._come(request) for request in requests]
+
+    def _come(self, request: _Request) -> Tensor:
+        if request.number is not None:
+            came = self._native.wait_read(request.number)
+            self._coming.remove(request.number)
+            self.ahead -= request.tensor.nbytes
+            if not came:
+                where = self._checkpoint.positions[request.key].path
+                raise ValueError(f"got {where}, of which {request.key} cannot be read; copy it again")
+        return request.tensor
+
+
+def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
+    """Return fastsafetensors' threads for one rank; RuntimeError if it does not find CUDA's library."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)  # else this thread would open a context on the first GPU
+        if not cpp.is_cuda_found():
+            cpp.load_library_functions(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+            if not cpp.is_cuda_found():
+                raise RuntimeError("fastsafetensors does not find the CUDA runtime library that torch has loaded")
+    cpp.set_gil_release(True)  # while it waits
+    return cpp.nogds_file_reader(False, 2 * threads * BLOCK >> 10, threads, cuda, device.index or 0)
+
+
+def _check_finite(checkpoint: Checkpoint, keys: KeyMap, sums: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""
+    finite = torch.stack([total.double() for total in sums.values()]).isfinite().tolist() if sums else []
+    bad = next((name for name, right in zip(sums, finite, strict=True) if not right), None)
+    if bad is not None:
+        what = f"NaN or infinity in {', '.join(keys.sources[bad].keys)}"
+        expected = (
+            f"finite weights in {str(like[bad].dtype).removeprefix('torch.')}; copy the file again, or name another"
+        )
+        raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
+
+
+@contextmanager
+def _told(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[None]:
+    """Turn errors of reading and combining into ValueError, which `Mesh.together` raises on every rank."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{checkpoint.name}: got {', '.join(keys)}, which do not load: {error}") from error

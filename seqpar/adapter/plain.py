@@ -16,6 +16,7 @@ from torch import nn
 from seqpar.adapter import adapters, processors
 from seqpar.weights.find import WithoutValues
 
+Built = tuple[type, type, dict[str, Any]]  # class, class of the attention processor, settings that are plain values
 CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 
 
@@ -24,11 +25,16 @@ def differences(module: Any) -> Iterator[tuple[str, str]]:
 
     Paths are those without adapters. An attention processor counts as a part of its module.
     """
-    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
-    expected = _built(type(module), config)
+    plain = expected(module)
     for path, one in adapters.without_adapters(module):
-        if path in expected:
-            yield from ((path, reason) for reason in _of(path, one, *expected[path]))
+        if path in plain:
+            yield from ((path, reason) for reason in _of(path, one, *plain[path]))
+
+
+def expected(module: Any) -> Mapping[str, Built]:
+    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is kept."""
+    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
+    return _built(type(module), config)
 
 
 def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -42,8 +48,8 @@ def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str,
 
 
 @cache
-def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[type, type, dict[str, Any]]]:
-    """Return path -> (class, class of its processor, settings that are plain values) of a new transformer's modules."""
+def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, Built]:
+    """Return how the modules of a new transformer are built, by their paths."""
     with torch.device("meta"), WithoutValues():
         module: nn.Module = kind(**dict(config))
     return {

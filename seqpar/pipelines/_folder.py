@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 from seqpar.pipelines._naming import naming
 from seqpar.types.arguments import shown
-from seqpar.vae.decoder import check_vae
+from seqpar.vae.decoder import open_vae
 from seqpar.weights.checkpoint import SUFFIXES, WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
@@ -40,6 +41,24 @@ PROGRAMS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", 
 ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
 YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint that fits a model of diffusers.
+
+    state: name -> shape of each tensor in the model's state. parameters: the names of those that are no buffers.
+    """
+
+    checkpoint: Checkpoint
+    state: Mapping[str, tuple[int, ...]]
+    parameters: frozenset[str]
+
+    @staticmethod
+    def of(model: torch.nn.Module, checkpoint: Checkpoint) -> Fitted:
+        """Return what is known of a model on the meta device."""
+        state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return Fitted(checkpoint, state, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 
 def kind_of(index: Mapping[str, Any], path: Path) -> Any:
@@ -61,12 +80,15 @@ def model_of(index: Mapping[str, Any]) -> Any:
     return getattr(diffusers, name, None)
 
 
-def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> Mapping[str, Any]:
-    """Return the config of a pipeline's transformer; ValueError for a part that cannot be loaded as its files say.
+def check_parts(
+    folder: Path, index: Mapping[str, Any], file: Path | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, Fitted]]:
+    """Return the config of a pipeline's transformer, and the checkpoints of its models of diffusers by their names.
 
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
-    transformer, if it is not in its folder.
+    transformer, if it is not in its folder. Raises ValueError for a part that cannot be loaded as its files say.
     """
+    fitted = dict[str, Fitted]()
     for name, (library, kind) in parts_of(index):
         if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
             part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
@@ -81,8 +103,9 @@ def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None
             with naming(f"got {folder / name}, which describes no {kind}"):
                 getattr(diffusers, kind).from_config(config)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
-            check_model(folder / name, library, kind)
-    return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1]
+            found = check_model(folder / name, library, kind)
+            fitted |= {} if found is None else {name: found}
+    return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1], fitted
 
 
 def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
@@ -127,20 +150,23 @@ def _check_plain(config: Mapping[str, Any], where: Path) -> None:
             _check_plain(value, where)
 
 
-def check_model(folder: Path, library: str, name: str) -> None:
+def check_model(folder: Path, library: str, name: str) -> Fitted | None:
     """Raise ValueError if the weights in a folder do not fit its config.json.
 
-    name: the model's class, of diffusers or of transformers; others are left to their own package.
+    name: the model's class, of diffusers or of transformers; others are left to their own package. Returns what is
+    known of a model of diffusers.
     """
     kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is AutoencoderKL:
-        check_vae(folder)
-    elif isinstance(kind, type) and issubclass(kind, ModelMixin):
+        model, checkpoint, _ = open_vae(folder)
+        return Fitted.of(model, checkpoint)
+    if isinstance(kind, type) and issubclass(kind, ModelMixin):
         config = read_json(folder / "config.json")
         check_numbers(config, folder / "config.json")
-        _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
-    elif library == "transformers":
+        return _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
+    if library == "transformers":
         check_encoder(folder, name)
+    return None
 
 
 def check_encoder(folder: Path, name: str) -> None:
@@ -202,7 +228,7 @@ def layers_in(checkpoint: Checkpoint) -> set[int]:
     return set(Counter(prefix for prefix, _ in layers).values())
 
 
-def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> Fitted:
     """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape.
 
     file: where the config was read, for the message.
@@ -210,12 +236,13 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     what = f"got {file}, which describes no {kind.__name__}"
     with naming(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
-    parameters = dict(model.named_parameters())
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    fitted = Fitted.of(model, checkpoint)
+    for name, shape in fitted.state.items():
         if name not in checkpoint.shapes:
-            if name not in parameters:
+            if name not in fitted.parameters:
                 continue  # diffusers computes it
             raise ValueError(f"{checkpoint.name}: wrong keys. Missing {name}, which a {kind.__name__} has")
-        if checkpoint.shapes[name] != tuple(tensor.shape):
+        if checkpoint.shapes[name] != shape:
             got = f"{name} of shape {checkpoint.shapes[name]}"
-            raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(tensor.shape)} as config.json says")
+            raise ValueError(f"{checkpoint.name}: got {got}, expected {shape} as config.json says")
+    return fitted

@@ -95,7 +95,7 @@ def checked(
     parts = parts_of_folder(path, index, file)
     check_wish(kind.__name__, parts.vae, vae)
     _lora.check(adapters, kind, model_of(index), parts.config)
-    return Folder(path, kind, index, file, adapters)
+    return Folder(path, kind, index, parts.fitted, file, adapters)
 
 
 def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: Wished = "auto") -> str | None:

@@ -18,16 +18,18 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin, no_init_weights
-from torch import Tensor
+from torch import Tensor, nn
 
+from seqpar.adapter import plain
 from seqpar.pipelines import _lora
 from seqpar.pipelines._encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders
+from seqpar.pipelines._folder import Fitted
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import vae_keys
-from seqpar.weights.checkpoint import WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import WEIGHTS, Checkpoint
 from seqpar.weights.loading import Placing, Team, begin, put
 from seqpar.weights.parts import parts_of
 from seqpar.weights.reading import Reader
@@ -40,13 +42,15 @@ SHARED = "diffusion_pytorch_model.safetensors"  # and its index: the files that 
 class Folder:
     """A pipeline's folder whose parts are checked (`seqpar.pipelines._folder`).
 
-    kind: the pipeline's class. index: its model_index.json. file: that of the transformer, where it is not diffusers'
-    (`seqpar.weights.single_file`). loras: adapters, with their scales.
+    kind: the pipeline's class. index: its model_index.json. fitted: the checkpoints of its models of diffusers, by the
+    names of their parts. file: that of the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
+    loras: adapters, with their scales.
     """
 
     path: Path
     kind: Any
     index: Mapping[str, Any]
+    fitted: Mapping[str, Fitted]
     file: Path | None = None
     loras: tuple[_lora.Lora, ...] = ()
 
@@ -61,51 +65,71 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     what, team = f"got pipeline {folder.path}, which does not load", Team.of(mesh)
     with Reader(mesh.device, team.size) as reader:
         begun = _encoders(folder, dtype, mesh, reader, what)
-        models = _models(folder, dtype, mesh, what)
-        late = {name for name in models if encode and begun.kinds and name.startswith("transformer")}
-        coming = _begun(models, models.keys() - late, reader, team, begun.size)
+        weights = _weights(folder, dtype, mesh)
+        late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
+        coming = _begun(weights, weights.keys() - late, reader, team, begun.size)
+        # all this is made while weights come
+        models = mesh.together(lambda: _empty(weights, dtype, mesh.device, what))
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
-        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, mesh.device, what))
+        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, what))
         for name, placing in coming.items():
-            models[name].end(placing, mesh)
+            weights[name].end(models[name], placing, mesh)
     if encode and late:
         encode_first(pipe, encoders, encode, mesh)
         with Reader(mesh.device, team.size) as reader:
-            for name, placing in _begun(models, late, reader, team, 0).items():
-                models[name].end(placing, mesh)
+            for name, placing in _begun(weights, late, reader, team, 0).items():
+                weights[name].end(models[name], placing, mesh)
 
     def rest() -> Any:
         _lora.load(pipe, folder.loras)
         name_encoders(pipe, encoders)
-        return pipe.to(mesh.device)
+        for part in pipe.components.values():
+            if isinstance(part, nn.Module) and not _is_on(part, mesh.device):
+                part.to(mesh.device)
+        return pipe
 
     return mesh.together(rest)
 
 
+def _is_on(part: nn.Module, device: torch.device) -> bool:
+    return all(x.device == device for x in (*part.parameters(), *part.buffers()))
+
+
+def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.device, what: str) -> dict[str, Any]:
+    """Return models without their weights by the names of their parts.
+
+    Each has an empty parameter on the device first, for a pipeline that asks it for its device. What `parallelize`
+    compares a transformer with is built, too.
+    """
+    models = dict[str, Any]()
+    for name, each in weights.items():
+        with naming(what):
+            models[name] = without_weights(each.kind, each.folder, dtype)
+        if name.startswith("transformer"):
+            plain.expected(models[name])
+        first, parameter = next(iter(models[name].named_parameters()))
+        put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
+    return models
+
+
 def _whole(
-    folder: Folder,
-    dtype: torch.dtype,
-    models: Mapping[str, Empty],
-    encoders: Mapping[str, SharedEncoder],
-    device: torch.device,
-    what: str,
+    folder: Folder, dtype: torch.dtype, models: Mapping[str, Any], encoders: Mapping[str, SharedEncoder], what: str
 ) -> Any:
     """Return the pipeline around its models, which lack their weights."""
     with naming(what):
         own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
         own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-        own |= {name: each.standing_in(device) for name, each in models.items()}
-        return folder.kind.from_pretrained(folder.path, dtype=dtype, **own)
+        return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
 
 
 def _begun(
-    models: Mapping[str, Empty], names: Collection[str], reader: Reader, team: Team, encoders: int
+    weights: Mapping[str, Weights], names: Collection[str], reader: Reader, team: Team, encoders: int
 ) -> dict[str, Placing]:
     """Begin to read the weights of models, in their order. encoders: bytes that rank 0 of all reads before."""
     taken: Sequence[int] = [encoders if rank == 0 else 0 for rank in team.ranks]
     coming = dict[str, Placing]()
-    for name in (name for name in models if name in names):
-        coming[name] = models[name].begin(reader, team, taken)
+    for name in (name for name in weights if name in names):
+        coming[name] = weights[name].begin(reader, team, taken)
         taken = coming[name].taken
     return coming
 
@@ -119,83 +143,69 @@ def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, reader: Reader, wh
     return Begun({}, 0, {}, what)
 
 
-def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Empty]:
-    """Return the models of diffusers in a folder by the names of their parts, without memory for their weights.
+def _weights(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weights]:
+    """Return the weights of the models of diffusers in a folder by the names of their parts.
 
-    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
+    Rank 0 prints why another part's weights are read by diffusers, on every rank.
     """
-    models = dict[str, Empty]()
+    weights = dict[str, Weights]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
             continue
         single = folder.file if name == "transformer" else None
-        part, theirs = single or folder.path / name, "its keys are those of the model's authors"
-        reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
-        if reason is None:
-            models[name] = empty_model(kind, part, dtype, mesh, what)
+        part, fitted = single or folder.path / name, folder.fitted.get(name)
+        if single is not None:
+            reason = "its keys are those of the model's authors"
+        else:
+            reason = mesh.of_rank_0(partial(why_not, kind, part, fitted), str | None)
+        if reason is None and fitted is not None:
+            weights[name] = Weights.of(kind, part, fitted, dtype)
         elif mesh.is_main and mesh.world.size > 1:
             print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-    return models
+    return weights
 
 
-def why_not(kind: Any, folder: Path) -> str | None:
-    """Return why the ranks cannot read a model's files together, or None. Reads headers."""
+def why_not(kind: Any, folder: Path, fitted: Fitted | None) -> str | None:
+    """Return why the ranks cannot read a model's files together, or None."""
     if kind.from_pretrained.__func__ is not ModelMixin.from_pretrained.__func__:
         return f"{kind.__name__} has a loader of its own"
-    if not folder.is_dir():
-        return "it has no folder of its own"
+    if fitted is None:
+        return "it has no folder with a config.json of its own"
     if programs := sorted(path.name for path in folder.glob("*.py")):
         return f"{programs[0]} lies beside it"
-    path = find_checkpoint(folder)
-    if not path.name.startswith(SHARED):
-        return f"its weights are in {path.name}, expected {SHARED}"
-    dtypes = open_checkpoint(path).dtypes
+    file, dtypes = Path(fitted.checkpoint.name).name, fitted.checkpoint.dtypes
+    if not file.startswith(SHARED):
+        return f"its weights are in {file}, expected {SHARED}"
     odd = next((key for key, dtype in dtypes.items() if dtype.is_floating_point and dtype not in WEIGHTS), None)
     return None if odd is None else f"{odd} is of type {str(dtypes[odd]).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
-class Empty:
-    """A model of diffusers without memory for its weights. like: what each becomes, on the meta device."""
+class Weights:
+    """The weights of a model of diffusers in a folder. like: what each becomes, on the meta device."""
 
-    model: Any
+    kind: Any
+    folder: Path
     checkpoint: Checkpoint
     keys: KeyMap
     like: Mapping[str, Tensor]
-    folder: Path
 
-    def standing_in(self, device: torch.device) -> Any:
-        """Return the model for a pipeline that asks it for its device, which is that of its first parameter."""
-        name, parameter = next(iter(self.model.named_parameters()))
-        put(self.model, name, torch.empty(0, dtype=parameter.dtype, device=device))
-        return self.model
+    @staticmethod
+    def of(kind: Any, folder: Path, fitted: Fitted, dtype: torch.dtype) -> Weights:
+        """Return the weights for a model that is then that of `kind.from_pretrained(folder, torch_dtype=dtype)`."""
+        keys = _keys(kind, fitted)
+        return Weights(kind, folder, fitted.checkpoint, keys, _like(kind, fitted, keys, dtype))
 
     def begin(self, reader: Reader, team: Team, taken: Sequence[int]) -> Placing:
         """Begin to read the weights; see `loading.begin`."""
-        return begin(self.model, self.like, self.checkpoint, self.keys, reader, team, taken)
+        return begin(self.like, self.checkpoint, self.keys, reader, team, taken)
 
-    def end(self, placing: Placing, mesh: Mesh) -> None:
-        """Give the model its weights on this rank's device; every rank must call this at the same time."""
-        placing.finish(mesh)
-        self.model.register_to_config(_name_or_path=str(self.folder))
-        self.model.to(mesh.device).eval()  # buffers that no file holds are moved
-
-
-def empty_model(kind: Any, folder: Path, dtype: torch.dtype, mesh: Mesh, what: str) -> Empty:
-    """Return a model that is, placed, that of `kind.from_pretrained(folder, torch_dtype=dtype)`.
-
-    what: begins the message of an error in diffusers. Every rank must call this at the same time.
-    """
-
-    def empty() -> Empty:
-        with naming(what):
-            model = without_weights(kind, folder, dtype)
-        checkpoint = open_checkpoint(find_checkpoint(folder))
-        keys = _keys(model, checkpoint)
-        return Empty(model, checkpoint, keys, _like(model, checkpoint, keys, dtype), folder)
-
-    return mesh.together(empty)
+    def end(self, model: Any, placing: Placing, mesh: Mesh) -> None:
+        """Give a model its weights on this rank's device; every rank must call this at the same time."""
+        placing.finish(model, mesh)
+        model.register_to_config(_name_or_path=str(self.folder))
+        model.to(mesh.device).eval()  # buffers that no file holds are moved
 
 
 def without_weights(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -209,24 +219,23 @@ def without_weights(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-def _keys(model: Any, checkpoint: Checkpoint) -> KeyMap:
+def _keys(kind: Any, fitted: Fitted) -> KeyMap:
     """Return which key of a checkpoint gives each parameter and buffer; buffers that it lacks are not among them."""
-    names = model.state_dict()
-    if isinstance(model, AutoencoderKL):
-        return vae_keys.key_map(names, checkpoint.shapes)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return KeyMap({name: Source((name,)) for name in names if name in checkpoint.shapes or name in parameters})
+    shapes = fitted.checkpoint.shapes
+    if kind is AutoencoderKL:
+        return vae_keys.key_map(fitted.state, shapes)
+    return KeyMap({name: Source((name,)) for name in fitted.state if name in shapes or name in fitted.parameters})
 
 
-def _like(model: Any, checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dtype) -> dict[str, Tensor]:
+def _like(kind: Any, fitted: Fitted, keys: KeyMap, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a tensor of the meta device for each key: numbers get the dtype, other than those diffusers keeps."""
-    kept = model._keep_in_fp32_modules or ()
-    kept, state = [kept] if isinstance(kept, str) else kept, model.state_dict()
+    kept = kind._keep_in_fp32_modules or ()
+    kept = [kept] if isinstance(kept, str) else kept
 
     def wanted(name: str) -> torch.dtype:
-        own = checkpoint.dtypes[keys.sources[name].keys[0]]
+        own = fitted.checkpoint.dtypes[keys.sources[name].keys[0]]
         if not own.is_floating_point:
             return own
         return torch.float32 if any(part in kept for part in name.split(".")) else dtype
 
-    return {name: torch.empty(state[name].shape, dtype=wanted(name), device="meta") for name in keys.sources}
+    return {name: torch.empty(fitted.state[name], dtype=wanted(name), device="meta") for name in keys.sources}

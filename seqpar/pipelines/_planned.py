@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from seqpar.adapter import estimate
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._folder import check_parts, kind_of, model_of
+from seqpar.pipelines._folder import Fitted, check_parts, kind_of, model_of
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
@@ -120,7 +120,8 @@ class Parts:
     """The checked parts of a pipeline, of which any number of orders can be checked without another look at its files.
 
     source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without memory for
-    weights, or None. file: that of the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
+    weights, or None. file: that of the transformer, where it is not diffusers' (`seqpar.weights.single_file`). fitted:
+    the checkpoints of its models of diffusers, by the names of their parts.
     """
 
     source: Path | Preset
@@ -129,6 +130,7 @@ class Parts:
     vae: Any
     scheduling: Mapping[str, Any] | None
     file: Path | None = None
+    fitted: Mapping[str, Fitted] = field(default_factory=dict)
 
     @property
     def kind(self) -> Any:
@@ -144,13 +146,13 @@ class Parts:
 
 def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> Parts:
     """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
-    config = check_parts(folder, index, file)
+    config, fitted = check_parts(folder, index, file)
     _check_tokenizers(folder, index)
     library, name = part_of(index, "vae") or ("", "")
     kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
     vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
     scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
-    return Parts(folder, index, config, vae, scheduling, file)
+    return Parts(folder, index, config, vae, scheduling, file, fitted)
 
 
 def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:

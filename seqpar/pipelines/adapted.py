@@ -167,7 +167,8 @@ class Adapted:
             preset = self.source
             pipe = mesh.together(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
         else:
-            folder = Folder(self.source, self.kind, self.files.index, self.files.file, self.order.loras)
+            files = self.files
+            folder = Folder(self.source, self.kind, files.index, files.fitted, files.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
             reason = _lora.merge(pipe, self.order.loras) if self.order.loras else None
             if reason is not None and mesh.is_main:

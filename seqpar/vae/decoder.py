@@ -64,26 +64,26 @@ def check_vae(path: Path) -> Any:
     path: a folder of diffusers or ppdiffusers, or an original latent-diffusion file, whose shapes are its config. This
     reads only the file's header. Raises ValueError if a key is missing, unknown or of another shape.
     """
-    return _opened(path)[0].config
+    return open_vae(path)[0].config
 
 
 def load_vae(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the decoder that `check_vae` accepted; the same file is checked and loaded."""
-    vae, checkpoint, keys = _opened(path)
+    vae, checkpoint, keys = open_vae(path)
     load(vae, checkpoint, keys, dtype, device)
     return vae.eval()
 
 
 def decoder_tensors(path: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """Return diffusers' config of a decoder, and its weights under diffusers' names, one at a time."""
-    model, checkpoint, keys = _opened(path)
+    model, checkpoint, keys = open_vae(path)
     config = {key: value for key, value in model.config.items() if not key.startswith("_")}
     sources = keys.sources.items()
     weights = ((key, source.combine(*map(checkpoint.read, source.keys)).clone()) for key, source in sources)
     return {"_class_name": "AutoencoderKL", **config}, weights
 
 
-def _opened(path: Path) -> tuple[Any, Checkpoint, KeyMap]:
+def open_vae(path: Path) -> tuple[Any, Checkpoint, KeyMap]:
     """Return the decoder on the meta device, its checkpoint and the key map between the two, which fit together."""
     if path.is_dir():
         source, config = path / "config.json", read_json(path / "config.json")

@@ -6,6 +6,7 @@ wrong file is refused after reading its header, not gigabytes of weights. `seqpa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,10 +37,17 @@ WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other
 
 @dataclass(frozen=True)
 class Position:
-    """Where a tensor's bytes begin: in which file, after how many bytes."""
+    """Where a tensor's bytes begin: in which file, after how many bytes. stamp: of the file, when that was read."""
 
     path: Path
     offset: int
+    stamp: tuple[int, ...]
+
+
+def stamp(file: Path | int) -> tuple[int, ...]:
+    """Return what tells whether a file, given by its path or open number, is still the one that was there before."""
+    stat = os.stat(file)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -165,13 +173,13 @@ def _safetensors(path: Path) -> Checkpoint:
     shapes, dtypes, positions = dict[str, tuple[int, ...]](), dict[str, torch.dtype](), dict[str, Position]()
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            length, now = int.from_bytes(file.read(8), "little"), stamp(file.fileno())
         if length > HEADER_BYTES:
             raise ValueError(f"it has a header of {length} bytes, expected at most {HEADER_BYTES}")
         opened, start = safe_open(path, framework="pt"), 8 + length
         for key in opened.offset_keys():
             piece: Any = opened.get_slice(key)
-            shapes[key], positions[key] = tuple(piece.get_shape()), Position(path, start)
+            shapes[key], positions[key] = tuple(piece.get_shape()), Position(path, start, now)
             dtypes[key] = (piece[:0] if shapes[key] else piece[...]).dtype
             start += prod(shapes[key]) * dtypes[key].itemsize
         by_paddle = path.name.startswith("diffusion_paddle_model") and (opened.metadata() or {}).get("format") != "pt"

@@ -70,22 +70,21 @@ def load(
 
         def begun() -> Placing:
             check(model, checkpoint, keys)
-            return begin(model, like, checkpoint, keys, reader, team)
+            return begin(like, checkpoint, keys, reader, team)
 
         placing = begun() if mesh is None else mesh.together(begun)
-        placing.finish(mesh)
+        placing.finish(model, mesh)
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Parameters and buffers on their way to a model.
+    """Parameters and buffers on their way to a model. name: of their checkpoint.
 
     readers: name -> the rank of the team that reads it. mine: those of this rank, when they have come. others: memory
     for the others. equal: key -> whether it has the values that it must have, of this rank's share. taken: bytes that
     each rank of the team has been asked for, with these.
     """
 
-    model: nn.Module
     name: str
     team: Team
     readers: Mapping[str, int]
@@ -95,16 +94,18 @@ class Placing:
     repeats: Mapping[str, str]
     taken: Sequence[int]
 
-    def finish(self, mesh: Mesh | None) -> None:
+    def finish(self, model: nn.Module, mesh: Mesh | None) -> None:
         """Give all of them to the model of each rank; every rank of the mesh must call this at the same time.
 
         Raises the same ValueError on all ranks, before anything is broadcast, if a tensor of one does not load.
         """
+        for name, tensor in self.others.items():
+            put(model, name, tensor)
         mine = self._read() if mesh is None else mesh.together(self._read)
         for name, reader in self.readers.items():
-            tensor = mine[name] if name in mine else self.others[name]
-            _give(tensor, self.team, reader)
-            put(self.model, name, tensor)
+            _give(mine[name] if name in mine else self.others[name], self.team, reader)
+        for name, tensor in mine.items():
+            put(model, name, tensor)
 
     def _read(self) -> dict[str, Tensor]:
         """Return this rank's share; ValueError if keys differ that must be equal."""
@@ -118,7 +119,6 @@ class Placing:
 
 
 def begin(
-    model: nn.Module,
     like: Mapping[str, Tensor],
     checkpoint: Checkpoint,
     keys: KeyMap,
@@ -126,7 +126,7 @@ def begin(
     team: Team,
     taken: Sequence[int] = (),
 ) -> Placing:
-    """Begin to read parameters and buffers of `model`, each by one rank of this host, which then has about equal bytes.
+    """Begin to read the parameters and buffers of a model, so that each rank of this host reads about as many bytes.
 
     like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. taken: the
     bytes that each rank of the team has been asked for before.
@@ -143,7 +143,7 @@ def begin(
     total = [
         before + sum(size for name, size in sizes.items() if readers[name] == rank) for rank, before in enumerate(taken)
     ]
-    return Placing(model, checkpoint.name, team, readers, found, others, equal, keys.repeats, total)
+    return Placing(checkpoint.name, team, readers, found, others, equal, keys.repeats, total)
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:

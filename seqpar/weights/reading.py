@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from seqpar.types.keys import KeyMap
-from seqpar.weights.checkpoint import Checkpoint
+from seqpar.weights.checkpoint import Checkpoint, stamp
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
@@ -134,11 +134,10 @@ class _Requests:
         position, size = self._checkpoint.positions[key], tensor.nbytes
         if position.path not in self._files:
             self._files[position.path] = os.open(position.path, os.O_RDONLY)
-        file = self._files[position.path]
-        if (lacks := position.offset + size - os.fstat(file).st_size) > 0:
-            raise ValueError(f"got {position.path}, which lacks the last {lacks} bytes of {key}; copy it again")
+            if stamp(self._files[position.path]) != position.stamp:
+                raise ValueError(f"got {position.path}, which has changed since its header was read; load it again")
         goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
-        number = self._native.submit_read(file, goal, position.offset, size, 0)
+        number = self._native.submit_read(self._files[position.path], goal, position.offset, size, 0)
         self._coming.add(number)
         self.ahead += size
         return number

@@ -19,7 +19,7 @@ import seqpar
 from seqpar.pipelines._encoder_files import begin_encoder
 from seqpar.pipelines._encoders import begin_encoders, load_encoders
 from seqpar.pipelines._load import checked
-from seqpar.pipelines._parts import Empty, load_pipeline
+from seqpar.pipelines._parts import Weights, load_pipeline
 from seqpar.pipelines._shared_encoder import Result, SharedEncoder, outputs_of, restored
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.watch import LostRankError
@@ -141,13 +141,13 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         every = [each for each in gc.get_objects() if isinstance(each, ENCODERS.T5EncoderModel)]
         return sum(sum(x.numel() for x in each.parameters()) > HUGE for each in every)
 
-    def placed(self: Empty, placing: Placing, mesh: Mesh) -> None:
+    def placed(self: Weights, model: Any, placing: Placing, mesh: Mesh) -> None:
         whole.append(encoders())
-        end(self, placing, mesh)
+        end(self, model, placing, mesh)
 
-    end, checked_folder = Empty.end, checked(folder, torch.float32, (), ("auto",) * 3)
+    end, checked_folder = Weights.end, checked(folder, torch.float32, (), ("auto",) * 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Empty, "end", placed)
+        patch.setattr(Weights, "end", placed)
         pipe = load_pipeline(checked_folder, torch.float32, mesh, call if first else None)
     pipelines.quiet(pipe)
     seqpar.parallelize(pipe, mesh)

@@ -11,8 +11,10 @@ import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
 from safetensors.torch import save_file
 
-from seqpar.pipelines._parts import empty_model, why_not
+from seqpar.pipelines._folder import Fitted, check_model
+from seqpar.pipelines._parts import Weights, why_not, without_weights
 from seqpar.ranks.mesh import Mesh
+from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.loading import Team
 from seqpar.weights.reading import Reader
 from tests.support import pipelines
@@ -43,16 +45,22 @@ def same(one: Any, other: Any) -> None:
         assert torch.equal(x, y), name
 
 
+def reason(kind: Any, folder: Path) -> str | None:
+    """Return why the ranks cannot read a model together, as loading a folder says it."""
+    return why_not(kind, folder, check_model(folder, "diffusers", kind.__name__))
+
+
 def compare(module: Any, folder: Path) -> None:
     kind = type(module)
     module.float().save_pretrained(folder, max_shard_size="40KB")  # an index and several files
-    assert why_not(kind, folder) is None
+    assert reason(kind, folder) is None
     theirs = kind.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
-    mesh = Mesh.single()
-    empty = empty_model(kind, folder, torch.bfloat16, mesh, "got")
+    mesh, fitted = Mesh.single(), check_model(folder, "diffusers", kind.__name__)
+    assert fitted is not None
+    weights, ours = Weights.of(kind, folder, fitted, torch.bfloat16), without_weights(kind, folder, torch.bfloat16)
     with Reader(mesh.device) as reader:
-        empty.end(empty.begin(reader, Team(), ()), mesh)
-    same(empty.model, theirs)
+        weights.end(ours, weights.begin(reader, Team(), ()), mesh)
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -84,14 +92,14 @@ def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
     vae = pipelines.decoder(1)
     kind, file = type(vae), tmp_path / "diffusion_pytorch_model.safetensors"
     vae.save_pretrained(tmp_path)
-    assert why_not(kind, tmp_path) is None  # negative control
+    assert reason(kind, tmp_path) is None  # negative control
     (tmp_path / "evil.py").touch()
-    assert why_not(kind, tmp_path) == "evil.py lies beside it"
+    assert reason(kind, tmp_path) == "evil.py lies beside it"
     (tmp_path / "evil.py").unlink()
     save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, file)
-    assert why_not(kind, tmp_path) == "a is of type float8_e4m3fn"
+    assert why_not(kind, tmp_path, Fitted.of(vae, open_checkpoint(file))) == "a is of type float8_e4m3fn"
     file.unlink()
     vae.save_pretrained(tmp_path, safe_serialization=False)
-    assert "diffusion_pytorch_model.bin, expected" in str(why_not(kind, tmp_path))
-    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, tmp_path))
-    assert why_not(kind, tmp_path / "none") == "it has no folder of its own"
+    assert "diffusion_pytorch_model.bin, expected" in str(reason(kind, tmp_path))
+    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, tmp_path, None))
+    assert why_not(kind, tmp_path / "none", None) == "it has no folder with a config.json of its own"

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,13 @@ NAMES = (
 INDEX = ".index.json"
 MOST_LETTERS = 256  # of the name of a tensor
 HEADER_BYTES = 1 << 24  # of a safetensors file; 120 bytes a tensor are usual
+# by safetensors' names
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64},
+    **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+}
 WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
 
 
@@ -179,9 +185,11 @@ def _safetensors(path: Path) -> Checkpoint:
         opened, start = safe_open(path, framework="pt"), 8 + length
         for key in opened.offset_keys():
             piece: Any = opened.get_slice(key)
-            shapes[key], positions[key] = tuple(piece.get_shape()), Position(path, start, now)
-            dtypes[key] = (piece[:0] if shapes[key] else piece[...]).dtype
-            start += prod(shapes[key]) * dtypes[key].itemsize
+            if (kind := piece.get_dtype()) not in DTYPES:
+                raise ValueError(f"it has {key:.{MOST_LETTERS}} of type {kind}, expected one of {', '.join(DTYPES)}")
+            meta = torch.empty(piece.get_shape(), dtype=DTYPES[kind], device="meta")  # fails for sizes that none has
+            shapes[key], dtypes[key], positions[key] = tuple(meta.shape), meta.dtype, Position(path, start, now)
+            start += meta.nbytes
         by_paddle = path.name.startswith("diffusion_paddle_model") and (opened.metadata() or {}).get("format") != "pt"
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:MOST_LETTERS]

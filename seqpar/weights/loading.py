@@ -135,11 +135,13 @@ def begin(
     taken = taken or [0] * team.size
     readers = shares(sizes, taken)
     mine = [name for name, rank in readers.items() if rank == team.rank]
-    others = {name: torch.empty_like(like[name], device=reader.device) for name in readers.keys() - mine}
     pairs = {key: Source((key, twin), _equal) for key, twin in list(keys.repeats.items())[team.rank :: team.size]}
     own = {key: torch.empty(0, dtype=checkpoint.dtypes.get(key, torch.float32), device="meta") for key in pairs}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)
+    others = {
+        name: torch.empty_like(like[name], device=reader.device) for name, rank in readers.items() if rank != team.rank
+    }
     total = [
         before + sum(size for name, size in sizes.items() if readers[name] == rank) for rank, before in enumerate(taken)
     ]

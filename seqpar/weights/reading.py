@@ -78,7 +78,7 @@ class Reader:
                 for name, parts in self._parts(requests, keys, names):
                     source, dtype = keys.sources[name], like[name].dtype
                     with _told(checkpoint, source.keys):
-                        found[name] = source.combine(*(part.to(dtype) for part in parts)).contiguous()
+                        found[name] = source.combine(*[part.to(dtype) for part in parts]).contiguous()
                         sums[name] = found[name].sum(dtype=torch.promote_types(dtype, torch.float32))
             _check_finite(checkpoint, keys, sums, like)
         return found

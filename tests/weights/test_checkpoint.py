@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqpar import DistributedDiT
 from seqpar.ranks.mesh import Mesh
+from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import locate
 from tests.models.test_dit import call
 from tests.models.test_large_dit import TINY, plain
@@ -281,3 +282,27 @@ def test_norms_that_differ_between_parts_are_refused_when_they_are_read(tmp_path
     change(1, lambda p: p.update({"layers.1.ffn_norm.weight": torch.zeros(64).double()}))(tmp_path)
     with pytest.raises(ValueError, match=r"01-of-02\.pth: layers\.1\.ffn_norm\.weight differs from that in"):
         locate(tmp_path, 32).build(torch.float32, torch.device("cpu"))
+
+
+def test_headers_are_read_alone(tmp_path: Path) -> None:
+    """A look at each tensor would fetch a third of a large file from its disk, by the system's reading ahead."""
+    file, tensors, size = tmp_path / "model.safetensors", 200, 1 << 18
+    entries = {
+        f"{i}": {"dtype": "F32", "shape": [size // 4], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(tensors)
+    }
+    header = json.dumps(entries).encode()
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little") + header)
+        opened.truncate(8 + len(header) + tensors * size)
+
+    def resident() -> int:
+        """Return the bytes of the file that this process has mapped and looked at."""
+        maps = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+        return sum(int(re.search(r"Rss:\s+(\d+) kB", each)[1]) << 10 for each in maps)  # pyright: ignore
+
+    checkpoint = open_checkpoint(file)
+    assert len(checkpoint.shapes) == tensors
+    assert resident() < tensors << 12
+    assert all(checkpoint.read(key)[:1].eq(0).all() for key in checkpoint.shapes)  # a negative control
+    assert resident() >= tensors << 12

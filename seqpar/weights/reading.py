@@ -90,7 +90,7 @@ class Reader:
             if self._stopping.is_set():
                 raise CancelledError
             asked.append((name, [requests.ask(key) for key in keys.sources[name].keys]))
-            while requests.ahead > AHEAD:
+            while asked and (requests.ahead > AHEAD or all(part.number is None for part in asked[0][1])):
                 yield requests.oldest(asked)
         while asked:
             yield requests.oldest(asked)

@@ -179,6 +179,33 @@ def test_tensors_come_whole_through_small_buffers(
             read(reader, opened)
 
 
+@pytest.mark.parametrize("by_position", [True, False])
+def test_few_tensors_wait_in_the_dtype_of_the_file(
+    tmp_path: Path, by_position: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is converted while later tensors come: a device need not hold a model in both dtypes."""
+    monkeypatch.setattr(reading, "AHEAD", 64)
+    file, tensors, waiting, most = tmp_path / "x.safetensors", {str(i): torch.ones(8) for i in range(9)}, [0], [0]
+    save_file(tensors, file)
+    opened, ask = open_checkpoint(file), reading._Requests.ask
+
+    def asked(self: Any, key: str) -> Any:
+        waiting[0] += 1
+        most[0] = max(most[0], waiting[0])
+        return ask(self, key)
+
+    def made(tensor: Tensor) -> Tensor:
+        waiting[0] -= 1
+        return tensor
+
+    monkeypatch.setattr(reading._Requests, "ask", asked)
+    checkpoint = opened if by_position else replace(opened, positions={})
+    keys, like = KeyMap({key: Source((key,), made) for key in tensors}), {key: torch.empty(0) for key in tensors}
+    with Reader(torch.device("cpu")) as reader:
+        assert reader.begin(checkpoint, keys, list(tensors), like).result().keys() == tensors.keys()
+    assert (most, waiting) == ([3 if by_position else 1], [0])
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """What was asked for after it is waited for, before its memory is freed."""
     file = tmp_path / "model.safetensors"

@@ -9,7 +9,6 @@ less than a tenth of what the link takes.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from seqpar.weights.checkpoint import Checkpoint, stamp
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
 AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; they still come after an error
-SWITCH_S = 1e-4  # after which a thread gives up Python's lock: the reading thread needs it a few times a tensor
 
 
 class Reader:
@@ -43,11 +41,10 @@ class Reader:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._stopping, self._native = device, threading.Event(), None
         self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // ranks))
-        self._thread, self._switch_s = ThreadPoolExecutor(1), sys.getswitchinterval()
+        self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Reader:
         """Return this reader."""
-        sys.setswitchinterval(SWITCH_S)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,7 +52,6 @@ class Reader:
         self._stopping.set()
         self._thread.shutdown(cancel_futures=True)
         self._native = None  # ends its threads
-        sys.setswitchinterval(self._switch_s)
 
     def begin(
         self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]

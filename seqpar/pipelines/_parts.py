@@ -67,8 +67,8 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
         begun = _encoders(folder, dtype, mesh, reader, what)
         weights = _weights(folder, dtype, mesh)
         late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
-        coming = _begun(weights, weights.keys() - late, reader, team, begun.size)
-        # all this is made while weights come
+        coming = mesh.together(lambda: _begun(weights, weights.keys() - late, reader, team, begun.size))
+        reader.start()  # all else is made while weights come
         models = mesh.together(lambda: _empty(weights, dtype, mesh.device, what))
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
         pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, what))
@@ -77,7 +77,9 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     if encode and late:
         encode_first(pipe, encoders, encode, mesh)
         with Reader(mesh.device, team.size) as reader:
-            for name, placing in _begun(weights, late, reader, team, 0).items():
+            coming = mesh.together(lambda: _begun(weights, late, reader, team, 0))
+            reader.start()
+            for name, placing in coming.items():
                 weights[name].end(models[name], placing, mesh)
 
     def rest() -> Any:

@@ -175,7 +175,9 @@ def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: 
 def shared_encoders(pipeline: Any, folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
     """Return the encoders of a folder as ranks load them."""
     with Reader(mesh.device) as reader:
-        return load_encoders(pipeline, folder, begin_encoders(folder, INDEX, dtype, mesh, reader, "got"), mesh)
+        begun = begin_encoders(folder, INDEX, dtype, mesh, reader, "got")
+        reader.start()
+        return load_encoders(pipeline, folder, begun, mesh)
 
 
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
@@ -345,6 +347,7 @@ def read_encoder(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]
     """Return an encoder as ranks load it, and the bytes that our reader was asked for."""
     with Reader(torch.device("cpu")) as reader:
         end, size = begin_encoder(kind, folder, dtype, reader)
+        reader.start()
         return end(), size
 
 

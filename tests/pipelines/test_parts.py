@@ -59,7 +59,9 @@ def compare(module: Any, folder: Path) -> None:
     assert fitted is not None
     weights, ours = Weights.of(kind, folder, fitted, torch.bfloat16), without_weights(kind, folder, torch.bfloat16)
     with Reader(mesh.device) as reader:
-        weights.end(ours, weights.begin(reader, Team(), ()), mesh)
+        placing = weights.begin(reader, Team(), ())
+        reader.start()
+        weights.end(ours, placing, mesh)
     same(ours, theirs)
 
 

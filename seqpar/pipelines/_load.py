@@ -34,6 +34,7 @@ from seqpar.weights.parts import read_pipeline
 CHOICES = ((seqpar.attention, "strategy"), (seqpar.local, "local attention"), (seqpar.transports, "transport"))
 
 
+@no_collection()
 def load(
     path_or_id: str | Path,
     *,
@@ -58,10 +59,9 @@ def load(
     """
     ranks = mesh or Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    with no_collection():
-        folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
-        pipe = load_pipeline(folder, dtype, ranks)
-        parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
+    pipe = load_pipeline(folder, dtype, ranks)
+    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
         _keep_fp32(pipe, ranks)
     return pipe

@@ -54,6 +54,11 @@ class Folder:
     file: Path | None = None
     loras: tuple[_lora.Lora, ...] = ()
 
+    @property
+    def fails(self) -> str:
+        """Return how a message begins if diffusers or transformers fail on its files."""
+        return f"got pipeline {self.path}, which does not load"
+
 
 def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
     """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
@@ -62,42 +67,38 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     called; its encoders then work first, and have left memory before the transformers' weights are loaded. None keeps
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
-    what, team = f"got pipeline {folder.path}, which does not load", Team.of(mesh)
+    team = Team.of(mesh)
     with Reader(mesh.device, team.size) as reader:
-        begun = _encoders(folder, dtype, mesh, reader, what)
+        begun = _encoders(folder, dtype, mesh, reader)
         weights = _weights(folder, dtype, mesh)
         late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
-        coming = mesh.together(lambda: _begun(weights, weights.keys() - late, reader, team, begun.size))
-        reader.start()  # all else is made while weights come
-        models = mesh.together(lambda: _empty(weights, dtype, mesh.device, what))
+        coming = _coming(weights, weights.keys() - late, mesh, reader, team, begun.size)
+        models = mesh.together(lambda: _empty(weights, dtype, mesh.device, folder))  # while weights come
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
-        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, what))
-        for name, placing in coming.items():
-            weights[name].end(models[name], placing, mesh)
+        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders))
+        _end(weights, models, coming, mesh)
     if encode and late:
         encode_first(pipe, encoders, encode, mesh)
         with Reader(mesh.device, team.size) as reader:
-            coming = mesh.together(lambda: _begun(weights, late, reader, team, 0))
-            reader.start()
-            for name, placing in coming.items():
-                weights[name].end(models[name], placing, mesh)
+            _end(weights, models, _coming(weights, late, mesh, reader, team, 0), mesh)
+    mesh.together(lambda: _finish(pipe, folder, encoders, mesh.device))
+    return pipe
 
-    def rest() -> Any:
-        _lora.load(pipe, folder.loras)
-        name_encoders(pipe, encoders)
-        for part in pipe.components.values():
-            if isinstance(part, nn.Module) and not _is_on(part, mesh.device):
-                part.to(mesh.device)
-        return pipe
 
-    return mesh.together(rest)
+def _finish(pipe: Any, folder: Folder, encoders: Mapping[str, SharedEncoder], device: torch.device) -> None:
+    """Load a pipeline's LoRAs, and move its other parts to the device."""
+    _lora.load(pipe, folder.loras)
+    name_encoders(pipe, encoders)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module) and not _is_on(part, device):
+            part.to(device)
 
 
 def _is_on(part: nn.Module, device: torch.device) -> bool:
     return all(x.device == device for x in (*part.parameters(), *part.buffers()))
 
 
-def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.device, what: str) -> dict[str, Any]:
+def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.device, folder: Folder) -> dict[str, Any]:
     """Return models without their weights by the names of their parts.
 
     Each has an empty parameter on the device first, for a pipeline that asks it for its device. What `parallelize`
@@ -105,7 +106,7 @@ def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.dev
     """
     models = dict[str, Any]()
     for name, each in weights.items():
-        with naming(what):
+        with naming(folder.fails):
             models[name] = without_weights(each.kind, each.folder, dtype)
         if name.startswith("transformer"):
             plain.expected(models[name])
@@ -114,35 +115,44 @@ def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.dev
     return models
 
 
-def _whole(
-    folder: Folder, dtype: torch.dtype, models: Mapping[str, Any], encoders: Mapping[str, SharedEncoder], what: str
-) -> Any:
+def _whole(folder: Folder, dtype: torch.dtype, models: Mapping[str, Any], encoders: Mapping[str, SharedEncoder]) -> Any:
     """Return the pipeline around its models, which lack their weights."""
-    with naming(what):
+    with naming(folder.fails):
         own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
         own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
         return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
 
 
-def _begun(
-    weights: Mapping[str, Weights], names: Collection[str], reader: Reader, team: Team, encoders: int
+def _coming(
+    weights: Mapping[str, Weights], names: Collection[str], mesh: Mesh, reader: Reader, team: Team, encoders: int
 ) -> dict[str, Placing]:
-    """Begin to read the weights of models, in their order. encoders: bytes that rank 0 of all reads before."""
-    taken: Sequence[int] = [encoders if rank == 0 else 0 for rank in team.ranks]
-    coming = dict[str, Placing]()
-    for name in (name for name in weights if name in names):
-        coming[name] = weights[name].begin(reader, team, taken)
-        taken = coming[name].taken
+    """Let the weights of models come, in their order. encoders: bytes that rank 0 of all reads before."""
+
+    def begun() -> dict[str, Placing]:
+        taken: Sequence[int] = [encoders if rank == 0 else 0 for rank in team.ranks]
+        coming = dict[str, Placing]()
+        for name in (name for name in weights if name in names):
+            coming[name] = weights[name].begin(reader, team, taken)
+            taken = coming[name].taken
+        return coming
+
+    coming = mesh.together(begun)
+    reader.start()
     return coming
 
 
-def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, reader: Reader, what: str) -> Begun:
+def _end(weights: Mapping[str, Weights], models: Mapping[str, Any], coming: Mapping[str, Placing], mesh: Mesh) -> None:
+    for name, placing in coming.items():
+        weights[name].end(models[name], placing, mesh)
+
+
+def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, reader: Reader) -> Begun:
     """Begin to read the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
     if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
-        return begin_encoders(folder.path, folder.index, dtype, mesh, reader, what)
+        return begin_encoders(folder.path, folder.index, dtype, mesh, reader, folder.fails)
     if mesh.is_main and mesh.world.size > 1:
         print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
-    return Begun({}, 0, {}, what)
+    return Begun({}, 0, {}, folder.fails)
 
 
 def _weights(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weights]:

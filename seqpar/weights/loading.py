@@ -153,7 +153,7 @@ def begin(
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
-    return one.eq(other).all()
+    return torch.tensor(torch.equal(one, other))
 
 
 def _bytes(checkpoint: Checkpoint, key: str) -> int:

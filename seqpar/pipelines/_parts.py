@@ -24,6 +24,7 @@ from seqpar.adapter import plain
 from seqpar.pipelines import _lora
 from seqpar.pipelines._encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders
 from seqpar.pipelines._folder import Fitted
+from seqpar.pipelines._garbage import no_collection
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
@@ -68,7 +69,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
     team = Team.of(mesh)
-    with Reader(mesh.device, team.size) as reader:
+    with no_collection(), Reader(mesh.device, team.size) as reader:
         begun = _encoders(folder, dtype, mesh, reader)
         weights = _weights(folder, dtype, mesh)
         late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}

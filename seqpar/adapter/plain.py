@@ -6,6 +6,7 @@ config. What is different there is computed by the modules themselves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -32,9 +33,19 @@ def differences(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def expected(module: Any) -> Mapping[str, Built]:
-    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is kept."""
-    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
-    return _built(type(module), config)
+    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is kept.
+
+    A config may hold keys that its class does not know, which diffusers keeps.
+    """
+    known = inspect.signature(type(module).__init__).parameters
+    return _built(type(module), _Config({key: value for key, value in module.config.items() if key in known}))
+
+
+class _Config(dict[str, Any]):
+    """The arguments of a class of transformers, for a cache."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(repr(sorted(self.items())))
 
 
 def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -48,10 +59,10 @@ def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str,
 
 
 @cache
-def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, Built]:
+def _built(kind: type, config: _Config) -> dict[str, Built]:
     """Return how the modules of a new transformer are built, by their paths."""
     with torch.device("meta"), WithoutValues():
-        module: nn.Module = kind(**dict(config))
+        module: nn.Module = kind(**config)
     return {
         path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()
     }
@@ -60,7 +71,3 @@ def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, Built]:
 def _settings(one: nn.Module) -> dict[str, Any]:
     plain = (bool, int, float, str)
     return {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED}
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

@@ -37,12 +37,12 @@ NAMES = ("text_encoder", "image_encoder")  # how the names of such parts begin
 class Begun:
     """Encoders that rank 0 reads. kinds: their classes by name. size: bytes that are read.
 
-    ends: on rank 0 alone, what returns each when it has come. what: begins an error's message.
+    ends: on rank 0 alone, what returns each when it has come, until it has. what: begins an error's message.
     """
 
     kinds: Mapping[str, Any]
     size: int
-    ends: Mapping[str, Callable[[], Any]]
+    ends: dict[str, Callable[[], Any]]
     what: str
 
 
@@ -93,7 +93,9 @@ def _of_rank_0(begun: Begun, mesh: Mesh) -> tuple[dict[str, Any], dict[str, tupl
 
     def load() -> dict[str, tuple[torch.dtype, list[str]]]:
         with naming(begun.what):
-            encoders.update({name: end() for name, end in begun.ends.items()})
+            while begun.ends:
+                name = next(iter(begun.ends))
+                encoders[name] = begun.ends.pop(name)()  # what ends it holds its tensors, and goes
         return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
 
     likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])

@@ -74,12 +74,13 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
         weights = _weights(folder, dtype, mesh)
         late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
         coming = _coming(weights, weights.keys() - late, mesh, reader, team, begun.size)
-        models = mesh.together(lambda: _empty(weights, dtype, mesh.device, folder))  # while weights come
+        models = mesh.together(lambda: _empty(weights, dtype, folder))  # while weights come
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
-        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders))
         _end(weights, models, coming, mesh)
-    if encode and late:
+    pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, late, mesh.device))
+    if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
+    if late:
         with Reader(mesh.device, team.size) as reader:
             _end(weights, models, _coming(weights, late, mesh, reader, team, 0), mesh)
     mesh.together(lambda: _finish(pipe, folder, encoders, mesh.device))
@@ -99,25 +100,36 @@ def _is_on(part: nn.Module, device: torch.device) -> bool:
     return all(x.device == device for x in (*part.parameters(), *part.buffers()))
 
 
-def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, device: torch.device, folder: Folder) -> dict[str, Any]:
+def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, folder: Folder) -> dict[str, Any]:
     """Return models without their weights by the names of their parts.
 
-    Each has an empty parameter on the device first, for a pipeline that asks it for its device. What `parallelize`
-    compares a transformer with is built, too.
+    What `parallelize` compares a transformer with is built, too.
     """
     models = dict[str, Any]()
-    for name, each in weights.items():
-        with naming(folder.fails):
+    with naming(folder.fails):
+        for name, each in weights.items():
             models[name] = without_weights(each.kind, each.folder, dtype)
-        if name.startswith("transformer"):
-            plain.expected(models[name])
-        first, parameter = next(iter(models[name].named_parameters()))
-        put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
+            if name.startswith("transformer"):
+                plain.expected(models[name])
     return models
 
 
-def _whole(folder: Folder, dtype: torch.dtype, models: Mapping[str, Any], encoders: Mapping[str, SharedEncoder]) -> Any:
-    """Return the pipeline around its models, which lack their weights."""
+def _whole(
+    folder: Folder,
+    dtype: torch.dtype,
+    models: Mapping[str, Any],
+    encoders: Mapping[str, SharedEncoder],
+    late: Collection[str],
+    device: torch.device,
+) -> Any:
+    """Return the pipeline around its models.
+
+    late: those that have no weights yet. They get an empty parameter on the device first, for a pipeline that asks its
+    transformer for its device.
+    """
+    for name in late:
+        first, parameter = next(iter(models[name].named_parameters()))
+        put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
     with naming(folder.fails):
         own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
         own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}

@@ -25,7 +25,7 @@ from seqpar.types.keys import KeyMap, Source
 from seqpar.weights.checkpoint import Checkpoint, check
 from seqpar.weights.reading import Reader, told
 
-SMALL = 1 << 20  # bytes of a tensor
+SMALL = 1 << 16  # bytes of a tensor
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,11 @@ def load(
 
 @dataclass(frozen=True)
 class Placing:
-    """Parameters and buffers on their way to a model. name: of their checkpoint.
+    """Parameters and buffers on their way to a model.
 
-    readers: name -> the rank of the team that reads it. mine: those of this rank, when they have come. others: memory
-    for the others. equal: key -> whether it has the values that it must have, of this rank's share. taken: bytes that
+    name: of their checkpoint. team: the ranks that read them. readers: name -> the rank of the team that reads it.
+    mine: those of this rank, when they have come. others: memory for the others. equal: key -> whether it has the
+    values that it must have, of this rank's share. repeats: key -> the key whose values those are. taken: bytes that
     each rank of the team has been asked for, with these.
     """
 
@@ -140,7 +141,7 @@ def begin(
     readers = shares(sizes, taken)
     mine = [name for name, rank in readers.items() if rank == team.rank]
     pairs = {key: Source((key, twin), _equal) for key, twin in list(keys.repeats.items())[team.rank :: team.size]}
-    own = {key: torch.empty(0, dtype=checkpoint.dtypes.get(key, torch.float32), device="meta") for key in pairs}
+    own = {key: torch.empty(0, dtype=_wider(checkpoint, *pair.keys), device="meta") for key, pair in pairs.items()}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)
     with told(checkpoint, ["its weights"]):
@@ -156,6 +157,12 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
     return torch.tensor(torch.equal(one, other))
 
 
+def _wider(checkpoint: Checkpoint, key: str, twin: str) -> torch.dtype:
+    """Return the dtype that holds the values of both keys."""
+    dtypes = checkpoint.dtypes
+    return torch.promote_types(dtypes.get(key, torch.float32), dtypes.get(twin, torch.float32))
+
+
 def _bytes(checkpoint: Checkpoint, key: str) -> int:
     return prod(checkpoint.shapes.get(key, ())) * checkpoint.dtypes.get(key, torch.float32).itemsize
 
@@ -169,7 +176,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _give(tensors: Sequence[Tensor], team: Team, reader: int) -> None:
-    """Broadcast what one rank of this host has read; the small ones at once, since each call takes a tenth of a ms."""
+    """Broadcast what one rank of this host has read: the small tensors by one call, which takes a tenth of a ms."""
     if team.axis is None or not tensors:
         return
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,15 @@ from seqpar.weights.checkpoint import Checkpoint, stamp
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
-AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; they still come after an error
+AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; an error or ctrl-C waits for them
 
 
 class Reader:
     """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
 
-    ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Beside copies to a
-    GPU each call of its driver for memory takes ten times as long: all is asked for first, then `start` lets it come.
+    ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask for
+    all tensors with `begin`, which takes their memory, and then call `start`: while copies to a GPU run, its driver
+    takes five times as long to give memory.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -54,7 +55,8 @@ class Reader:
         self._stopping.set()
         self.start()
         self._thread.shutdown(cancel_futures=True)
-        self._native = None  # ends its threads
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self._native = None  # ends its threads, which sets this thread's GPU
 
     def begin(
         self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
@@ -64,14 +66,16 @@ class Reader:
         like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
         result raises ValueError if a tensor does not load or is not finite.
         """
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._started.is_set():
+            # not for those that are converted, whose numbers in the file's dtype would take this memory in pieces
+            kept = [name for name in names if like[name].dtype == checkpoint.dtypes.get(keys.sources[name].keys[0])]
             with told(checkpoint, ["its weights"]):
-                self._memory += [torch.empty_like(like[name], device=self.device) for name in names]
+                self._memory += [torch.empty_like(like[name], device=self.device) for name in kept]
         return self._thread.submit(self._read, checkpoint, keys, names, like)
 
     def start(self) -> None:
         """Let come what has been asked for, and what will be."""
-        self._memory.clear()  # torch keeps it for the tensors that come
+        self._memory.clear()  # torch does not give it back, and gives it to the tensors that come
         self._started.set()
 
     def _read(
@@ -114,11 +118,14 @@ class _Request:
 
 
 class _Requests:
-    """What is asked of the files of one checkpoint. A context manager: no memory is freed that is still written to."""
+    """What is asked of the files of one checkpoint.
+
+    A context manager, which holds all memory that fastsafetensors may still write to, and waits until none is.
+    """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, native: cpp.nogds_file_reader) -> None:
         self._checkpoint, self._device, self._native = checkpoint, device, native
-        self._files, self._coming, self.ahead = dict[Path, int](), set[int](), 0
+        self._files, self._coming, self.ahead = dict[Path, int](), dict[int, Tensor](), 0
 
     def __enter__(self) -> _Requests:
         return self
@@ -126,6 +133,7 @@ class _Requests:
     def __exit__(self, *error: object) -> None:
         for number in self._coming:
             self._native.wait_read(number)
+        self._coming.clear()
         for file in self._files.values():
             os.close(file)
 
@@ -133,7 +141,7 @@ class _Requests:
         """Ask for one tensor, in the dtype of the file."""
         with told(self._checkpoint, [key]):
             if key not in self._checkpoint.positions:
-                return _Request(key, self._checkpoint.read(key).to(self._device))
+                return _Request(key, self._checkpoint.read(key).to(self._device, copy=True))
             shape, dtype = self._checkpoint.shapes[key], self._checkpoint.dtypes[key]
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             return _Request(key, tensor, self._submit(key, tensor) if tensor.numel() else None)
@@ -146,7 +154,7 @@ class _Requests:
                 raise ValueError(f"got {position.path}, which has changed since its header was read; load it again")
         goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
         number = self._native.submit_read(self._files[position.path], goal, position.offset, size, 0)
-        self._coming.add(number)
+        self._coming[number] = tensor
         self.ahead += size
         return number
 
@@ -158,12 +166,20 @@ class _Requests:
     def _come(self, request: _Request) -> Tensor:
         if request.number is not None:
             came = self._native.wait_read(request.number)
-            self._coming.remove(request.number)
+            del self._coming[request.number]
             self.ahead -= request.tensor.nbytes
             if not came:
-                where = self._checkpoint.positions[request.key].path
-                raise ValueError(f"got {where}, of which {request.key} cannot be read; copy it again")
+                self._raise(request)
         return request.tensor
+
+    def _raise(self, request: _Request) -> None:
+        """Raise the error of a request that has failed, of which fastsafetensors tells nothing."""
+        position, size = self._checkpoint.positions[request.key], request.tensor.nbytes
+        for at in range(0, size, BLOCK):  # the disk's error is raised here
+            os.pread(self._files[position.path], min(BLOCK, size - at), position.offset + at)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # and here that of a copy
+        raise ValueError(f"got {position.path}, of which {request.key} cannot be read; copy it again")
 
 
 def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,41 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
         assert np.array_equal(picture, each)
 
 
+def bytes_read(rank: int, world: int, device: torch.device, folder: str) -> Counts:
+    """Return the bytes that this rank reads of each part."""
+    with pytest.MonkeyPatch.context() as patch:
+        counts = count(patch)
+        seqpar.release(seqpar.load(folder, mesh=mesh_of(device, ulysses=world)))
+    return counts
+
+
+def test_ranks_read_about_as_many_bytes_each(ranks: Pool, tmp_path: Path) -> None:
+    """Rank 0 reads the encoders, which are small here, and less of the transformer."""
+    pipelines.flux().save_pretrained(tmp_path)
+    mine, others = ranks.run(2, bytes_read, str(tmp_path))
+    assert 0 < mine["transformer"] < others["transformer"]
+    assert others.keys() == {"transformer", "vae"}
+    assert sum(mine.values()) == pytest.approx(sum(others.values()), rel=0.2)
+
+
+def test_a_pipeline_is_made_of_models_with_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some constructors convert a VAE or copy layers of a transformer."""
+    pipelines.flux().save_pretrained(tmp_path)
+    kind, whole = THEIRS.FluxPipeline, dict[str, bool]()
+    construct = kind.__init__
+
+    @wraps(construct)
+    def constructed(self: Any, **parts: Any) -> None:
+        for name, part in parts.items():
+            if isinstance(part, torch.nn.Module):
+                whole[name] = all(x.numel() and not x.is_meta for x in part.parameters())
+        construct(self, **parts)
+
+    monkeypatch.setattr(kind, "__init__", constructed)
+    seqpar.release(seqpar.load(tmp_path, mesh=Mesh.single()))
+    assert whole == dict.fromkeys(("transformer", "vae", "text_encoder", "text_encoder_2"), True)
+
+
 def encoded_first(rank: int, world: int, device: torch.device, folder: str, first: bool) -> tuple[Any, ...]:
     """Return how many encoders were whole while a transformer was placed, how many are so now, and two pictures."""
     mesh, whole = mesh_of(device, ulysses=world), list[int]()
@@ -137,9 +173,9 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         return pipe(prompt, generator=pipelines.seeded(0), **ASKED).images[0]
 
     def encoders() -> int:
+        """Return whether a matrix of the encoder is in memory, whoever holds it."""
         gc.collect()
-        every = [each for each in gc.get_objects() if isinstance(each, ENCODERS.T5EncoderModel)]
-        return sum(sum(x.numel() for x in each.parameters()) > HUGE for each in every)
+        return int(any(isinstance(each, torch.Tensor) and each.numel() > HUGE for each in gc.get_objects()))
 
     def placed(self: Weights, model: Any, placing: Placing, mesh: Mesh) -> None:
         whole.append(encoders())

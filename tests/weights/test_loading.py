@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import loading, reading
-from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import Checkpoint, from_state_dict, open_checkpoint
 from seqpar.weights.find import from_diffusers, locate
 from seqpar.weights.loading import shares
 from seqpar.weights.reading import Reader
@@ -216,17 +218,74 @@ def test_few_tensors_wait_in_the_dtype_of_the_file(
     assert (most, waiting) == ([3 if by_position else 1], [0])
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """What was asked for after it is waited for, before its memory is freed."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, device: str) -> None:
+    file, tensors = tmp_path / "x.safetensors", {str(i): torch.ones(1 << 18) for i in range(20)}
+    save_file(tensors, file)
+    opened, submit, leave = open_checkpoint(file), reading._Requests._submit, reading._Requests.__exit__
+    written, pending = dict[int, Any](), list[bool]()
+
+    def submitted(self: Any, key: str, tensor: Tensor) -> int:
+        number = submit(self, key, tensor)
+        written[number] = weakref.ref(tensor)
+        return number
+
+    def left(self: Any, *error: Any) -> None:
+        pending.extend(written[number]() is not None for number in self._coming)
+        leave(self, *error)
+        assert not self._coming
+
+    def broken(tensor: Tensor) -> Tensor:
+        raise RuntimeError("no memory left")
+
+    keys, like = KeyMap({key: Source((key,), broken) for key in tensors}), {key: torch.empty(0) for key in tensors}
+    with Reader(torch.device(device)) as reader, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading._Requests, "_submit", submitted)
+        patch.setattr(reading._Requests, "__exit__", left)
+        found = reader.begin(opened, keys, list(tensors), like)
+        reader.start()
+        with pytest.raises(ValueError, match="which do not load: no memory left"):
+            found.result()
+    assert len(pending) == 19
+    assert all(pending)
+
+
+def test_an_error_of_the_disk_is_told_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"first": torch.ones(8), "second": torch.ones(8)}, file)
     opened = open_checkpoint(file)
     with Reader(torch.device("cpu")) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading.os, "O_RDONLY", reading.os.O_WRONLY)  # a disk's error at reading cannot be had
-        with pytest.raises(ValueError, match=rf"got {file}, of which first cannot be read; copy it again"):
+        patch.setattr(reading.os, "O_RDONLY", reading.os.O_WRONLY)  # which the system refuses to read
+        with pytest.raises(OSError, match="Bad file descriptor"):
             read(reader, opened)
         patch.undo()
         assert all(each.eq(1).all() for each in read(reader, opened).values())
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_tensors_share_no_memory_with_their_source(tmp_path: Path, by_position: bool) -> None:
+    tensors = {"one": torch.ones(8), "two": torch.ones(8)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    opened = open_checkpoint(tmp_path / "x.safetensors")
+    checkpoint = opened if by_position else replace(opened, read=tensors.__getitem__, positions={})
+    with Reader(torch.device("cpu")) as reader:
+        found, again = read(reader, checkpoint), read(reader, checkpoint)
+    every = [*found.values(), *again.values(), *tensors.values()]
+    assert len({each.data_ptr() for each in every}) == len(every)
+
+
+@pytest.mark.parametrize(("twin", "equal"), [(1.0, True), (1.0 + 2**-12, False)])
+def test_repeats_are_compared_as_they_are(twin: float, equal: bool) -> None:
+    """A bf16 copy of fp32 numbers with more digits is no copy."""
+    state = {"first": torch.full((3,), twin), "copy": torch.ones(3).bfloat16()}
+    keys, like = KeyMap({"x": Source(("first",))}, repeats={"copy": "first"}), {"x": torch.empty(3, device="meta")}
+    model = torch.nn.Module()
+    model.register_parameter("x", torch.nn.Parameter(like["x"]))
+    with Reader(torch.device("cpu")) as reader:
+        placing = loading.begin(like, from_state_dict("state", state), keys, reader, loading.Team())
+        reader.start()
+        with nullcontext() if equal else pytest.raises(ValueError, match="state: copy differs from first, expected"):
+            placing.finish(model, None)
 
 
 def test_what_is_not_begun_when_loading_ends_is_dropped(tmp_path: Path) -> None:

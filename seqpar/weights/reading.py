@@ -151,7 +151,8 @@ class _Requests:
         if position.path not in self._files:
             self._files[position.path] = os.open(position.path, os.O_RDONLY)
             if stamp(self._files[position.path]) != position.stamp:
-                raise ValueError(f"got {position.path}, which has changed since its header was read; load it again")
+                changed = "which has changed since its header was read, expected the same file; load it again"
+                raise ValueError(f"got {position.path}, {changed}")
         goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
         number = self._native.submit_read(self._files[position.path], goal, position.offset, size, 0)
         self._coming[number] = tensor
@@ -179,7 +180,9 @@ class _Requests:
             os.pread(self._files[position.path], min(BLOCK, size - at), position.offset + at)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # and here that of a copy
-        raise ValueError(f"got {position.path}, of which {request.key} cannot be read; copy it again")
+        raise ValueError(
+            f"got {position.path} with {request.key}, expected {size} bytes that can be read; copy it again"
+        )
 
 
 def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -45,7 +46,7 @@ class _Config(dict[str, Any]):
     """The arguments of a class of transformers, for a cache."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return hash(repr(sorted(self.items())))
+        return hash(frozenset(self))
 
 
 def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -62,7 +63,7 @@ def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str,
 def _built(kind: type, config: _Config) -> dict[str, Built]:
     """Return how the modules of a new transformer are built, by their paths."""
     with torch.device("meta"), WithoutValues():
-        module: nn.Module = kind(**config)
+        module: nn.Module = kind(**deepcopy(config))
     return {
         path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()
     }

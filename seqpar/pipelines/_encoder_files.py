@@ -7,7 +7,8 @@ the device, and its own code gives them their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,29 @@ def begin_encoder(kind: Any, folder: Path, dtype: torch.dtype, reader: Reader) -
 
     def whole() -> Any:
         config = kind.config_class.from_pretrained(folder)
-        encoder = kind.from_pretrained(None, config=config, state_dict=found.result(), dtype=dtype, device_map=device)
+        with _no_warmup():
+            encoder = kind.from_pretrained(
+                None, config=config, state_dict=found.result(), dtype=dtype, device_map=device
+            )
         encoder.name_or_path = encoder.config.name_or_path = str(folder)
         if encoder.can_generate() and (folder / "generation_config.json").is_file():
             encoder.generation_config = type(encoder.generation_config).from_pretrained(folder)
         return encoder
 
     return whole, sum(each.nbytes for each in like.values())
+
+
+@contextmanager
+def _no_warmup() -> Iterator[None]:
+    """Let transformers take no memory for an encoder's tensors, which have theirs: it would take as much again."""
+    from transformers import modeling_utils
+
+    own = modeling_utils.caching_allocator_warmup
+    modeling_utils.caching_allocator_warmup = lambda *_: None
+    try:
+        yield
+    finally:
+        modeling_utils.caching_allocator_warmup = own
 
 
 def _readable(folder: Path, dtype: torch.dtype) -> Checkpoint | None:

@@ -65,8 +65,9 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
 
     Text and image encoders are on rank 0 alone, unless a LoRA changes them. encode: calls the pipeline as it will be
-    called; its encoders then work first, and have left memory before the transformers' weights are loaded. None keeps
-    them for other texts. Raises the same ValueError on every rank if a part does not load.
+    called; its encoders then work first, and have left memory before the transformers' weights are loaded, unless
+    diffusers reads these. Its constructor may then read no weight of a transformer. None keeps the encoders for other
+    texts. Raises the same ValueError on every rank if a part does not load.
     """
     team = Team.of(mesh)
     with no_collection(), Reader(mesh.device, team.size) as reader:
@@ -76,12 +77,15 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
         coming = _coming(weights, weights.keys() - late, mesh, reader, team, begun.size)
         models = mesh.together(lambda: _empty(weights, dtype, folder))  # while weights come
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
+        if not encoders:
+            coming |= _coming(weights, late, mesh, reader, team, 0)
+            late = set[str]()
         _end(weights, models, coming, mesh)
-    pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, late, mesh.device))
+        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, late, mesh.device))
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
     if late:
-        with Reader(mesh.device, team.size) as reader:
+        with no_collection(), Reader(mesh.device, team.size) as reader:
             _end(weights, models, _coming(weights, late, mesh, reader, team, 0), mesh)
     mesh.together(lambda: _finish(pipe, folder, encoders, mesh.device))
     return pipe

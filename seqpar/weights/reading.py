@@ -34,8 +34,8 @@ class Reader:
     """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
 
     ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask for
-    all tensors with `begin`, which takes their memory, and then call `start`: while copies to a GPU run, its driver
-    takes five times as long to give memory.
+    all tensors with `begin` and then call `start`. Before it `begin` takes the GPU's memory, of tensors that stay as
+    they lie in their file: while copies run, the driver takes five times as long to give it.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -67,9 +67,11 @@ class Reader:
         result raises ValueError if a tensor does not load or is not finite.
         """
         if self.device.type == "cuda" and not self._started.is_set():
-            # not for those that are converted, whose numbers in the file's dtype would take this memory in pieces
-            kept = [name for name in names if like[name].dtype == checkpoint.dtypes.get(keys.sources[name].keys[0])]
-            with told(checkpoint, ["its weights"]):
+            # not for those that are converted or made of several, which would take this memory in pieces
+            sources, dtypes = keys.sources, checkpoint.dtypes
+            kept = [name for name in names if [like[name].dtype] == [*map(dtypes.get, sources[name].keys)]]
+            stream = torch.cuda.default_stream(self.device)  # that of the thread that will want it
+            with told(checkpoint, ["its weights"]), torch.cuda.stream(stream):
                 self._memory += [torch.empty_like(like[name], device=self.device) for name in kept]
         return self._thread.submit(self._read, checkpoint, keys, names, like)
 
@@ -83,7 +85,7 @@ class Reader:
     ) -> dict[str, Tensor]:
         self._started.wait()
         found, sums = dict[str, Tensor](), dict[str, Tensor]()
-        with told(checkpoint, ["its weights"]):
+        with told(checkpoint, ["its weights"]), _emptied_by_errors(found):
             if self._native is None:
                 self._native = _native(self.device, self._threads)
             with _Requests(checkpoint, self.device, self._native) as requests:
@@ -92,6 +94,7 @@ class Reader:
                     with told(checkpoint, source.keys):
                         found[name] = source.combine(*[part.to(dtype) for part in parts]).contiguous()
                         sums[name] = found[name].sum(dtype=torch.promote_types(dtype, torch.float32))
+                    parts.clear()
             _check_finite(checkpoint, keys, sums, like)
         return found
 
@@ -134,6 +137,7 @@ class _Requests:
         for number in self._coming:
             self._native.wait_read(number)
         self._coming.clear()
+        del self._native  # the traceback of an error holds this object
         for file in self._files.values():
             os.close(file)
 
@@ -174,12 +178,15 @@ class _Requests:
         return request.tensor
 
     def _raise(self, request: _Request) -> None:
-        """Raise the error of a request that has failed, of which fastsafetensors tells nothing."""
+        """Raise the error of a request that has failed, of which fastsafetensors tells nothing.
+
+        That of a disk which fails once and then reads is lost: then the message says to copy the file again.
+        """
         position, size = self._checkpoint.positions[request.key], request.tensor.nbytes
-        for at in range(0, size, BLOCK):  # the disk's error is raised here
+        for at in range(0, size, BLOCK):  # a disk's error is raised here
             os.pread(self._files[position.path], min(BLOCK, size - at), position.offset + at)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # and here that of a copy
+            torch.cuda.synchronize(self._device)  # and here a GPU's
         raise ValueError(
             f"got {position.path} with {request.key}, expected {size} bytes that can be read; copy it again"
         )
@@ -208,6 +215,16 @@ def _check_finite(checkpoint: Checkpoint, keys: KeyMap, sums: Mapping[str, Tenso
             f"finite weights in {str(like[bad].dtype).removeprefix('torch.')}; copy the file again, or name another"
         )
         raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
+
+
+@contextmanager
+def _emptied_by_errors(tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Drop tensors after an error, whose traceback would hold them."""
+    try:
+        yield
+    except BaseException:
+        tensors.clear()
+        raise
 
 
 @contextmanager

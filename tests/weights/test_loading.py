@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import weakref
 from concurrent.futures import CancelledError
 from contextlib import nullcontext
@@ -108,6 +110,26 @@ def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(reading, "_native", full)
     with pytest.raises(ValueError, match=r"got its weights, which do not load: CUDA out of memory"):
         from_diffusers(diffusers_dit()).build(torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_after_an_error_no_thread_and_no_weight_stays(tmp_path: Path, device: str) -> None:
+    """Not even until Python looks for garbage: the next try may need the memory."""
+    theirs: Any = diffusers_dit()
+    theirs.proj_out_2.bias.data[0] = float("nan")
+    theirs.save_pretrained(tmp_path)
+    blueprint, began = locate(tmp_path), len(os.listdir("/proc/self/task"))
+    gc.collect()
+    gc.disable()
+    try:
+        alive = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            blueprint.build(torch.float32, torch.device(device))
+        left = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in alive]
+    finally:
+        gc.enable()
+    assert len(os.listdir("/proc/self/task")) <= began + (device == "cuda") * 16  # those that CUDA starts once
+    assert not [each.shape for each in left if each.numel() > 1 and not each.is_meta]
 
 
 SPOILED: dict[str, tuple[float, slice, torch.dtype]] = {

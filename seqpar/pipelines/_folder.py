@@ -245,4 +245,7 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
         if checkpoint.shapes[name] != shape:
             got = f"{name} of shape {checkpoint.shapes[name]}"
             raise ValueError(f"{checkpoint.name}: got {got}, expected {shape} as config.json says")
+        if name in fitted.parameters and not checkpoint.dtypes[name].is_floating_point:
+            dtype = str(checkpoint.dtypes[name]).removeprefix("torch.")
+            raise ValueError(f"{checkpoint.name}: got {name} of type {dtype}, expected floating-point weights")
     return fitted

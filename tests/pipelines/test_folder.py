@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from seqpar.pipelines import adapted, class_labels
 from seqpar.pipelines._family import Order
@@ -136,6 +136,15 @@ def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
         check(pixart)  # diffusers would load the other one than was checked
     index.unlink()
     check(pixart)
+
+
+def test_whole_numbers_in_the_place_of_a_weight_are_refused(tmp_path: Path) -> None:
+    pipelines.wan().save_pretrained(tmp_path)
+    (file,) = (tmp_path / "transformer").glob("*.safetensors")
+    state = load_file(file)
+    save_file(state | {"proj_out.weight": state["proj_out.weight"].to(torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"got proj_out\.weight of type int8, expected floating-point weights"):
+        check_parts(tmp_path, json.loads((tmp_path / "model_index.json").read_text()))
 
 
 def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from seqpar.pipelines._naming import naming
 from seqpar.types.arguments import shown
 from seqpar.vae.decoder import open_vae
-from seqpar.weights.checkpoint import SUFFIXES, WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, check_types, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import read_json
@@ -113,10 +113,7 @@ def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     checkpoint, config = open_model(file)
     assert config is not None
     check_numbers(config, file)
-    odd = next((key for key, dtype in checkpoint.dtypes.items() if dtype not in WEIGHTS), None)
-    if odd is not None:
-        dtype = str(checkpoint.dtypes[odd]).removeprefix("torch.")
-        raise ValueError(f"{checkpoint.name}: got {odd} of type {dtype}, expected floating-point weights")
+    check_types(checkpoint, checkpoint.dtypes)
     _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
     return checkpoint, config
 
@@ -245,7 +242,5 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
         if checkpoint.shapes[name] != shape:
             got = f"{name} of shape {checkpoint.shapes[name]}"
             raise ValueError(f"{checkpoint.name}: got {got}, expected {shape} as config.json says")
-        if name in fitted.parameters and not checkpoint.dtypes[name].is_floating_point:
-            dtype = str(checkpoint.dtypes[name]).removeprefix("torch.")
-            raise ValueError(f"{checkpoint.name}: got {name} of type {dtype}, expected floating-point weights")
+    check_types(checkpoint, sorted(fitted.parameters), lambda dtype: dtype.is_floating_point)  # 8 bits are diffusers'
     return fitted

@@ -77,7 +77,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
         coming = _coming(weights, weights.keys() - late, mesh, reader, team, begun.size)
         models = mesh.together(lambda: _empty(weights, dtype, folder))  # while weights come
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
-        if not encoders:
+        if late and not encoders:
             coming |= _coming(weights, late, mesh, reader, team, 0)
             late = set[str]()
         _end(weights, models, coming, mesh)
@@ -95,13 +95,9 @@ def _finish(pipe: Any, folder: Folder, encoders: Mapping[str, SharedEncoder], de
     """Load a pipeline's LoRAs, and move its other parts to the device."""
     _lora.load(pipe, folder.loras)
     name_encoders(pipe, encoders)
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module) and not _is_on(part, device):
+    for part in (part for part in pipe.components.values() if isinstance(part, nn.Module)):
+        if any(x.device != device for x in (*part.parameters(), *part.buffers())):
             part.to(device)
-
-
-def _is_on(part: nn.Module, device: torch.device) -> bool:
-    return all(x.device == device for x in (*part.parameters(), *part.buffers()))
 
 
 def _empty(weights: Mapping[str, Weights], dtype: torch.dtype, folder: Folder) -> dict[str, Any]:

@@ -139,10 +139,7 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             f"{checkpoint.name}: wrong keys. Missing {len(missing)}: {_some(missing)}. "
             f"Unknown {len(unknown)}: {_some(unknown)}"
         )
-    for key in sorted(used):
-        if checkpoint.dtypes.get(key, torch.float32) not in WEIGHTS:
-            dtype = str(checkpoint.dtypes[key]).removeprefix("torch.")
-            raise ValueError(f"{checkpoint.name}: got {key} of type {dtype}, expected floating-point weights")
+    check_types(checkpoint, sorted(used))
     for name, parameter in model.named_parameters():
         source = keys.sources[name]
         shapes = [checkpoint.shapes[key] for key in source.keys]
@@ -153,6 +150,16 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if shape != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
+
+
+def check_types(
+    checkpoint: Checkpoint, keys: Iterable[str], fits: Callable[[torch.dtype], bool] = WEIGHTS.__contains__
+) -> None:
+    """Raise ValueError for the first key whose dtype does not fit."""
+    for key in keys:
+        if not fits(dtype := checkpoint.dtypes.get(key, torch.float32)):
+            kind = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{checkpoint.name}: got {key} of type {kind}, expected floating-point weights")
 
 
 @contextmanager

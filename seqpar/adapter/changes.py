@@ -54,18 +54,16 @@ class Changes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self.counted = module, 0
-        self._entries: tuple[_Entry, ...] = ()
-        self._tensors: list[Tensor] = []
-        self._buffers: list[dict[str, Any]] = []
         self._texts: tuple[int, dict[str, str]] = -1, {}
         self._foreign: tuple[int, Foreign] = -1, Foreign()
+        self.accept()
 
     def count(self) -> int:
         """Return a number that is larger than at the last call if and only if something has changed since then.
 
         `counted` is that number, without another comparison.
         """
-        if not self._entries or any(entry.changed() for entry in self._entries):
+        if any(entry.changed() for entry in self._entries):
             self.accept()
             self.counted += 1
         return self.counted

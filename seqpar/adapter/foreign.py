@@ -69,8 +69,9 @@ class Foreign:
 def look(module: nn.Module) -> Foreign:
     """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
     hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
+    patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
     for path, one in module.named_modules():
-        hooks += _hooks_on(path, one)
+        hooks += _hooks_on(path, one, type(one) in patched)
         seated += _processors_on(path, one)
         quantised += _quantised(path, one)
     first = next(iter((*hooks, *seated, *quantised)), None)
@@ -90,23 +91,24 @@ def refuse_split(module: nn.Module, foreign: Foreign) -> None:
         )
 
 
-def _hooks_on(path: str, one: nn.Module) -> Iterator[Addition]:
-    """Yield hooks, and a forward that is not of the module's class.
+def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
+    """Yield hooks, and a forward that is not of the module's class. patched: whether that of its class is another's.
 
     Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
     """
-    registry: Any = vars(one).get("_diffusers_hook")
+    own = vars(one)
+    registry: Any = own.get("_diffusers_hook")
     hooks = [] if registry is None else list(registry.hooks.values())
     yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
     hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
     yield from (Addition(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
     forward = _unhooked(_set_on(one))
-    own = forward is None or getattr(forward, "__func__", None) is type(one).forward
-    if path and hasattr(one, "_hf_hook"):
+    plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
+    if path and "_hf_hook" in own:
         yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
-    elif not own and not _home(forward).startswith(PASSIVE):
+    elif not plain and not _home(forward).startswith(PASSIVE):
         yield Addition(path, f"forward {_name(forward)}", forward)
-    elif _is_patched(type(one), "forward"):
+    elif patched:
         yield Addition(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
 
 
@@ -130,18 +132,20 @@ def _set_on(one: nn.Module) -> Any:
 def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
     """Yield a processor that may read other rows: a user's own, or one of perturbed attention."""
     processor = processors.own_of(getattr(one, "processor", None))
+    if processor is None:
+        return
     home, name = _home(processor), type(processor).__name__
     known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
-    if processor is not None and (not known or _is_patched(type(processor), "__call__")):
+    if not known or _is_patched(type(processor), "__call__"):
         yield Addition(path, f"processor {name}", processor)
 
 
 def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
     """Yield a layer of a block that is quantised with one scale for all rows and tokens of a call."""
-    dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
-    in_blocks = "blocks" in path or "layers" in path
-    if type(one).__module__.startswith(DYNAMIC) and dtype != torch.float16 and in_blocks:
-        yield Addition(path, f"dynamically quantised {type(one).__name__}", one)
+    if type(one).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
+        dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
+        if dtype != torch.float16:
+            yield Addition(path, f"dynamically quantised {type(one).__name__}", one)
 
 
 def _reads_all_tokens(addition: Addition) -> str | None:

@@ -47,18 +47,21 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 class Fitted:
     """A checkpoint that fits a model of diffusers.
 
-    state: name -> shape of each tensor in the model's state. parameters: the names of those that are no buffers.
+    model: on the meta device. state: name -> shape of each tensor in its state. parameters: the names of those that are
+    no buffers.
     """
 
     checkpoint: Checkpoint
+    model: Any
     state: Mapping[str, tuple[int, ...]]
     parameters: frozenset[str]
 
     @staticmethod
     def of(model: torch.nn.Module, checkpoint: Checkpoint) -> Fitted:
-        """Return what is known of a model on the meta device."""
+        """Return what is known of a model."""
         state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        return Fitted(checkpoint, state, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
+        parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+        return Fitted(checkpoint, model, state, parameters)
 
 
 def kind_of(index: Mapping[str, Any], path: Path) -> Any:

@@ -24,8 +24,7 @@ from seqpar.planner.predict import Load
 from seqpar.types.facts import Work
 from seqpar.vae.known import spatial_factor
 from seqpar.weights.find import WithoutValues
-from seqpar.weights.jsons import read_json
-from seqpar.weights.parts import part_of, parts_of, read_scheduler
+from seqpar.weights.parts import parts_of, read_scheduler
 from seqpar.weights.presets import Preset
 
 FACTORS = ("spatial_compression_ratio", "scale_factor_spatial", "block_out_channels")  # what says a VAE's factor
@@ -140,6 +139,8 @@ class Parts:
     @cached_property
     def transformer(self) -> Any:
         """Return the transformer without memory for weights; ValueError if its config describes none."""
+        if "transformer" in self.fitted:
+            return self.fitted["transformer"].model
         name = self.source.name if isinstance(self.source, Preset) else str(self.source)
         return built(model_of(self.index), self.config, name)
 
@@ -148,9 +149,7 @@ def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -
     """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
     config, fitted = check_parts(folder, index, file)
     _check_tokenizers(folder, index)
-    library, name = part_of(index, "vae") or ("", "")
-    kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
-    vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
+    vae = fitted["vae"].model if "vae" in fitted else None
     scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
     return Parts(folder, index, config, vae, scheduling, file, fitted)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ class Checkpoint:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     positions: Mapping[str, Position] = field(default_factory=dict)
+
+    def nbytes(self, key: str) -> int:
+        """Return the bytes of a tensor, in fp32 where its dtype is not known; 0 for one that is not there."""
+        return prod(self.shapes.get(key, (0,))) * self.dtypes.get(key, torch.float32).itemsize
 
     def tensor(self, key: str) -> Tensor:
         """Return one tensor; ValueError if it cannot be read, as from a file that has become shorter."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,7 @@ from torch import Tensor, nn
 from seqpar.ranks.mesh import Axis, Mesh, finish
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights.checkpoint import Checkpoint, check
-from seqpar.weights.reading import Reader, told
-
-SMALL = 1 << 16  # bytes of a tensor
+from seqpar.weights.reading import SMALL, Reader, told
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def begin(
     like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. taken: the
     bytes that each rank of the team has been asked for before.
     """
-    sizes = {name: sum(_bytes(checkpoint, key) for key in source.keys) for name, source in keys.sources.items()}
+    sizes = {name: sum(map(checkpoint.nbytes, source.keys)) for name, source in keys.sources.items()}
     taken = taken or [0] * team.size
     readers = shares(sizes, taken)
     mine = [name for name, rank in readers.items() if rank == team.rank]
@@ -161,10 +158,6 @@ def _wider(checkpoint: Checkpoint, key: str, twin: str) -> torch.dtype:
     """Return the dtype that holds the values of both keys."""
     dtypes = checkpoint.dtypes
     return torch.promote_types(dtypes.get(key, torch.float32), dtypes.get(twin, torch.float32))
-
-
-def _bytes(checkpoint: Checkpoint, key: str) -> int:
-    return prod(checkpoint.shapes.get(key, ())) * checkpoint.dtypes.get(key, torch.float32).itemsize
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -28,21 +29,23 @@ from seqpar.weights.checkpoint import Checkpoint, stamp
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
 AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; an error or ctrl-C waits for them
+ALIGNED = 16  # bytes, of the largest dtype
+SMALL = 1 << 18  # bytes of a tensor that is read with others: each request waits for all copies that are on their way
 
 
 class Reader:
     """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
 
     ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask for
-    all tensors with `begin` and then call `start`. Before it `begin` takes the GPU's memory, of tensors that stay as
-    they lie in their file: while copies run, the driver takes five times as long to give it.
+    all tensors with `begin` and then call `start`, so that memory is taken before copies run: beside them the driver
+    takes five times as long to give it.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._native = device, None
-        self._started, self._stopping, self._memory = threading.Event(), threading.Event(), list[Tensor]()
+        self._started, self._stopping = threading.Event(), threading.Event()
         self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // ranks))
         self._thread = ThreadPoolExecutor(1)
 
@@ -66,36 +69,37 @@ class Reader:
         like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
         result raises ValueError if a tensor does not load or is not finite.
         """
-        if self.device.type == "cuda" and not self._started.is_set():
-            # not for those that are converted or made of several, which would take this memory in pieces
-            sources, dtypes = keys.sources, checkpoint.dtypes
-            kept = [name for name in names if [like[name].dtype] == [*map(dtypes.get, sources[name].keys)]]
-            stream = torch.cuda.default_stream(self.device)  # that of the thread that will want it
-            with told(checkpoint, ["its weights"]), torch.cuda.stream(stream):
-                self._memory += [torch.empty_like(like[name], device=self.device) for name in kept]
-        return self._thread.submit(self._read, checkpoint, keys, names, like)
+        stream = torch.cuda.default_stream(self.device) if self.device.type == "cuda" else None  # that of the thread
+        with told(checkpoint, ["its weights"]), torch.cuda.stream(stream):
+            memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
+        return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 
     def start(self) -> None:
         """Let come what has been asked for, and what will be."""
-        self._memory.clear()  # torch does not give it back, and gives it to the tensors that come
         self._started.set()
 
     def _read(
-        self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
+        self,
+        checkpoint: Checkpoint,
+        keys: KeyMap,
+        names: Sequence[str],
+        like: Mapping[str, Tensor],
+        memory: dict[str, Tensor],
     ) -> dict[str, Tensor]:
+        """See `begin`. memory: key -> where it is read to; others get theirs as they are asked for."""
         self._started.wait()
-        found, sums = dict[str, Tensor](), dict[str, Tensor]()
-        with told(checkpoint, ["its weights"]), _emptied_by_errors(found):
+        found = dict[str, Tensor]()
+        with told(checkpoint, ["its weights"]), _emptied_by_errors(found, memory):
             if self._native is None:
                 self._native = _native(self.device, self._threads)
-            with _Requests(checkpoint, self.device, self._native) as requests:
+            with _Requests(checkpoint, self.device, self._native, memory) as requests:
+                requests.read_small([key for name in names for key in keys.sources[name].keys])
                 for name, parts in self._parts(requests, keys, names):
-                    source, dtype = keys.sources[name], like[name].dtype
+                    source = keys.sources[name]
                     with told(checkpoint, source.keys):
-                        found[name] = source.combine(*[part.to(dtype) for part in parts]).contiguous()
-                        sums[name] = found[name].sum(dtype=torch.promote_types(dtype, torch.float32))
+                        found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
                     parts.clear()
-            _check_finite(checkpoint, keys, sums, like)
+            _check_finite(checkpoint, keys, found)
         return found
 
     def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
@@ -126,9 +130,12 @@ class _Requests:
     A context manager, which holds all memory that fastsafetensors may still write to, and waits until none is.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, native: cpp.nogds_file_reader) -> None:
-        self._checkpoint, self._device, self._native = checkpoint, device, native
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, native: cpp.nogds_file_reader, memory: dict[str, Tensor]
+    ) -> None:
+        self._checkpoint, self._device, self._native, self._memory = checkpoint, device, native, memory
         self._files, self._coming, self.ahead = dict[Path, int](), dict[int, Tensor](), 0
+        self._small = dict[str, Tensor]()
 
     def __enter__(self) -> _Requests:
         return self
@@ -137,28 +144,54 @@ class _Requests:
         for number in self._coming:
             self._native.wait_read(number)
         self._coming.clear()
+        self._small.clear()
         del self._native  # the traceback of an error holds this object
         for file in self._files.values():
             os.close(file)
 
+    def read_small(self, keys: Sequence[str]) -> None:
+        """Read the small ones of these tensors, which cross to the device together."""
+        sizes = {key: self._checkpoint.nbytes(key) for key in keys if key in self._checkpoint.positions}
+        small = {key: size for key, size in sizes.items() if 0 < size < SMALL}
+        ends = [*accumulate((-(-size // ALIGNED) * ALIGNED for size in small.values()), initial=0)]
+        buffer = bytearray(ends[-1] + 1)
+        for (key, size), at in zip(small.items(), ends[:-1], strict=True):
+            self._read_into(memoryview(buffer)[at : at + size], key)
+        together = torch.frombuffer(buffer, dtype=torch.uint8).to(self._device)
+        for (key, size), at in zip(small.items(), ends[:-1], strict=True):
+            own = together[at : at + size].view(self._checkpoint.dtypes[key]).view(self._checkpoint.shapes[key])
+            self._small[key] = own.clone()
+
+    def _read_into(self, room: memoryview, key: str) -> None:
+        if os.preadv(self._file(key), [room], self._checkpoint.positions[key].offset) < len(room):
+            self._raise(key)
+
     def ask(self, key: str) -> _Request:
         """Ask for one tensor, in the dtype of the file."""
         with told(self._checkpoint, [key]):
+            small = self._small.pop(key, None)  # whoever asks for it again gets another one
+            if small is not None:
+                return _Request(key, small)
             if key not in self._checkpoint.positions:
                 return _Request(key, self._checkpoint.read(key).to(self._device, copy=True))
-            shape, dtype = self._checkpoint.shapes[key], self._checkpoint.dtypes[key]
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            tensor = self._memory.pop(key, None)
+            tensor = _memory(self._checkpoint, key, self._device) if tensor is None else tensor
             return _Request(key, tensor, self._submit(key, tensor) if tensor.numel() else None)
 
-    def _submit(self, key: str, tensor: Tensor) -> int:
-        position, size = self._checkpoint.positions[key], tensor.nbytes
+    def _file(self, key: str) -> int:
+        """Return the open file of a tensor; ValueError if it is not the one whose header was read."""
+        position = self._checkpoint.positions[key]
         if position.path not in self._files:
             self._files[position.path] = os.open(position.path, os.O_RDONLY)
             if stamp(self._files[position.path]) != position.stamp:
                 changed = "which has changed since its header was read, expected the same file; load it again"
                 raise ValueError(f"got {position.path}, {changed}")
+        return self._files[position.path]
+
+    def _submit(self, key: str, tensor: Tensor) -> int:
+        position, size = self._checkpoint.positions[key], tensor.nbytes
         goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
-        number = self._native.submit_read(self._files[position.path], goal, position.offset, size, 0)
+        number = self._native.submit_read(self._file(key), goal, position.offset, size, 0)
         self._coming[number] = tensor
         self.ahead += size
         return number
@@ -174,22 +207,20 @@ class _Requests:
             del self._coming[request.number]
             self.ahead -= request.tensor.nbytes
             if not came:
-                self._raise(request)
+                self._raise(request.key)
         return request.tensor
 
-    def _raise(self, request: _Request) -> None:
-        """Raise the error of a request that has failed, of which fastsafetensors tells nothing.
+    def _raise(self, key: str) -> None:
+        """Raise the error of a tensor that was not read, of which fastsafetensors tells nothing.
 
         That of a disk which fails once and then reads is lost: then the message says to copy the file again.
         """
-        position, size = self._checkpoint.positions[request.key], request.tensor.nbytes
+        position, size = self._checkpoint.positions[key], self._checkpoint.nbytes(key)
         for at in range(0, size, BLOCK):  # a disk's error is raised here
             os.pread(self._files[position.path], min(BLOCK, size - at), position.offset + at)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # and here a GPU's
-        raise ValueError(
-            f"got {position.path} with {request.key}, expected {size} bytes that can be read; copy it again"
-        )
+        raise ValueError(f"got {position.path} with {key}, expected {size} bytes that can be read; copy it again")
 
 
 def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
@@ -205,25 +236,45 @@ def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
     return cpp.nogds_file_reader(False, 2 * threads * BLOCK >> 10, threads, cuda, device.index or 0)
 
 
-def _check_finite(checkpoint: Checkpoint, keys: KeyMap, sums: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""
-    finite = torch.stack([total.double() for total in sums.values()]).isfinite().tolist() if sums else []
-    bad = next((name for name, right in zip(sums, finite, strict=True) if not right), None)
-    if bad is not None:
-        what = f"NaN or infinity in {', '.join(keys.sources[bad].keys)}"
-        expected = (
-            f"finite weights in {str(like[bad].dtype).removeprefix('torch.')}; copy the file again, or name another"
-        )
+def _kept(checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the keys of the large tensors that stay as they lie in their file."""
+    for name in names:
+        key, *others = keys.sources[name].keys
+        as_it_lies = not others and key in checkpoint.positions and checkpoint.dtypes[key] == like[name].dtype
+        if as_it_lies and checkpoint.nbytes(key) >= SMALL:
+            yield key
+
+
+def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
+    """Return memory for a tensor as it lies in its file."""
+    return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
+
+
+def _check_finite(checkpoint: Checkpoint, keys: KeyMap, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for the first parameter that is not finite."""
+    name = _not_finite(tensors)
+    if name is not None:
+        what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(tensors[name].dtype)
+        expected = f"finite weights in {dtype.removeprefix('torch.')}; copy the file again, or name another"
         raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
 
 
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity, or None."""
+    numbers = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
+    if torch.nn.utils.get_total_norm([*numbers.values()], float("inf")).isfinite():  # few kernels for all
+        return None
+    return next(name for name, x in numbers.items() if not x.isfinite().all())
+
+
 @contextmanager
-def _emptied_by_errors(tensors: dict[str, Tensor]) -> Iterator[None]:
+def _emptied_by_errors(*tensors: dict[str, Tensor]) -> Iterator[None]:
     """Drop tensors after an error, whose traceback would hold them."""
     try:
         yield
     except BaseException:
-        tensors.clear()
+        for each in tensors:
+            each.clear()
         raise
 
 

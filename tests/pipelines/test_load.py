@@ -41,12 +41,17 @@ ASKED |= {"max_sequence_length": 16, "clean_caption": False, "output_type": "np"
 
 def count(patch: pytest.MonkeyPatch) -> Counts:
     """Return bytes of weights by file that this process reads from now on, by our readers or by the libraries'."""
-    counts, ours, load_file = Counter[str](), _Requests._submit, safetensors.torch.load_file
+    counts, load_file = Counter[str](), safetensors.torch.load_file
+    large, small = _Requests._submit, _Requests._read_into
     safe_open: Any = ENCODERS.modeling_utils.safe_open
 
     def read(self: Any, key: str, tensor: torch.Tensor) -> int:
         counts[self._checkpoint.positions[key].path.parent.name] += tensor.nbytes
-        return ours(self, key, tensor)
+        return large(self, key, tensor)
+
+    def read_small(self: Any, room: memoryview, key: str) -> None:
+        counts[self._checkpoint.positions[key].path.parent.name] += len(room)
+        small(self, room, key)
 
     def whole(reader: Any) -> Any:
         def called(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +61,7 @@ def count(patch: pytest.MonkeyPatch) -> Counts:
         return called
 
     patch.setattr(_Requests, "_submit", read)
+    patch.setattr(_Requests, "_read_into", read_small)
     patch.setattr(safetensors.torch, "load_file", whole(load_file))
     patch.setattr(ENCODERS.modeling_utils, "safe_open", whole(safe_open))
     return counts

@@ -187,13 +187,14 @@ def read(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = Non
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("ahead", [0, reading.AHEAD])
+@pytest.mark.parametrize(("ahead", "small"), [(0, 0), (reading.AHEAD, 0), (reading.AHEAD, 1 << 13), (0, reading.SMALL)])
 def test_tensors_come_whole_through_small_buffers(
-    tmp_path: Path, device: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: str, ahead: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
     monkeypatch.setattr(reading, "BLOCK", 1 << 12)
     monkeypatch.setattr(reading, "AHEAD", ahead)
+    monkeypatch.setattr(reading, "SMALL", small)
     matrix = torch.randn(70, 90, generator=torch.manual_seed(0))
     kinds = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4))
     tensors = {str(i): each for i, each in enumerate(kinds)}
@@ -219,6 +220,7 @@ def test_few_tensors_wait_in_the_dtype_of_the_file(
 ) -> None:
     """What is read is converted while later tensors come: a device need not hold a model in both dtypes."""
     monkeypatch.setattr(reading, "AHEAD", 64)
+    monkeypatch.setattr(reading, "SMALL", 0)
     file, tensors, waiting, most = tmp_path / "x.safetensors", {str(i): torch.ones(8) for i in range(9)}, [0], [0]
     save_file(tensors, file)
     opened, ask = open_checkpoint(file), reading._Requests.ask
@@ -274,7 +276,9 @@ def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, devic
     assert all(pending)
 
 
-def test_an_error_of_the_disk_is_told_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [0, reading.SMALL])
+def test_an_error_of_the_disk_is_told_as_it_is(tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "SMALL", small)
     file = tmp_path / "model.safetensors"
     save_file({"first": torch.ones(8), "second": torch.ones(8)}, file)
     opened = open_checkpoint(file)
@@ -286,15 +290,21 @@ def test_an_error_of_the_disk_is_told_as_it_is(tmp_path: Path) -> None:
         assert all(each.eq(1).all() for each in read(reader, opened).values())
 
 
+@pytest.mark.parametrize("small", [0, reading.SMALL])
 @pytest.mark.parametrize("by_position", [True, False])
-def test_tensors_share_no_memory_with_their_source(tmp_path: Path, by_position: bool) -> None:
+def test_tensors_share_no_memory_with_their_source(
+    tmp_path: Path, by_position: bool, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SMALL", small)
     tensors = {"one": torch.ones(8), "two": torch.ones(8)}
     save_file(tensors, tmp_path / "x.safetensors")
     opened = open_checkpoint(tmp_path / "x.safetensors")
     checkpoint = opened if by_position else replace(opened, read=tensors.__getitem__, positions={})
     with Reader(torch.device("cpu")) as reader:
         found, again = read(reader, checkpoint), read(reader, checkpoint)
-    every = [*found.values(), *again.values(), *tensors.values()]
+        keys, like = KeyMap(dict.fromkeys("ab", Source(("one",)))), dict.fromkeys("ab", torch.empty(8, device="meta"))
+        twins = reader.begin(checkpoint, keys, ["a", "b"], like).result()
+    every = [*found.values(), *again.values(), *twins.values(), *tensors.values()]
     assert len({each.data_ptr() for each in every}) == len(every)
 
 

@@ -142,7 +142,8 @@ def _coming(
     """Let the weights of models come, in their order. encoders: bytes that rank 0 of all reads before."""
 
     def begun() -> dict[str, Placing]:
-        taken: Sequence[int] = [encoders if rank == 0 else 0 for rank in team.ranks]
+        busy = encoders + encoders // 4  # rank 0 makes encoders of them meanwhile, which slows its reading
+        taken: Sequence[int] = [busy if rank == 0 else 0 for rank in team.ranks]
         coming = dict[str, Placing]()
         for name in (name for name in weights if name in names):
             coming[name] = weights[name].begin(reader, team, taken)

@@ -28,7 +28,8 @@ from seqpar.weights.checkpoint import Checkpoint, stamp
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
-AHEAD = 1 << 28  # bytes that are asked for before the oldest must be there; an error or ctrl-C waits for them
+AHEAD = 1 << 30  # bytes that are asked for before the oldest must be there, which come while another thread has
+# Python's lock; an error or ctrl-C waits for them
 ALIGNED = 16  # bytes, of the largest dtype
 SMALL = 1 << 18  # bytes of a tensor that is read with others: each request waits for all copies that are on their way
 

@@ -193,16 +193,16 @@ def flux3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, layers of a text, timestep and ids as `Krea2Pipeline` passes them.
+    """Return packed latents, layers of a text, its mask, timestep and ids as `Krea2Pipeline` passes them.
 
-    Padding comes before the last five tokens of the text, which the template appends, with a mask.
+    Padding comes before the last five tokens of the text, which the template appends. Any text has a mask.
     """
     (rows, columns), length = model.size, max(model.padded, model.text)
     image = random(1, rows * columns, model.config["in_channels"])
     ids, places = torch.zeros(rows, columns, 3), torch.arange(length, device=image.device)
     ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
-    mask = {"encoder_attention_mask": ((places < model.text - 5) | (places >= length - 5))[None]}
-    return (mask if model.padded else {}) | {
+    return {
+        "encoder_attention_mask": ((places < model.text - 5) | (places >= length - 5))[None],
         "hidden_states": image,
         "encoder_hidden_states": random(1, length, model.config["num_text_layers"], model.config["text_hidden_dim"]),
         "timestep": torch.full((1,), 0.5).to(image),

@@ -43,7 +43,7 @@ class Released:
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
     otherwise text is cross-attended. cheap: what makes the config that of a model with few weights and the same
     buffers, but of another width; if it is not given, one block of each kind. state: the argument that is the state.
-    padded: the number of tokens to which the pipeline pads a text, with a mask; 0 for none.
+    padded: the number of tokens to which the pipeline pads a text, and masks them; 0 for none.
     """
 
     name: str

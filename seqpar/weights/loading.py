@@ -82,8 +82,8 @@ class Placing:
 
     name: of their checkpoint. team: the ranks that read them. readers: name -> the rank of the team that reads it.
     mine: those of this rank, when they have come. others: memory for the others. equal: key -> whether it has the
-    values that it must have, of this rank's share. repeats: key -> the key whose values those are. taken: bytes that
-    each rank of the team has been asked for, with these.
+    values that it must have, of this rank's share. repeats: key -> the key whose values those are. taken: what
+    each rank of the team does, with these, as in `begin`.
     """
 
     name: str
@@ -131,7 +131,7 @@ def begin(
     """Begin to read the parameters and buffers of a model, so that each rank of this host reads about as many bytes.
 
     like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. taken: the
-    bytes that each rank of the team has been asked for before.
+    bytes that each rank of the team reads besides, or what else it does, in the bytes that it could read meanwhile.
     """
     sizes = {name: sum(map(checkpoint.nbytes, source.keys)) for name, source in keys.sources.items()}
     taken = taken or [0] * team.size
@@ -141,7 +141,7 @@ def begin(
     own = {key: torch.empty(0, dtype=_wider(checkpoint, *pair.keys), device="meta") for key, pair in pairs.items()}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)
-    with told(checkpoint, ["its weights"]):
+    with told(checkpoint, ["its weights"]), torch.inference_mode(False):  # weights outlive the caller's mode
         rest = [name for name, rank in readers.items() if rank != team.rank]
         others = {name: torch.empty_like(like[name], device=reader.device) for name in rest}
     total = [

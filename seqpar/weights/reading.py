@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -29,17 +29,19 @@ from seqpar.weights.checkpoint import Checkpoint, stamp
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
 AHEAD = 1 << 30  # bytes that are asked for before the oldest must be there, which come while another thread has
-# Python's lock; an error or ctrl-C waits for them
+# Python's lock; an error or ctrl-C waits for them, and those that are converted take so much memory besides
 ALIGNED = 16  # bytes, of the largest dtype
-SMALL = 1 << 18  # bytes of a tensor that is read with others: each request waits for all copies that are on their way
+SMALL = (
+    1 << 18
+)  # bytes from which a tensor is worth a call of its own, which waits for all copies that are on their way
 
 
 class Reader:
     """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
 
-    ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask for
-    all tensors with `begin` and then call `start`, so that memory is taken before copies run: beside them the driver
-    takes five times as long to give it.
+    ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask with
+    `begin`, which takes memory, and then call `start`: while copies run, the driver takes five times as long to give
+    memory.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -70,8 +72,11 @@ class Reader:
         like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
         result raises ValueError if a tensor does not load or is not finite.
         """
-        stream = torch.cuda.default_stream(self.device) if self.device.type == "cuda" else None  # that of the thread
-        with told(checkpoint, ["its weights"]), torch.cuda.stream(stream):
+        # on the reader's thread's stream, and for longer than a mode of the caller
+        stream = (
+            torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        )
+        with told(checkpoint, ["its weights"]), torch.inference_mode(False), stream:
             memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
         return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 
@@ -89,7 +94,9 @@ class Reader:
     ) -> dict[str, Tensor]:
         """See `begin`. memory: key -> where it is read to; others get theirs as they are asked for."""
         self._started.wait()
-        found = dict[str, Tensor]()
+        if self._stopping.is_set():
+            raise CancelledError
+        found, extremes = dict[str, Tensor](), dict[str, tuple[Tensor, Tensor]]()
         with told(checkpoint, ["its weights"]), _emptied_by_errors(found, memory):
             if self._native is None:
                 self._native = _native(self.device, self._threads)
@@ -100,7 +107,9 @@ class Reader:
                     with told(checkpoint, source.keys):
                         found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
                     parts.clear()
-            _check_finite(checkpoint, keys, found)
+                    if found[name].is_floating_point() and found[name].numel():
+                        extremes[name] = found[name].aminmax()
+            _check_finite(checkpoint, keys, extremes)
         return found
 
     def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
@@ -153,15 +162,17 @@ class _Requests:
     def read_small(self, keys: Sequence[str]) -> None:
         """Read the small ones of these tensors, which cross to the device together."""
         sizes = {key: self._checkpoint.nbytes(key) for key in keys if key in self._checkpoint.positions}
-        small = {key: size for key, size in sizes.items() if 0 < size < SMALL}
-        ends = [*accumulate((-(-size // ALIGNED) * ALIGNED for size in small.values()), initial=0)]
-        buffer = bytearray(ends[-1] + 1)
-        for (key, size), at in zip(small.items(), ends[:-1], strict=True):
-            self._read_into(memoryview(buffer)[at : at + size], key)
-        together = torch.frombuffer(buffer, dtype=torch.uint8).to(self._device)
-        for (key, size), at in zip(small.items(), ends[:-1], strict=True):
-            own = together[at : at + size].view(self._checkpoint.dtypes[key]).view(self._checkpoint.shapes[key])
-            self._small[key] = own.clone()
+        small = [key for key, size in sizes.items() if 0 < size < SMALL]
+        for key in small:  # where a file is not in memory, all are fetched at once
+            offset = self._checkpoint.positions[key].offset
+            os.posix_fadvise(self._file(key), offset, sizes[key], os.POSIX_FADV_WILLNEED)
+        rooms = [-(-sizes[key] // ALIGNED) * ALIGNED for key in small]
+        host = torch.empty(sum(rooms), dtype=torch.uint8)
+        for key, room in zip(small, host.split(rooms), strict=True):
+            self._read_into(room.numpy().data[: sizes[key]], key)
+        for key, room in zip(small, host.to(self._device).split(rooms), strict=True):
+            dtype, shape = self._checkpoint.dtypes[key], self._checkpoint.shapes[key]
+            self._small[key] = room[: sizes[key]].view(dtype).view(shape).clone()
 
     def _read_into(self, room: memoryview, key: str) -> None:
         if os.preadv(self._file(key), [room], self._checkpoint.positions[key].offset) < len(room):
@@ -251,31 +262,32 @@ def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
     return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
 
 
-def _check_finite(checkpoint: Checkpoint, keys: KeyMap, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for the first parameter that is not finite."""
-    name = _not_finite(tensors)
+def _check_finite(checkpoint: Checkpoint, keys: KeyMap, extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
+    bad = set[str]()
+    for dtype in {low.dtype for low, _ in extremes.values()}:
+        some = [name for name, (low, _) in extremes.items() if low.dtype == dtype]
+        finite = torch.stack([x for name in some for x in extremes[name]]).isfinite().view(-1, 2).all(dim=1).tolist()
+        bad |= {name for name, right in zip(some, finite, strict=True) if not right}
+    name = next((name for name in extremes if name in bad), None)
     if name is not None:
-        what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(tensors[name].dtype)
+        what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(extremes[name][0].dtype)
         expected = f"finite weights in {dtype.removeprefix('torch.')}; copy the file again, or name another"
         raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
 
 
-def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, or None."""
-    numbers = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
-    if torch.nn.utils.get_total_norm([*numbers.values()], float("inf")).isfinite():  # few kernels for all
-        return None
-    return next(name for name, x in numbers.items() if not x.isfinite().all())
-
-
 @contextmanager
 def _emptied_by_errors(*tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Drop tensors after an error, whose traceback would hold them."""
+    """Drop tensors after an error, which its traceback would hold, in these and in the functions that it names."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for each in tensors:
             each.clear()
+        one: BaseException | None = error
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one = one.__context__
         raise
 
 

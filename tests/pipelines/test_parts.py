@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from seqpar.pipelines._folder import Fitted, check_model
 from seqpar.pipelines._parts import Weights, why_not, without_weights
 from seqpar.ranks.mesh import Mesh
+from seqpar.weights import reading
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.loading import Team
 from seqpar.weights.reading import Reader
@@ -57,12 +58,15 @@ def compare(module: Any, folder: Path) -> None:
     theirs = kind.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
     mesh, fitted = Mesh.single(), check_model(folder, "diffusers", kind.__name__)
     assert fitted is not None
-    weights, ours = Weights.of(kind, folder, fitted, torch.bfloat16), without_weights(kind, folder, torch.bfloat16)
-    with Reader(mesh.device) as reader:
-        placing = weights.begin(reader, Team(), ())
-        reader.start()
-        weights.end(ours, placing, mesh)
-    same(ours, theirs)
+    weights = Weights.of(kind, folder, fitted, torch.bfloat16)
+    for small in (0, reading.SMALL):  # each tensor by itself, and all together
+        ours = without_weights(kind, folder, torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch, Reader(mesh.device) as reader:
+            patch.setattr(reading, "SMALL", small)
+            placing = weights.begin(reader, Team(), ())
+            reader.start()
+            weights.end(ours, placing, mesh)
+        same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", CLASSES)

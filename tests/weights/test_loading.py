@@ -6,9 +6,11 @@ import gc
 import os
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +115,52 @@ def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.Mo
         from_diffusers(diffusers_dit()).build(torch.float32, torch.device("cpu"))
 
 
+def failing(owner: Any, name: str, after: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return what lets a method fail in a later call."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        own, calls = getattr(owner, name), count()
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == after:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return own(*args, **kwargs)
+
+        patch.setattr(owner, name, called)
+
+    return plant
+
+
+# what fails, whether tensors are small enough to come together, and the message
+ERRORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool, str]] = {
+    "NaN": (lambda patch: None, True, "NaN or infinity"),
+    "NaN in a large one": (lambda patch: None, False, "NaN or infinity"),
+    "a request": (failing(reading._Requests, "ask", 9), False, "out of memory"),
+    "a request for a small one": (failing(reading._Requests, "ask", 9), True, "out of memory"),
+    "a look": (failing(torch.Tensor, "aminmax", 7), False, "out of memory"),
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_after_an_error_no_thread_and_no_weight_stays(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("case", ERRORS)
+def test_after_an_error_no_thread_and_no_weight_stays(
+    tmp_path: Path, device: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even until Python looks for garbage: the next try may need the memory."""
     theirs: Any = diffusers_dit()
     theirs.proj_out_2.bias.data[0] = float("nan")
     theirs.save_pretrained(tmp_path)
     blueprint, began = locate(tmp_path), len(os.listdir("/proc/self/task"))
+    plant, small, message = ERRORS[case]
+    monkeypatch.setattr(reading, "SMALL", reading.SMALL if small else 0)
     gc.collect()
     gc.disable()
     try:
         alive = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
-        with pytest.raises(ValueError, match="NaN or infinity"):
-            blueprint.build(torch.float32, torch.device(device))
+        with monkeypatch.context() as patch:
+            plant(patch)
+            with pytest.raises(ValueError, match=message):
+                blueprint.build(torch.float32, torch.device(device))
         left = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in alive]
         most, until = began + (device == "cuda") * 16, time.monotonic() + 10  # CUDA starts some once
         while (threads := len(os.listdir("/proc/self/task"))) > most and time.monotonic() < until:
@@ -179,8 +214,8 @@ def test_shares_of_ranks_are_runs_after_which_each_has_read_as_many_bytes(
 
 def read(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint on the reader's device."""
-    keys = KeyMap({key: Source((key,)) for key in checkpoint.shapes})
-    like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in checkpoint.shapes}
+    keys = KeyMap({key: Source((key,)) for key in sorted(checkpoint.shapes)})
+    like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in keys.sources}
     found = reader.begin(checkpoint, keys, list(like), like)
     reader.start()
     return found.result()
@@ -196,7 +231,8 @@ def test_tensors_come_whole_through_small_buffers(
     monkeypatch.setattr(reading, "AHEAD", ahead)
     monkeypatch.setattr(reading, "SMALL", small)
     matrix = torch.randn(70, 90, generator=torch.manual_seed(0))
-    kinds = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4))
+    three = torch.arange(3).to(torch.bfloat16)  # after which an fp32 tensor may begin at no multiple of its bytes
+    kinds = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], three, torch.tensor(3.0), torch.empty(0, 4))
     tensors = {str(i): each for i, each in enumerate(kinds)}
     file = tmp_path / "model.safetensors"
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, {"format": "pt"})
@@ -258,8 +294,12 @@ def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, devic
 
     def left(self: Any, *error: Any) -> None:
         pending.extend(written[number]() is not None for number in self._coming)
+        native, numbers = self._native, [*self._coming]
         leave(self, *error)
         assert not self._coming
+        for number in numbers:
+            with pytest.raises(IndexError):  # it has been waited for
+                native.wait_read(number)
 
     def broken(tensor: Tensor) -> Tensor:
         raise RuntimeError("no memory left")
@@ -305,7 +345,26 @@ def test_tensors_share_no_memory_with_their_source(
         keys, like = KeyMap(dict.fromkeys("ab", Source(("one",)))), dict.fromkeys("ab", torch.empty(8, device="meta"))
         twins = reader.begin(checkpoint, keys, ["a", "b"], like).result()
     every = [*found.values(), *again.values(), *twins.values(), *tensors.values()]
-    assert len({each.data_ptr() for each in every}) == len(every)
+    assert len({each.untyped_storage().data_ptr() for each in every}) == len(every)
+
+
+@pytest.mark.parametrize("small", [0, reading.SMALL])
+def test_tensors_can_be_changed_that_come_in_inference_mode(
+    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SMALL", small)
+    save_file({"one": torch.ones(8)}, tmp_path / "x.safetensors")
+    with torch.inference_mode(), Reader(torch.device("cpu")) as reader:
+        found = read(reader, open_checkpoint(tmp_path / "x.safetensors"))
+    assert not found["one"].is_inference()
+
+
+def test_a_file_that_gives_fewer_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is still that at which its header was read, as where a network's file system fails."""
+    save_file({"one": torch.ones(8), "two": torch.ones(8)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(reading.os, "preadv", lambda file, rooms, offset: os.pread(file, 16, offset) and 16)
+    with Reader(torch.device("cpu")) as reader, pytest.raises(ValueError, match="expected 32 bytes that can be read"):
+        read(reader, open_checkpoint(tmp_path / "x.safetensors"))
 
 
 @pytest.mark.parametrize(("twin", "equal"), [(1.0, True), (1.0 + 2**-12, False)])
@@ -328,6 +387,7 @@ def test_what_is_not_begun_when_loading_ends_is_dropped(tmp_path: Path) -> None:
     opened, keys = open_checkpoint(file), KeyMap({"one": Source(("one",), lambda one: begun.append(1) or one)})
     with Reader(torch.device("cpu")) as reader:
         dropped = reader.begin(opened, keys, ["one"], {"one": torch.ones(1)})
+        file.unlink()  # whoever opens it fails otherwise
     with pytest.raises(CancelledError):
         dropped.result()
     assert not begun

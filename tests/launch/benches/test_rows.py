@@ -132,6 +132,7 @@ def test_plain_ulysses_is_attention_over_all_tokens(cpus: Pool) -> None:
     assert max(cpus.run(3, attended)) < 1e-12
 
 
+SPLIT = {"flux.1-dev", "ltx-2"}  # whose parts are timed, too, which takes most of the time and knows no model
 # they make several rows of modulation, attend to the text or the image alone in blocks before their own, pad the text,
 # or compute sound: `Work` counts none of it
 BY_TOKEN = {"chroma1-hd", "flux.3", "krea-2", "krea-2-prompt", "ltx-2", "qwen-image-edit", "wan2.2-ti2v-5b", "z-image"}
@@ -139,10 +140,12 @@ BY_TOKEN = {"chroma1-hd", "flux.3", "krea-2", "krea-2-prompt", "ltx-2", "qwen-im
 
 @pytest.mark.parametrize("model", RELEASED)
 def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]], model: str) -> None:
-    lines = benched("calls", "--model", model, "--strategy", "ulysses", "--split", *QUICK)
+    split = ("--split",) if model in SPLIT else ()
+    lines = benched("calls", "--model", model, "--strategy", "ulysses", *split, *QUICK)
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
     assert len(ours) == 3
-    assert all(line["error"] < 1e-4 and line["over"] > 0 and line["split_ms"]["products"] > 0 for line in ours)
+    assert all(line["error"] < 1e-4 and line["over"] > 0 for line in ours)
+    assert not split or all(line["split_ms"]["products"] > 0 for line in ours)
     assert all("expected GPUs" in line["refused"] for line in lines if line not in ours)
 
 

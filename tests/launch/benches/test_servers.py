@@ -20,7 +20,7 @@ def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "lines.jsonl"
-    serve.main(Serve(requests=60, clients=8, cancels=12, kills=2, stops=0, commands=1, out=out))
+    serve.main(Serve(requests=30, clients=8, cancels=6, kills=2, stops=0, commands=1, out=out))
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["restarts"] == 2
     assert all(verdict["right"] for verdict in line["verdicts"])

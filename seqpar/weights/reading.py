@@ -31,9 +31,7 @@ BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they
 AHEAD = 1 << 30  # bytes that are asked for before the oldest must be there, which come while another thread has
 # Python's lock; an error or ctrl-C waits for them, and those that are converted take so much memory besides
 ALIGNED = 16  # bytes, of the largest dtype
-SMALL = (
-    1 << 18
-)  # bytes from which a tensor is worth a call of its own, which waits for all copies that are on their way
+SMALL = 1 << 18  # bytes of a tensor that comes with others: each request waits for all copies that are on their way
 
 
 class Reader:
@@ -72,11 +70,9 @@ class Reader:
         like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
         result raises ValueError if a tensor does not load or is not finite.
         """
-        # on the reader's thread's stream, and for longer than a mode of the caller
-        stream = (
-            torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
-        )
-        with told(checkpoint, ["its weights"]), torch.inference_mode(False), stream:
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if on_gpu else nullcontext()  # the thread's
+        with told(checkpoint, ["its weights"]), torch.inference_mode(False), stream:  # weights outlive a caller's mode
             memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
         return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 

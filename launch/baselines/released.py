@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -147,12 +148,19 @@ def flux_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     return made | guidance
 
 
-def chroma_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text without padding, timestep and ids as `ChromaPipeline` passes them."""
+def chroma_inputs(model: Released, random: Callable[..., Tensor], words: int | None = None) -> dict[str, Any]:
+    """Return packed latents, text with its mask, timestep and ids as `ChromaPipeline` passes them.
+
+    words: the tokens of the text that are no padding, but for one after them; None: all. The mask's numbers are added
+    to the scores of two tokens, so that padding is attended to, too.
+    """
     made = flux_inputs(
         replace(model, config={**model.config, "guidance_embeds": False, "pooled_projection_dim": 0}), random
     )
-    return {name: value for name, value in made.items() if name != "pooled_projections"}
+    image, kept = made["hidden_states"], model.text if words is None else min(words, model.text // 2)
+    places = torch.arange(model.text + image.shape[1], device=image.device)[None]
+    mask = {"attention_mask": ((places <= kept) | (places >= model.text)).to(image.dtype)}
+    return {name: value for name, value in made.items() if name != "pooled_projections"} | mask
 
 
 def cogvideox_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
@@ -541,6 +549,16 @@ NARROW_HUNYUAN: Mapping[str, Any] = {**FEW, "rope_axes_dim": (4, 6, 6), "text_em
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
 NARROW_LTX: Mapping[str, Any] = {**FEW, "cross_attention_dim": 64, "caption_channels": 12}
 
+CHROMA1_HD = Released(
+    "chroma1-hd",
+    "ChromaTransformer2DModel",
+    CHROMA,
+    squarest(4096),
+    512,
+    chroma_inputs,
+    {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16},
+    cheap={"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1},
+)
 RELEASED: Mapping[str, Released] = {
     model.name: model
     for model in (
@@ -553,16 +571,8 @@ RELEASED: Mapping[str, Released] = {
             flux_inputs,
             {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8},
         ),
-        Released(
-            "chroma1-hd",
-            "ChromaTransformer2DModel",
-            CHROMA,
-            squarest(4096),
-            512,
-            chroma_inputs,
-            {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16},
-            cheap={"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1},
-        ),
+        CHROMA1_HD,
+        replace(CHROMA1_HD, name="chroma1-hd-prompt", inputs=partial(chroma_inputs, words=64)),
         Released(
             "cogvideox-5b",
             "CogVideoXTransformer3DModel",

@@ -36,6 +36,7 @@ FAMILIES = (
     ),
     ("flux", "FLUX.1: 4096 + 512", "flux.1-dev", "IP-adapters"),
     ("chroma", "Chroma1-HD: 4096 + 512", "chroma1-hd", "IP-adapters"),
+    ("chroma", "Chroma1-HD: 4096 + 64, padded to 512", "chroma1-hd-prompt", "IP-adapters"),
     ("cogvideox", "CogVideoX-5B: 17,550 + 226; 2B and 1.5 have its blocks", "cogvideox-5b", EDIT),
     ("krea2", "Krea 2: 4096 + 512", "krea-2", "those that fuse the layers of the text"),
     ("krea2", "Krea 2: 4096 + 64, padded to 512", "krea-2-prompt", "those that fuse the layers of the text"),

@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
 DEADLINE_S = 600  # time limit of all tests without a fault
+REMOVED_S = 10  # time limit of removing a copy
 HANG_S = 30  # time limit of one test: if a fault fails one rank, the others wait for it
 MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
@@ -361,8 +362,8 @@ FAULTS = (
 @contextmanager
 def copied(fault: Fault | None = None) -> Iterator[Path]:
     """Yield a temporary copy of the tree, with the fault if one is given."""
-    with tempfile.TemporaryDirectory(prefix="seqpar-fault-") as name:
-        root = Path(name)
+    root = Path(tempfile.mkdtemp(prefix="seqpar-fault-"))
+    try:
         for part in COPIED:
             if (ROOT / part).is_dir():
                 shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -371,6 +372,16 @@ def copied(fault: Fault | None = None) -> Iterator[Path]:
         if fault is not None:
             fault.apply(root)
         yield root
+    finally:
+        remove(root)
+
+
+def remove(root: Path) -> None:
+    """Remove a folder in which ranks that a test has killed may still write compiled files for a moment."""
+    until = time.monotonic() + REMOVED_S
+    while root.exists():
+        shutil.rmtree(root, ignore_errors=time.monotonic() < until)
+        time.sleep(0.1 * root.exists())
 
 
 def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:

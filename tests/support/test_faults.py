@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.faults import FAILED, FAULTS, ROOT, Fault, run, verdict
+from tests.support.faults import FAILED, FAULTS, ROOT, Fault, remove, run, verdict
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -27,6 +29,28 @@ def test_a_text_that_is_gone_or_there_twice_is_refused(tmp_path: Path) -> None:
         Fault("gone", "a.py", "three", "3", "", "").apply(tmp_path)
     Fault("once", "a.py", "two", "2", "", "").apply(tmp_path)
     assert (tmp_path / "a.py").read_text() == "one one 2"
+
+
+def test_a_copy_goes_in_which_a_killed_rank_still_writes(tmp_path: Path) -> None:
+    """A process makes files in a folder as fast as it can, and ends half a second later."""
+    folder = tmp_path / "copy" / "compiled"
+    folder.mkdir(parents=True)
+    writes = (
+        "import itertools, pathlib, sys, time\n"
+        "folder, end = pathlib.Path(sys.argv[1]), time.monotonic() + 0.5\n"
+        "for number in itertools.count():\n"
+        "    folder.mkdir(parents=True, exist_ok=True)\n"
+        "    (folder / str(number)).touch()\n"
+        "    print(end='.' if number == 9 else '', flush=True)\n"
+        "    if time.monotonic() > end: break\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", writes, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"."
+        remove(tmp_path / "copy")
+        process.wait()
+    remove(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,20 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint that fits a model of diffusers.
-
-    model: on the meta device. state: name -> shape of each tensor in its state. parameters: the names of those that are
-    no buffers.
-    """
+    """A checkpoint that fits a model of diffusers, which is on the meta device."""
 
     checkpoint: Checkpoint
     model: Any
-    state: Mapping[str, tuple[int, ...]]
-    parameters: frozenset[str]
 
-    @staticmethod
-    def of(model: torch.nn.Module, checkpoint: Checkpoint) -> Fitted:
-        """Return what is known of a model."""
-        state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-        return Fitted(checkpoint, model, state, parameters)
+    @cached_property
+    def state(self) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of each tensor in the model's state."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Return the names of those that are no buffers."""
+        return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
 
 def kind_of(index: Mapping[str, Any], path: Path) -> Any:
@@ -159,7 +157,7 @@ def check_model(folder: Path, library: str, name: str) -> Fitted | None:
     kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is AutoencoderKL:
         model, checkpoint, _ = open_vae(folder)
-        return Fitted.of(model, checkpoint)
+        return Fitted(checkpoint, model)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         config = read_json(folder / "config.json")
         check_numbers(config, folder / "config.json")
@@ -236,7 +234,7 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     what = f"got {file}, which describes no {kind.__name__}"
     with naming(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
-    fitted = Fitted.of(model, checkpoint)
+    fitted = Fitted(checkpoint, model)
     for name, shape in fitted.state.items():
         if name not in checkpoint.shapes:
             if name not in fitted.parameters:

@@ -260,12 +260,9 @@ def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
 
 def _check_finite(checkpoint: Checkpoint, keys: KeyMap, extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
-    bad = set[str]()
-    for dtype in {low.dtype for low, _ in extremes.values()}:
-        some = [name for name, (low, _) in extremes.items() if low.dtype == dtype]
-        finite = torch.stack([x for name in some for x in extremes[name]]).isfinite().view(-1, 2).all(dim=1).tolist()
-        bad |= {name for name, right in zip(some, finite, strict=True) if not right}
-    name = next((name for name in extremes if name in bad), None)
+    values = torch.stack([x for pair in extremes.values() for x in pair]) if extremes else torch.empty(0)
+    finite = values.isfinite().view(-1, 2).all(dim=1).tolist()  # in the widest of their dtypes
+    name = next((name for name, right in zip(extremes, finite, strict=True) if not right), None)
     if name is not None:
         what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(extremes[name][0].dtype)
         expected = f"finite weights in {dtype.removeprefix('torch.')}; copy the file again, or name another"

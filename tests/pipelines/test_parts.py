@@ -103,7 +103,7 @@ def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
     assert reason(kind, tmp_path) == "evil.py lies beside it"
     (tmp_path / "evil.py").unlink()
     save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, file)
-    assert why_not(kind, tmp_path, Fitted.of(vae, open_checkpoint(file))) == "a is of type float8_e4m3fn"
+    assert why_not(kind, tmp_path, Fitted(open_checkpoint(file), vae)) == "a is of type float8_e4m3fn"
     file.unlink()
     vae.save_pretrained(tmp_path, safe_serialization=False)
     assert "diffusion_pytorch_model.bin, expected" in str(reason(kind, tmp_path))

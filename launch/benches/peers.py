@@ -50,14 +50,15 @@ def peers(case: Case) -> Iterator[Row]:
 
 
 def cache_dit(case: Case) -> Iterator[Row]:
-    """Yield cache-dit's Ulysses (without caching) with compiled blocks in a CUDA graph, where the package is installed.
+    """Yield cache-dit's Ulysses (without caching) with compiled blocks, without a CUDA graph and in one.
 
-    It may come anywhere among the rows: what cache-dit replaces in diffusers is restored when its row ends.
+    No graph can hold a forward that copies from the host, as Chroma's. The rows exist where the package is installed,
+    and may come anywhere among others: what cache-dit replaces in diffusers is restored when a row ends.
     """
-    if case.mesh.device.type == "cuda" and case.mesh.world.size > 1:
-        about = {"engine": "cache-dit Ulysses", "launch": LAUNCHES[-1]}
-        name = f"cache-dit Ulysses, {LAUNCHES[-1]}"
-        yield Row("peer", name, partial(with_cache_dit, case, LAUNCHES[-1]), case.ceiling("ulysses"), about)
+    for launch in LAUNCHES[2:] if case.mesh.device.type == "cuda" and case.mesh.world.size > 1 else ():
+        about = {"engine": "cache-dit Ulysses", "launch": launch}
+        ready = partial(with_cache_dit, case, launch)
+        yield Row("peer", f"cache-dit Ulysses, {launch}", ready, case.ceiling("ulysses"), about)
 
 
 @contextmanager

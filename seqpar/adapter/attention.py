@@ -26,7 +26,7 @@ from seqpar.types.protocols import Given, Prepare, Stream
 IDENTITY = Prepare()
 ADDS = (
     "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
-    "block; pass a mask of bool to leave padding out"
+    "block, because {why}; pass a mask of bool to leave padding out"
 )
 
 Joined = tuple[tuple[str, ...], JointShard]
@@ -126,7 +126,7 @@ class SplitAttention:
         beside: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over all ranks with a mask of numbers: queries whose own number is 0 attend without it."""
-        self.ranks.say(ADDS)
+        self.ranks.say(ADDS.format(why=self._why_adds()))
         projected = [given(stream) for stream in streams]
         plain = [out.clone() for out in self.ranks.attend(tokens, like, False)(projected)]
         outs = self.ranks.attend(tokens, like, True)(projected, bias, beside=beside)
@@ -134,13 +134,20 @@ class SplitAttention:
         each = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
         return tuple(torch.where(*parts) for parts in zip(each, outs, plain, strict=True))
 
+    def _why_adds(self) -> str:
+        if self.ranks.plan.exact:
+            return "exact mode merges no results"
+        merges = f"{self.ranks.plan.strategy.name} merges the results of ranks"
+        return "its zeros are not the padding at the end of all texts alike" if self.ranks.moves_only else merges
+
     def _streams(self, forward: Forward) -> tuple[str, ...]:
         """Return the plan's streams, without those that this call lacks and may lack."""
         return tuple(name for name in self.joint.streams if name in forward.lengths or name not in self.joint.absent)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
         shards = tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams)
-        return JointShard(shards, self.ranks.plan.exact)
+        padding = forward.padding if self.joint.masked and len(streams) > 1 else 0
+        return JointShard(shards, self.ranks.plan.exact, padding)
 
     def _named(self, forward: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
@@ -211,6 +218,8 @@ class SplitAttention:
         self, forward: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
         """Return the key mask in the order of the keys; it is converted once for all blocks."""
+        if tokens.padding:
+            return None
         rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype

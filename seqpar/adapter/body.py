@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter.changes import Changes
-from seqpar.adapter.cuts import Boundary, Cuts
+from seqpar.adapter.cuts import JOINED, Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Forward, Ranks
 from seqpar.adapter.fused import HOME
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
-from seqpar.adapter.masks import FULL, keys_of
+from seqpar.adapter.masks import FULL, PADDING, keys_of
 from seqpar.adapter.rows import as_dtype
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -55,7 +55,7 @@ class Body:
 
         arguments: those of the transformer's own forward by their names, without `return_dict`; tensors are complete
         and on the mesh's device, and all values are equal on all ranks of the sequence axis. An argument that is left
-        out has its default; one more may be `seqpar.adapter.masks.FULL`. The outputs are those of
+        out has its default; there may be `FULL` and `PADDING` of `seqpar.adapter.masks`, too. The outputs are those of
         `forward(..., return_dict=False)`; the next call may overwrite them. The first call of a kind builds exchanges;
         a later call with tensors of the same shapes and dtypes, the same other values and the same `state()` can be
         captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that cannot be computed.
@@ -138,9 +138,12 @@ class Body:
         """Note the key masks of a call, and return its arguments as the forward takes them."""
         given = dict(arguments)
         full = given.pop(FULL, ())
+        if padding := given.pop(PADDING, 0):
+            now.padding = padding if self.ranks.moves_only and not self.ranks.plan.exact else 0  # merging rounds
         for name, stream in self._cuts.masks.items():
             if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
-                now.masks[stream] = keys_of(mask, stream)
+                if not (now.padding and stream == JOINED):
+                    now.masks[stream] = keys_of(mask, stream)
                 given[name] = mask if name in self._cuts.kept else None
         if set(self._cuts.padding) - set(full):
             now.masks |= self._cuts.key_masks(arguments)

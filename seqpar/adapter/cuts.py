@@ -133,6 +133,8 @@ class Cuts:
     masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
     `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
     tokens whose numbers are both 1.
+    weighed: such a mask -> the text of the first stream that attention joins, (B, tokens, ...): padding at its end, as
+    long in all rows, is told from tokens by its length, so that attention needs no mask.
     padding: argument of the transformer -> the text that it masks, of which padding is left out. The mask is (B,
     tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
@@ -148,6 +150,7 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    weighed: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, Padding] = field(default_factory=dict)
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
     forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason

@@ -20,6 +20,7 @@ from torch import Tensor
 import seqpar.local
 from seqpar.adapter.cuts import JOINED, CutJoined, CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
+from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, choose_local, load_local
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import JointShard, Shard
@@ -32,6 +33,7 @@ T = TypeVar("T")
 class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
+    padding: how many tokens at the end of the text are padding that attention weighs (`JointShard.padding`).
     converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
     next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
     `hand_over` of `seqpar.types.fused.BlockCall`), each with the object that it was made of. What was handed over also
@@ -40,6 +42,7 @@ class Forward:
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
+    padding: int = 0
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)
@@ -70,6 +73,11 @@ class Ranks:
     def axis(self) -> Axis:
         """Return the sequence axis."""
         return self.mesh.sequence
+
+    @property
+    def moves_only(self) -> bool:
+        """Return whether the planned strategy only moves data, so that it can hold keys in another order."""
+        return facts_of(self.plan.strategy.name).moves_only
 
     def begin(self) -> Forward:
         """Start a forward, after the exchanges that an error in the last one left unfinished were ended."""

@@ -21,6 +21,7 @@ from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
+PADDING = "padding"  # another one: how many tokens at the end of a text are padding, which attention weighs
 BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
 ODD = 2  # a mask of a text that is not cut has other numbers than 0 and 1
 MOST = 1 << BITS - 2  # tokens of a text that may be cut
@@ -38,6 +39,7 @@ class FullMasks:
 
     def __init__(self, cuts: Cuts, ranks: int, exact: bool = False) -> None:
         self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
+        self._weighed = cuts.weighed
         self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
         self._passed, self._bools, self._ranks = cuts.passed, cuts.bools, max(ranks, RANKS) if exact else ranks
         # mask, or rows of `Padding.rows` -> its count of writes when it was read, what was read of it
@@ -65,17 +67,19 @@ class FullMasks:
     def dropped(self, form: Form, number: int) -> Form:
         """Return the arguments of a call with None for full masks, or with `FULL` for those that the forward needs.
 
-        number: what `among` returned on rank 0.
+        `PADDING` is beside a mask by which attention weighs it. number: what `among` returned on rank 0.
         """
         for name, code in self._codes(number):
             if name not in self._padding and code & ODD:
                 raise ValueError(f"got {name} with numbers other than 0 and 1, expected these, or bool")
         names = [name for name, code in self._codes(number) if code & 1]
-        if not names:
-            return form
         needed = tuple(name for name in names if name in self._kept)
-        whole = form.whole | {name: None for name in names if name not in needed}
-        return form_of(whole | {FULL: needed} if needed else whole)
+        changed: dict[str, Any] = {name: None for name in names if name not in needed}
+        if needed:
+            changed[FULL] = needed
+        if padding := sum(code >> 2 for name, code in self._codes(number) if name in self._weighed):
+            changed[PADDING] = padding
+        return form_of(form.whole | changed) if changed else form
 
     def _codes(self, number: int) -> list[tuple[str, int]]:
         """Return each mask's name and its code in a number; see `among`."""
@@ -86,6 +90,9 @@ class FullMasks:
         if (mask := tensors.get(name)) is None:
             return 0
         code, padding = self._known_code(name, mask), self._padding.get(name)
+        if name in self._weighed and (end := code >> BITS):
+            text = tensors.get(self._weighed[name])
+            return code - (end << BITS) if text is not None and end == text.shape[1] else 0
         if not code or padding is None or not padding.rows:
             return code
         if (rows := tensors.get(padding.rows)) is not None and mask.shape[1] <= self._equal_rows(rows):
@@ -102,7 +109,7 @@ class FullMasks:
         return self._read(rows, read)
 
     def _known_code(self, name: str, mask: Tensor) -> int:
-        return self._read(mask, lambda: self._code(name, mask))
+        return self._read(mask, lambda: self._code(name, mask) or (name in self._weighed and _one_run(mask)))
 
     def _read(self, tensor: Tensor, read: Callable[[], int]) -> int:
         """Return what `read` returned when it was last called, after the last write to a tensor; 0 without a count."""
@@ -147,6 +154,20 @@ def _needed_and_count(mask: Tensor, at_end: bool) -> tuple[int, int]:
     needed = (valid * places).amax() if at_end else valid.sum(dim=1).amax()
     tokens, count = torch.stack((needed, valid.sum())).tolist()
     return tokens, count
+
+
+def _one_run(mask: Tensor) -> int:
+    """Return 4 times how many zeros a mask has, plus where they end << `BITS`, if they are one run alike in all rows.
+
+    mask: (B, L) floating ones and zeros; others return 0, because bools leave padding out, so that it has no weight.
+    """
+    if not mask.is_floating_point() or mask.dim() > 2:
+        return 0
+    zeros = (mask[0] == 0).byte()
+    first, count = torch.stack([zeros.argmax(), zeros.sum()]).tolist()
+    here = torch.arange(mask.shape[1], device=mask.device)
+    alike = bool(((mask == 0) == ((here >= first) & (here < first + count))).all())
+    return (first + count << BITS) + (count << 2) if alike and count < MOST else 0
 
 
 def _shortened(whole: Mapping[str, Any], name: str, padding: Padding, tokens: int) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def _chroma() -> Cuts:
     flux = _flux()
     zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
     joint = {path: replace(joint, masked=True) for path, joint in flux.attention.items()}
-    return Cuts({**flux.places, **zeros}, joint, masks={"attention_mask": JOINED})
+    mask = "attention_mask"
+    return Cuts({**flux.places, **zeros}, joint, {mask: JOINED}, weighed={mask: "encoder_hidden_states"})
 
 
 def _flux2() -> Cuts:

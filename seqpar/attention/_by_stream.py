@@ -11,13 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.attention._by_padding import ByPadding
 from seqpar.kernels.push import Destinations, push
 from seqpar.ranks.shard import JointShard, Tokens
 from seqpar.types.protocols import Core
 
 
-def in_key_order(local: Core, tokens: Tokens) -> Core:
-    """Return a local attention for keys that arrive rank after rank, to be held in the order that `tokens` names."""
+def in_key_order(local: Core, tokens: Tokens, rank: int) -> Core:
+    """Return a local attention for keys that arrive rank after rank, to be held in the order that `tokens` names.
+
+    rank: whose queries come, if not those of all ranks do.
+    """
+    if isinstance(tokens, JointShard) and tokens.padding:
+        return ByPadding(local, tokens, rank)
     if isinstance(tokens, JointShard) and tokens.by_stream and tokens.parts > 1 and len(tokens.streams) > 1:
         return ByStream(local, tokens)
     return local

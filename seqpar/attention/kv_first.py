@@ -47,7 +47,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
         return kv_gather.build(mesh, tokens, local, transport)
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return KVFirst(in_key_order(local, tokens), mesh.sequence, tokens.sizes, transport, alone)
+    return KVFirst(in_key_order(local, tokens, mesh.sequence.rank), mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVFirst:

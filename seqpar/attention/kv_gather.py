@@ -37,7 +37,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return KVGather(in_key_order(local, tokens), mesh.sequence, tokens.sizes, transport, alone)
+    return KVGather(in_key_order(local, tokens, mesh.sequence.rank), mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVGather:

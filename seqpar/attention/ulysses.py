@@ -40,7 +40,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return Ulysses(in_key_order(local, tokens), mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
+    core = in_key_order(local, tokens, mesh.sequence.rank)
+    return Ulysses(core, mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
 
 
 class Ulysses:

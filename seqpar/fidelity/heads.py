@@ -35,7 +35,7 @@ class Observed:
 
     def __init__(self, attend: Attend, axis: Axis, find: Callable[[str], None], tokens: Tokens | None = None) -> None:
         self._attend, self._axis, self._find, self.tokens = attend, axis, find, attend.tokens
-        self._formula: Core = by_formula if tokens is None else in_key_order(by_formula, tokens)
+        self._formula: Core = by_formula if tokens is None else in_key_order(by_formula, tokens, axis.rank)
 
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, **options: Any

@@ -50,15 +50,19 @@ class JointShard:
 
     Positions travel with their tokens, so that the order of the joined keys changes the result of attention in its
     rounding only. by_stream: whether the keys are held stream after stream, as on one rank, [t0 t1 ... i0 i1 ...];
-    otherwise they are held rank after rank, [t0 i0 t1 i1 ...], as they arrive.
+    otherwise they are held rank after rank, [t0 i0 t1 i1 ...], as they arrive. padding: how many tokens at the end of
+    the first stream are padding that attention reads at another weight (`seqpar.attention._by_padding`).
     """
 
     streams: tuple[Shard, ...]
     by_stream: bool = False
+    padding: int = 0
 
     def __post_init__(self) -> None:
         if len({stream.parts for stream in self.streams}) != 1:
             raise ValueError(f"got streams {self.streams}, expected the same number of parts in each")
+        if not 0 <= self.padding <= self.streams[0].total or self.padding == self.total:
+            raise ValueError(f"got {self.padding} tokens of padding in {self.streams}, expected fewer than tokens")
 
     @property
     def parts(self) -> int:
@@ -105,8 +109,8 @@ def check_tokens(tokens: Tokens, parts: int, *, merges: bool = False) -> None:
             f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token a rank; "
             f"use fewer ranks on the sequence or a larger image"
         )
-    if merges and parts > 1 and isinstance(tokens, JointShard) and tokens.by_stream:
+    if merges and isinstance(tokens, JointShard) and (tokens.padding or (tokens.by_stream and parts > 1)):
         raise ValueError(
-            "got keys that are held stream after stream for a strategy that merges the results of ranks, expected keys "
-            "rank after rank; use ulysses, kv_gather or kv_first"
+            "got keys that are held stream after stream, or of which padding is known, for a strategy that merges the "
+            "results of ranks, expected keys rank after rank; use ulysses, kv_gather or kv_first"
         )

@@ -57,10 +57,11 @@ def outputs(
     form: str,
     by_stream: bool,
     dtype: torch.dtype = torch.float64,
+    padding: int = 0,
 ) -> list[Tensor]:
     """Return this rank's outputs of both streams, of its second call."""
     mesh = mesh_for(strategy, world, device)
-    tokens = JointShard(tuple(Shard(count, world) for count in case.tokens), by_stream)
+    tokens = JointShard(tuple(Shard(count, world) for count in case.tokens), by_stream, padding)
     mine = [shard.slice(mesh.sequence.rank) for shard in tokens.streams]
     parts = [mine_of(as_given(whole_stream(case, index, dtype)), part) for index, part in enumerate(mine)]
     streams: list[Stream] = [as_one(parts)] if form == "joined" else [*parts]

@@ -28,6 +28,7 @@ ADDS = (
     "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
     "block, because {why}; pass a mask of bool to leave padding out"
 )
+UNLIKE = "its zeros are not the padding at the end of all texts alike"
 
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
@@ -126,19 +127,14 @@ class SplitAttention:
         beside: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over all ranks with a mask of numbers: queries whose own number is 0 attend without it."""
-        self.ranks.say(ADDS.format(why=self._why_adds()))
+        merges = f"{self.ranks.plan.strategy.name} merges the results of ranks"
+        self.ranks.say(ADDS.format(why=UNLIKE if self.ranks.moves_only else merges))
         projected = [given(stream) for stream in streams]
         plain = [out.clone() for out in self.ranks.attend(tokens, like, False)(projected)]
         outs = self.ranks.attend(tokens, like, True)(projected, bias, beside=beside)
         has_one = masks.of_rank(forward.masks[JOINED] != 0, tokens, self.ranks.axis.rank)
         each = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
         return tuple(torch.where(*parts) for parts in zip(each, outs, plain, strict=True))
-
-    def _why_adds(self) -> str:
-        if self.ranks.plan.exact:
-            return "exact mode merges no results"
-        merges = f"{self.ranks.plan.strategy.name} merges the results of ranks"
-        return "its zeros are not the padding at the end of all texts alike" if self.ranks.moves_only else merges
 
     def _streams(self, forward: Forward) -> tuple[str, ...]:
         """Return the plan's streams, without those that this call lacks and may lack."""

@@ -139,7 +139,7 @@ class Body:
         given = dict(arguments)
         full = given.pop(FULL, ())
         if padding := given.pop(PADDING, 0):
-            now.padding = padding if self.ranks.moves_only and not self.ranks.plan.exact else 0  # merging rounds
+            now.padding = padding if self.ranks.moves_only else 0
         for name, stream in self._cuts.masks.items():
             if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
                 if not (now.padding and stream == JOINED):

@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqpar
 from seqpar.adapter.attention import UNLIKE
 from seqpar.adapter.call import Call
 from seqpar.adapter.table import cuts_of
+from seqpar.attention._by_padding import ByPadding
+from seqpar.fidelity.verify import VerificationError
 from tests.adapter.test_body import TOLERANCE, VISIBLE, body_of, error
+from tests.blocks.test_blocks import cast
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import InDouble
@@ -119,3 +123,25 @@ def test_a_mask_that_was_written_or_belongs_to_another_text_is_read_again() -> N
         assert error(outputs, MODELS["chroma"].whole(None, now, device)) < TOLERANCE
         assert body.ranks.last.padding == padding
     call.release()
+
+
+def verified(rank: int, world: int, device: torch.device, fault: bool) -> str:
+    """Return what verifying a call in fp32 finds."""
+    module = MODELS["chroma"].build().float().to(device)
+    given = cast(arguments("alike", device), torch.float64, torch.float32)
+    seqpar.parallelize(module, mesh_for("ulysses", world, device), strategy="ulysses")
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(ByPadding, "_added_to", lambda core, q: torch.zeros((), device=q.device))
+        try:
+            return str(seqpar.verify(module, **given).finding)
+        except VerificationError as error:
+            return str(error)
+        finally:
+            seqpar.release(module)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_verifying_compares_attention_that_weighs_padding(ranks: Pool, fault: bool) -> None:
+    for finding in ranks.run(2, verified, fault):
+        assert ("transformer_blocks.0, output" in finding) if fault else (finding == "None")

@@ -121,6 +121,14 @@ FAULTS = (
         "other bits on another number of ranks",
     ),
     Fault(
+        "padding has the weight of tokens",
+        "seqpar/attention/_by_padding.py",
+        "lse = lse + self._added_to(q_BLHD)",
+        "lse = lse.clone()",
+        "tests/adapter/test_weighed.py::test_padding_is_weighed_or_masked_as_torch_adds_a_mask[1-kv_gather-True]",
+        "another picture than diffusers'",
+    ),
+    Fault(
         "a fused block takes what was left for a skipped one",
         "seqpar/adapter/fused.py",
         "left[2].index + 1 != self.index",

@@ -28,7 +28,7 @@ ADDS = (
     "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
     "block, because {why}; pass a mask of bool to leave padding out"
 )
-UNLIKE = "its zeros are not the padding at the end of all texts alike"
+UNLIKE = "its zeros are not known to be the padding at the end of all texts alike"
 
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
@@ -220,7 +220,12 @@ class SplitAttention:
         if self.joint.masked:
             key = tuple(streams), dtype
             if key not in forward.converted:
-                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype)
+                bias = masks.from_streams(forward.masks, streams, tokens, dtype)
+                if bias is not None and len(bias) not in (1, rows):
+                    raise ValueError(
+                        f"got masks of {len(bias)} rows for {rows}, expected a row for each, or one for all"
+                    )
+                forward.converted[key] = None, bias
             return forward.converted[key][1]
         if mask is None:
             return None

@@ -138,8 +138,7 @@ class Body:
         """Note the key masks of a call, and return its arguments as the forward takes them."""
         given = dict(arguments)
         full = given.pop(FULL, ())
-        if padding := given.pop(PADDING, 0):
-            now.padding = padding if self.ranks.moves_only else 0
+        now.padding = given.pop(PADDING, 0) if self._cuts.weighed else 0
         for name, stream in self._cuts.masks.items():
             if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
                 if not (now.padding and stream == JOINED):

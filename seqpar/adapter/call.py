@@ -68,7 +68,9 @@ class Call:
         self._generation = 0
         self._branches = Branches(mesh, self._computed, self._compare_alone, self._say, exact)
         self._said: set[str] = set()
-        self._masks, self._full = FullMasks(cuts or Cuts({}, {}), mesh.sequence.size, exact), 0
+        cuts = cuts or Cuts({}, {})
+        weighs = bool(cuts.weighed) and body.ranks.moves_only
+        self._masks, self._full = FullMasks(cuts, mesh.sequence.size, exact, weighs), 0
         self._narrow: torch.dtype | None = None
         self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.engine.boundary`
 

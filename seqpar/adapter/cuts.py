@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
@@ -133,8 +134,8 @@ class Cuts:
     masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
     `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
     tokens whose numbers are both 1.
-    weighed: such a mask -> the text of the first stream that attention joins, (B, tokens, ...): padding at its end, as
-    long in all rows, is told from tokens by its length, so that attention needs no mask.
+    weighed: such a mask -> the arguments (B, tokens, ...) of the streams that attention joins, in order. Padding at the
+    end of the first one, as long in all rows, is told from tokens by its length, so that attention needs no mask.
     padding: argument of the transformer -> the text that it masks, of which padding is left out. The mask is (B,
     tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
@@ -150,7 +151,7 @@ class Cuts:
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    weighed: Mapping[str, str] = field(default_factory=dict)
+    weighed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     padding: Mapping[str, Padding] = field(default_factory=dict)
     key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
     forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
@@ -215,7 +216,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     for path, name in [
         *((path, None) for path in cuts.places),
         *named,
-        *(("", name) for name in (*cuts.masks, *cuts.padding)),
+        *(("", name) for name in (*cuts.masks, *cuts.padding, *chain(*cuts.weighed.values()))),
     ]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):
@@ -223,6 +224,12 @@ def check(module: nn.Module, cuts: Cuts) -> None:
                     f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
                     f"of {type(one).__name__}: {', '.join(parameters(one))}"
                 )
+    for name in cuts.weighed:
+        if len(cuts.weighed) > 1 or cuts.masks.get(name) != JOINED or name in cuts.padding:
+            raise ValueError(
+                f"got cuts that weigh padding by {', '.join(cuts.weighed)}, expected one mask of the joined tokens, of "
+                f"which no padding is left out"
+            )
 
 
 # Plans in diffusers' form --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 A transformer masks padding in one of several shapes, for all tokens in its own order of streams. Strategies take one
 row of keys for each batch row, in the order of the ranks, [t0 i0 t1 i1 ...], or in exact mode in that of the streams. A
 mask that leaves no key out is dropped (`FullMasks`): attention without one computes the same, by faster kernels. To
-that end padding is left out of texts where the cuts say that nothing reads it.
+that end padding is left out of texts where the cuts say that nothing reads it. Where attention reads it at another
+weight (`Cuts.weighed`), the number of its tokens takes the place of the mask.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
-PADDING = "padding"  # another one: how many tokens at the end of a text are padding, which attention weighs
+PADDING = "weighed_padding"  # another one: how many tokens at the end of a text are padding that attention weighs
 BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
 ODD = 2  # a mask of a text that is not cut has other numbers than 0 and 1
-MOST = 1 << BITS - 2  # tokens of a text that may be cut
+MOST = 1 << BITS - 2  # tokens of a text that may be cut, or of padding that is weighed
 RANKS = 16  # on up to so many ranks exact mode computes as much padding as on one
 
 
@@ -34,12 +35,13 @@ class FullMasks:
     All ranks do so by rank 0's decision. A mask is read once, and again after it was written in place, because reading
     it waits for the device. Where torch counts no writes, as for tensors of its inference mode, a mask stays. ranks:
     the number of those that split a text. exact: whether as many tokens must stay on any number of ranks up to
-    `RANKS`, because one key more that is masked changes the bits.
+    `RANKS`, because one key more that is masked changes the bits. weighs: whether the strategy takes padding that it is
+    to weigh, in place of a mask.
     """
 
-    def __init__(self, cuts: Cuts, ranks: int, exact: bool = False) -> None:
+    def __init__(self, cuts: Cuts, ranks: int, exact: bool = False, weighs: bool = True) -> None:
         self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
-        self._weighed = cuts.weighed
+        self._weighed = cuts.weighed if weighs else {}
         self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
         self._passed, self._bools, self._ranks = cuts.passed, cuts.bools, max(ranks, RANKS) if exact else ranks
         # mask, or rows of `Padding.rows` -> its count of writes when it was read, what was read of it
@@ -48,6 +50,7 @@ class FullMasks:
     def among(self, tensors: Mapping[str, Tensor]) -> int:
         """Return a number with `BITS` bits for each mask of the cuts: whether it leaves no key out, and what is cut.
 
+        Of a mask by which padding is weighed it is 4 times the number of tokens of padding, where no key is left out.
         tensors: the arguments of a call by their names.
         """
         codes = [self._code_among(tensors, name) for name in self._names]
@@ -67,7 +70,7 @@ class FullMasks:
     def dropped(self, form: Form, number: int) -> Form:
         """Return the arguments of a call with None for full masks, or with `FULL` for those that the forward needs.
 
-        `PADDING` is beside a mask by which attention weighs it. number: what `among` returned on rank 0.
+        `PADDING` comes beside a mask by which attention weighs padding. number: what `among` returned on rank 0.
         """
         for name, code in self._codes(number):
             if name not in self._padding and code & ODD:
@@ -77,8 +80,9 @@ class FullMasks:
         changed: dict[str, Any] = {name: None for name in names if name not in needed}
         if needed:
             changed[FULL] = needed
-        if padding := sum(code >> 2 for name, code in self._codes(number) if name in self._weighed):
-            changed[PADDING] = padding
+        for name, code in self._codes(number):
+            if name in self._weighed and code >> 2:
+                changed[PADDING] = code >> 2
         return form_of(form.whole | changed) if changed else form
 
     def _codes(self, number: int) -> list[tuple[str, int]]:
@@ -87,12 +91,12 @@ class FullMasks:
 
     def _code_among(self, tensors: Mapping[str, Tensor], name: str) -> int:
         """Return a mask's code; a text whose tokens have places of their own stays as long as it is."""
-        if (mask := tensors.get(name)) is None:
+        if (mask := tensors.get(name)) is None or mask.dim() < 2:
             return 0
         code, padding = self._known_code(name, mask), self._padding.get(name)
         if name in self._weighed and (end := code >> BITS):
-            text = tensors.get(self._weighed[name])
-            return code - (end << BITS) if text is not None and end == text.shape[1] else 0
+            streams = [tensors[each].shape[:2] for each in self._weighed[name] if each in tensors]
+            return code - (end << BITS) if _is_of(mask, streams, end) else 0
         if not code or padding is None or not padding.rows:
             return code
         if (rows := tensors.get(padding.rows)) is not None and mask.shape[1] <= self._equal_rows(rows):
@@ -156,10 +160,17 @@ def _needed_and_count(mask: Tensor, at_end: bool) -> tuple[int, int]:
     return tokens, count
 
 
+def _is_of(mask: Tensor, streams: Sequence[torch.Size], end: int) -> bool:
+    """Return whether a mask has the tokens of these streams, (rows, tokens) each, and the first one ends at `end`."""
+    tokens = [size[-1] for size in streams]
+    return mask.shape[1] == sum(tokens) and tokens[:1] == [end] and len(mask) in (1, streams[0][0])
+
+
 def _one_run(mask: Tensor) -> int:
     """Return 4 times how many zeros a mask has, plus where they end << `BITS`, if they are one run alike in all rows.
 
-    mask: (B, L) floating ones and zeros; others return 0, because bools leave padding out, so that it has no weight.
+    mask: (B, L) floating ones and zeros; others return 0, because bools leave padding out, so that it has no weight. So
+    does a single zero: not every kernel attends to one key.
     """
     if not mask.is_floating_point() or mask.dim() > 2:
         return 0
@@ -167,7 +178,7 @@ def _one_run(mask: Tensor) -> int:
     first, count = torch.stack([zeros.argmax(), zeros.sum()]).tolist()
     here = torch.arange(mask.shape[1], device=mask.device)
     alike = bool(((mask == 0) == ((here >= first) & (here < first + count))).all())
-    return (first + count << BITS) + (count << 2) if alike and count < MOST else 0
+    return (first + count << BITS) + (count << 2) if alike and 1 < count < MOST else 0
 
 
 def _shortened(whole: Mapping[str, Any], name: str, padding: Padding, tokens: int) -> dict[str, Any]:
@@ -193,8 +204,8 @@ def is_by_key(mask: Tensor | None, rows: int) -> bool:
     It is (B, L), (B, 1, L) or (B, 1, 1, L); longer dims in between must be expanded ones. Two dims that do not begin
     with the batch are queries and keys, as in torch.
     """
-    if mask is None:
-        return True
+    if mask is None or mask.dim() < 2:
+        return mask is None
     between = list(zip(mask.shape, mask.stride(), strict=True))[1:-1]
     return len(mask) in (1, rows) and all(size == 1 or stride == 0 for size, stride in between)
 

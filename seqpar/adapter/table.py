@@ -75,7 +75,9 @@ def _chroma() -> Cuts:
     zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
     joint = {path: replace(joint, masked=True) for path, joint in flux.attention.items()}
     mask = "attention_mask"
-    return Cuts({**flux.places, **zeros}, joint, {mask: JOINED}, weighed={mask: "encoder_hidden_states"})
+    return Cuts(
+        {**flux.places, **zeros}, joint, {mask: JOINED}, weighed={mask: ("encoder_hidden_states", "hidden_states")}
+    )
 
 
 def _flux2() -> Cuts:

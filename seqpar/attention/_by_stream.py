@@ -8,11 +8,10 @@ When it wins: in exact mode only. It reads and writes k and v once more, by one 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from seqpar.attention._by_padding import ByPadding
-from seqpar.kernels.push import Destinations, push
+from seqpar.attention._rooms import Rooms
 from seqpar.ranks.shard import JointShard, Tokens
 from seqpar.types.protocols import Core
 
@@ -30,33 +29,13 @@ def in_key_order(local: Core, tokens: Tokens, rank: int) -> Core:
 
 
 class ByStream:
-    """A Core whose keys and values arrive rank after rank, and are attended to stream after stream.
-
-    It owns memory for k and v of each shape, which the next call overwrites.
-    """
+    """A Core whose keys and values arrive rank after rank, and are attended to stream after stream."""
 
     def __init__(self, local: Core, tokens: JointShard) -> None:
-        self._local, self._arrivals = local, tokens.arrivals
-        self._rooms: dict[tuple[object, ...], list[tuple[Tensor, Destinations]]] = {}
+        self._local, self._rooms = local, Rooms(tokens.arrivals)
 
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
     ) -> tuple[Tensor, Tensor]:
         """See `seqpar.types.protocols.Core`; the mask is in the order of the streams."""
-        both = []
-        for x, (room, into) in zip((k_BLGD, v_BLGD), self._rooms_like(k_BLGD), strict=True):
-            push(x, into)
-            both.append(room)
-        return self._local(q_BLHD, both[0], both[1], mask_BL)
-
-    def _rooms_like(self, k_BLGD: Tensor) -> list[tuple[Tensor, Destinations]]:
-        kind = (k_BLGD.shape, k_BLGD.dtype, k_BLGD.device)
-        if kind not in self._rooms:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                rooms = [torch.empty(k_BLGD.shape, dtype=k_BLGD.dtype, device=k_BLGD.device) for _ in range(2)]
-            self._rooms[kind] = [(room, self._destinations(room)) for room in rooms]
-        return self._rooms[kind]
-
-    def _destinations(self, room_BLGD: Tensor) -> Destinations:
-        room_LBGD = room_BLGD.transpose(0, 1)
-        return Destinations([room_LBGD[place] for place in self._arrivals])
+        return self._local(q_BLHD, *self._rooms.ordered(k_BLGD, v_BLGD), mask_BL)

@@ -294,8 +294,9 @@ class StrategyFacts:
     """The properties of a strategy that planner, benches and tests use.
 
     moves_only: whether the strategy only moves data, so that its output equals that of one rank bit by bit; exact mode
-    accepts no other strategy. order: when predictions tie, the strategy with the lowest order is taken. axes: the mesh
-    axes that the strategy treats separately; a strategy without any uses ring x ulysses as one axis.
+    accepts no other strategy, and no other one weighs padding without a mask. order: when predictions tie, the strategy
+    with the lowest order is taken. axes: the mesh axes that the strategy treats separately; a strategy without any uses
+    ring x ulysses as one axis.
     layer(place, rank on the sequence axis): the operations of that rank; rank 0 has the most tokens and heads and is
     the slowest. why_not(ring, ulysses, query heads, key-value heads): the reason why the strategy cannot run with these
     sizes (for example "ring=2, expected ring=1; use ..."), or None if it can.

@@ -116,9 +116,10 @@ class Attend(Protocol):
 
     streams: this rank's tokens of each stream, always in the same order; all have the same B, H, G, D and dtype.
     mask_BL: (B, L) bool, True for the keys to attend to, or the same mask as numbers that are added to the scores
-    (`seqpar.types.masks.key_bias`, made once a run); None attends to all keys. Keys of all ranks are in rank order,
-    [t0 i0 t1 i1 ...]: the streams of rank 0, then those of rank 1 and so on; or stream after stream, if the strategy
-    was built so (`JointShard.by_stream`). `seqpar.types.masks.joined_mask` follows it.
+    (`seqpar.types.masks.key_bias`, made once a run); None attends to all keys, to padding at another weight if the
+    strategy was built so (`JointShard.padding`). Keys of all ranks are in rank order, [t0 i0 t1 i1 ...]: the streams of
+    rank 0, then those of rank 1 and so on; or stream after stream, if the strategy was built so
+    (`JointShard.by_stream`). `seqpar.types.masks.joined_mask` follows it.
 
     beside: work of the model that does not read attention's output (the MLP of a parallel block). It is called exactly
     once, after this rank has started to send and before it waits for other ranks, so that data travels meanwhile.

@@ -22,7 +22,8 @@ One table a model, newest first, made from the result lines (`.jsonl`) beside th
 `python -m tests.support.benchmarks_page --write`. Times are medians in milliseconds, in bf16 with random weights: of a
 call of the transformer for models of diffusers, of a step with guidance for DiT and Large-DiT.
 
-- *Other* is the fastest of diffusers' own engine, plain Ulysses and cache-dit in the same run.
+- *Other* is the fastest of diffusers' own engine, plain Ulysses and cache-dit in the same file of lines;
+  where its run was another one on another machine of the same kind, the page says so.
 - *x ceiling* is our time over that of a rank's products by cuBLAS and its attention alone.
 - Times of different dates or kinds of GPUs do not compare; their ratios do. An empty cell was not measured.
 - "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once a run, outside of a call.

@@ -1,4 +1,4 @@
-"""Memory for keys and values in another order than that in which they arrive, for `_by_stream.py` and `_by_padding.py`."""
+"""Memory for keys and values in another order than that in which they arrive (`_by_stream.py`, `_by_padding.py`)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from typing import Any
 
@@ -19,7 +20,7 @@ from seqpar.adapter.table import cuts_of
 from seqpar.attention._by_padding import ByPadding
 from seqpar.engine.graphs import Graphs
 from seqpar.fidelity.verify import VerificationError
-from tests.adapter.test_body import TOLERANCE, VISIBLE, body_of, error
+from tests.adapter.test_body import TOLERANCE, VISIBLE, Outputs, body_of, error
 from tests.blocks.test_blocks import cast
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat
@@ -58,6 +59,11 @@ def arguments(kind: str, device: torch.device | str, batch: int = 2) -> dict[str
     return {**tiny.arguments(device), "attention_mask": mask_of(kind, batch).to(device)}
 
 
+@cache
+def truth(kind: str, batch: int, device: str) -> Outputs:
+    return MODELS["chroma"].whole(None, arguments(kind, device, batch), device)
+
+
 def called(
     rank: int, world: int, device: torch.device, strategy: str, kinds: tuple[str, ...], fused: bool
 ) -> tuple[dict[str, tuple[float, int, bool]], str]:
@@ -72,11 +78,14 @@ def called(
     results, printed = {}, StringIO()
     for number, kind in enumerate(kinds):
         given = arguments(kind, device, 2 if kind == "unlike" else 1 + number // 3 % 3)
-        truth = MODELS["chroma"].whole(None, given, device)
         with redirect_stdout(printed):
             outputs = [flat(call(**given, return_dict=False)) for _ in range(2)][-1]
         last = body.ranks.last
-        results[kind] = error(outputs, truth), last.padding, bool(last.masks)
+        results[kind] = (
+            error(outputs, truth(kind, len(given["hidden_states"]), str(device))),
+            last.padding,
+            bool(last.masks),
+        )
     call.release()
     return results, printed.getvalue()
 

@@ -49,9 +49,13 @@ def formula(case: Case, padding: int) -> list[Tensor]:
 def every(
     rank: int, world: int, device: torch.device, strategy: str, transport: str
 ) -> dict[tuple[Case, int, str], list[Tensor]]:
-    """Return the outputs of all cases and forms that a strategy takes on so many ranks, keys by rank and by stream."""
+    """Return the outputs of all cases that a strategy takes on so many ranks, in forms that take turns.
+
+    Keys are held rank after rank or stream after stream, which makes no difference here.
+    """
     results = {}
-    for index, ((case, padding), form) in enumerate(itertools.product(PADDINGS, FORMS[:3])):
+    for index, (case, padding) in enumerate(PADDINGS, start=world):
+        form = FORMS[index % 3]
         takes = refused(strategy, world, case.heads, case.kv_heads) is None
         if takes and min(JointShard(tuple(Shard(count, world) for count in case.tokens)).sizes):
             how = (strategy, transport, case, form, index % 2 == 0)

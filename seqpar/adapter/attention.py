@@ -214,8 +214,6 @@ class SplitAttention:
         self, forward: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
         """Return the key mask in the order of the keys; it is converted once for all blocks."""
-        if tokens.padding:
-            return None
         rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter.changes import Changes
-from seqpar.adapter.cuts import JOINED, Boundary, Cuts
+from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Forward, Ranks
@@ -141,8 +141,7 @@ class Body:
         now.padding = given.pop(PADDING, 0) if self._cuts.weighed else 0
         for name, stream in self._cuts.masks.items():
             if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
-                if not (now.padding and stream == JOINED):
-                    now.masks[stream] = keys_of(mask, stream)
+                now.masks[stream] = keys_of(mask, stream)
                 given[name] = mask if name in self._cuts.kept else None
         if set(self._cuts.padding) - set(full):
             now.masks |= self._cuts.key_masks(arguments)

@@ -70,19 +70,20 @@ class FullMasks:
     def dropped(self, form: Form, number: int) -> Form:
         """Return the arguments of a call with None for full masks, or with `FULL` for those that the forward needs.
 
-        `PADDING` comes beside a mask by which attention weighs padding. number: what `among` returned on rank 0.
+        `PADDING` takes the place of a mask by which attention weighs padding. number: what `among` returned on rank 0.
         """
-        for name, code in self._codes(number):
+        codes = self._codes(number)
+        for name, code in codes:
             if name not in self._padding and code & ODD:
                 raise ValueError(f"got {name} with numbers other than 0 and 1, expected these, or bool")
-        names = [name for name, code in self._codes(number) if code & 1]
+        weighed = {name: code >> 2 for name, code in codes if name in self._weighed and code >> 2}
+        names = [name for name, code in codes if code & 1]
         needed = tuple(name for name in names if name in self._kept)
-        changed: dict[str, Any] = {name: None for name in names if name not in needed}
+        changed: dict[str, Any] = {name: None for name in (*names, *weighed) if name not in needed}
         if needed:
             changed[FULL] = needed
-        for name, code in self._codes(number):
-            if name in self._weighed and code >> 2:
-                changed[PADDING] = code >> 2
+        if weighed:
+            (changed[PADDING],) = weighed.values()
         return form_of(form.whole | changed) if changed else form
 
     def _codes(self, number: int) -> list[tuple[str, int]]:

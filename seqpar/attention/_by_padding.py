@@ -32,7 +32,7 @@ class ByPadding:
         """See `JointShard.padding`. rank: whose queries come, if not all do."""
         self._local, self._tokens, self._rank = local, tokens, rank
         self._count = tokens.total - tokens.padding
-        self._rooms = Rooms([place for place, _ in self._parts()])
+        self._rooms = Rooms([*self._places()])
         self._added: dict[tuple[object, ...], Tensor] = {}
 
     def __call__(
@@ -53,20 +53,19 @@ class ByPadding:
         kind = (tokens, dtype, q_BLHD.device)
         if kind not in self._added:
             with torch.inference_mode(False):  # it outlives the caller's mode
-                sizes, are_tokens = zip(*((part.stop - part.start, ours) for part, ours in self._parts()), strict=True)
-                every = torch.tensor(are_tokens, dtype=dtype).repeat_interleave(torch.tensor(sizes))
+                every = torch.cat([torch.arange(place.start, place.stop) for place in self._places()]) < self._count
                 mine = every.split(self._tokens.sizes)[self._rank]
-                self._added[kind] = (every if len(every) == tokens else mine).to(q_BLHD.device)
+                self._added[kind] = (every if len(every) == tokens else mine).to(q_BLHD.device, dtype)
         return self._added[kind]
 
-    def _parts(self) -> Iterator[tuple[slice, bool]]:
-        """Yield where the keys that arrive belong, tokens before padding, and whether these are tokens."""
+    def _places(self) -> Iterator[slice]:
+        """Yield where the keys that arrive belong: tokens have the first `_count` places, padding the others."""
         text, padding = self._tokens.streams[0].total, self._tokens.padding
         words = text - padding
         for place in self._tokens.arrivals:
             if place.start >= text:
-                yield slice(place.start - padding, place.stop - padding), True
+                yield slice(place.start - padding, place.stop - padding)
             else:
                 middle, images = min(max(words, place.start), place.stop), self._count - words
-                yield slice(place.start, middle), True
-                yield slice(middle + images, place.stop + images), False
+                yield slice(place.start, middle)
+                yield slice(middle + images, place.stop + images)

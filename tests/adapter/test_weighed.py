@@ -25,7 +25,7 @@ from tests.blocks.test_blocks import cast
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import InDouble, StayDouble, in_double
-from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.meshes import EXACT, LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import refused as why_refused
 from tests.support.pool import Pool
@@ -103,7 +103,7 @@ def test_padding_is_weighed_or_masked_as_torch_adds_a_mask(ranks: Pool, world: i
 
     Kinds follow each other whose tensors have the same shapes, so that a call is not taken for one of another kind.
     """
-    merges = strategy in ("ring", "usp")
+    merges = strategy not in EXACT
     answers = ranks.run(world, called, strategy, tuple(ZEROS), fused)
     for results, _ in answers:
         for kind, (wrong, padding, masked) in results.items():
@@ -119,9 +119,9 @@ def test_padding_is_weighed_or_masked_as_torch_adds_a_mask(ranks: Pool, world: i
 def test_negative_controls_other_masks_give_other_results() -> None:
     device = torch.device("cpu")
     given = arguments("alike", device)
-    truth = MODELS["chroma"].whole(None, given, device)
+    wanted = MODELS["chroma"].whole(None, given, device)
     for mask in (None, given["attention_mask"].bool(), mask_of("two", 2)):
-        assert error(MODELS["chroma"].whole(None, {**given, "attention_mask": mask}, device), truth) > VISIBLE
+        assert error(MODELS["chroma"].whole(None, {**given, "attention_mask": mask}, device), wanted) > VISIBLE
 
 
 def one_call(world: int, device: torch.device) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ def one_call(world: int, device: torch.device) -> tuple[Any, Any]:
 def test_what_was_read_of_a_mask_counts_until_it_is_written_and_for_texts_of_its_length() -> None:
     device = torch.device("cpu")
     (call, body), given = one_call(1, device), arguments("alike", device)
-    shorter = {name: given[name][:, :6] for name in ("encoder_hidden_states",)} | {"txt_ids": given["txt_ids"][:6]}
+    shorter = {"encoder_hidden_states": given["encoder_hidden_states"][:, :6], "txt_ids": given["txt_ids"][:6]}
     longer = {"hidden_states": torch.cat([given["hidden_states"], given["hidden_states"][:, :1]], dim=1)}
     longer |= {"img_ids": torch.cat([given["img_ids"], given["img_ids"][:1]])}
     for padding, change in ((3, {}), (2, {}), (0, shorter | longer), (2, {})):

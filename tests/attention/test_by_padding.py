@@ -69,9 +69,7 @@ def on_one_rank(case: Case, padding: int, form: str) -> list[Tensor]:
         return outputs(0, 1, torch.device("cpu"), "kv_gather", "collective", case, form, False, padding=padding)
 
 
-@cache
-def right(case: Case, padding: int, form: str) -> list[Tensor]:
-    return on_one_rank(case, padding, form)
+right = cache(on_one_rank)  # without a fault
 
 
 def farthest(got: list[Tensor], truth: list[Tensor]) -> float:
@@ -91,7 +89,7 @@ def test_padding_is_weighed_with_one_ranks_bits(ranks: Pool, world: int, strateg
 
 @pytest.mark.parametrize("fault", [None, "all queries add", "no query adds"])
 def test_one_rank_is_right(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> None:
-    """Of all cases none is right with a fault."""
+    """With a fault every case is wrong."""
     added = _by_padding.ByPadding._added_to
     faults: dict[str, Callable[[_by_padding.ByPadding, Tensor], Tensor]] = {
         "all queries add": lambda core, q: torch.ones_like(added(core, q)),

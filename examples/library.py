@@ -6,7 +6,7 @@ import torch
 from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
 from seqpar import Guidance, Mesh, parallelize, release
-from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
+from seqpar.pipelines.classes import BUILTIN, Files, Pipeline
 
 mesh = Mesh.from_env()  # all processes that torchrun started, or one process without torchrun
 

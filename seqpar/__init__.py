@@ -3,7 +3,7 @@
 `load` reads a diffusers pipeline once a host and makes it run on all GPUs; `parallelize` does so with a pipeline in
 memory, until `release`; `refresh` lets it look at all changes again.
 `DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
-`seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one, `profile` tells where
+`seqpar.pipelines.classes.generate` makes pictures. `verify` compares several ranks with one, `profile` tells where
 a run's time goes.
 """
 
@@ -12,16 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from seqpar import _moved
+
 if TYPE_CHECKING:
-    from seqpar.adapter.parallelize import parallelize, refresh, release
-    from seqpar.engine.distributed import DistributedDiT
-    from seqpar.fidelity.verify import verify
-    from seqpar.pipelines._load import load
-    from seqpar.ranks.deadlines import Deadlines
-    from seqpar.ranks.mesh import Mesh
-    from seqpar.sampling.guidance import Guidance
-    from seqpar.sampling.loop import Sampler, sample
-    from seqpar.sight.profile import profile
+    from seqpar.loop.distributed import DistributedDiT
+    from seqpar.loop.loop import Sampler, sample
+    from seqpar.mesh.deadlines import Deadlines
+    from seqpar.mesh.mesh import Mesh
+    from seqpar.pipelines.load import load
+    from seqpar.profiling.profile import profile
+    from seqpar.transformer.parallelize import parallelize, refresh, release
+    from seqpar.types.guidance import Guidance
+    from seqpar.verifying.verify import verify
 
 __version__ = "0.1.0"
 
@@ -41,19 +43,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Deadlines": "seqpar.ranks.deadlines",
-    "DistributedDiT": "seqpar.engine.distributed",
-    "Guidance": "seqpar.sampling.guidance",
-    "Mesh": "seqpar.ranks.mesh",
-    "Sampler": "seqpar.sampling.loop",
-    "load": "seqpar.pipelines._load",
-    "parallelize": "seqpar.adapter.parallelize",
-    "profile": "seqpar.sight.profile",
-    "refresh": "seqpar.adapter.parallelize",
-    "release": "seqpar.adapter.parallelize",
-    "sample": "seqpar.sampling.loop",
-    "verify": "seqpar.fidelity.verify",
+    "Deadlines": "seqpar.mesh.deadlines",
+    "DistributedDiT": "seqpar.loop.distributed",
+    "Guidance": "seqpar.types.guidance",
+    "Mesh": "seqpar.mesh.mesh",
+    "Sampler": "seqpar.loop.loop",
+    "load": "seqpar.pipelines.load",
+    "parallelize": "seqpar.transformer.parallelize",
+    "profile": "seqpar.profiling.profile",
+    "refresh": "seqpar.transformer.parallelize",
+    "release": "seqpar.transformer.parallelize",
+    "sample": "seqpar.loop.loop",
+    "verify": "seqpar.verifying.verify",
 }
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

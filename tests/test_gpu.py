@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
+from seqpar.loading.random_weights import randomise
 from seqpar.local import flash, sdpa
-from seqpar.models import dit
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import Shard
-from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.loop.loop import Sampler, draw_noise
+from seqpar.loop.models import dit
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Shard
 from seqpar.types.protocols import Core, Given, Prepare
-from seqpar.weights.find import randomise
-from tests.sampling.test_sampling import scheduler
+from tests.loop.test_sampling import scheduler
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 
@@ -194,7 +194,7 @@ def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, 
 def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many labels the modulation table holds one step at a time, and the warm-up must not read past it."""
     whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
-    monkeypatch.setattr("seqpar.sampling.segment.TABLE_BYTES", 1)
+    monkeypatch.setattr("seqpar.loop.segment.TABLE_BYTES", 1)
     by_steps = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
     # the products that make the table then have another number of rows, and round differently
     assert (by_steps - whole).norm() < 1e-2 * whole.norm()

@@ -12,21 +12,22 @@ import torch
 
 import seqpar.kernels
 import seqpar.local
-import seqpar.models
+import seqpar.loop.models
 import seqpar.pipelines
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
 from seqpar.local import reference
-from seqpar.pipelines import class_labels
-from seqpar.pipelines._family import Job, family_of
-from seqpar.ranks.mesh import Mesh
-from seqpar.types.protocols import plugin, plugins
-from seqpar.weights.find import locate
+from seqpar.loop.blueprint import locate
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import classes as class_labels
+from seqpar.pipelines.find import family_of
+from seqpar.pipelines.job import Job
+from seqpar.types.plugins import plugin, plugins
 from tests.support.meshes import random
 
-PRESETS = {name: next(iter(plugin(seqpar.models, name, "model").PRESETS)) for name in plugins(seqpar.models)}
+PRESETS = {name: next(iter(plugin(seqpar.loop.models, name, "model").PRESETS)) for name in plugins(seqpar.loop.models)}
 CPU = torch.device("cpu")
 
 
@@ -68,7 +69,7 @@ def test_a_model_without_a_family_is_planned_and_not_sampled(
 @pytest.mark.parametrize("model", PRESETS)
 def test_no_model_has_two_families(model: str) -> None:
     kind = locate(PRESETS[model]).module.Model
-    families = [plugin(seqpar.pipelines, name, "family") for name in plugins(seqpar.pipelines)]
+    families = [plugin(seqpar.pipelines, name, "family") for name in ("diffusers", "classes", "unidiffuser")]
     assert sum(issubclass(kind, family.MODELS) for family in families) <= 1
 
 

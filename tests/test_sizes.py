@@ -11,10 +11,10 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler, sample
 from seqpar.attention.ulysses import Ulysses
-from seqpar.engine import keeper
-from seqpar.sampling.loop import draw_noise
-from tests.engine.test_distributed import local
-from tests.sampling.test_sampling import scheduler
+from seqpar.graphs import exchanges as keeper
+from seqpar.loop.loop import draw_noise
+from tests.graphs.test_distributed import local
+from tests.loop.test_sampling import scheduler
 from tests.support.meshes import existing, mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit

@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.structure import (
-    BEGIN,
-    END,
-    GLOSSARY,
-    LIMITS,
-    ROOMS,
-    longest,
-    registers,
-    shared_names,
-    unformatted,
-    widest,
-    written,
-)
+from tests.support.structure import GLOSSARY, LIMITS, ROOMS, longest, registers, shared_names, unformatted, widest
 from tests.support.walk import DRIVERS, KERNELS, recorded
 
 
@@ -56,9 +44,3 @@ def test_the_glossary_is_in_order() -> None:
     terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)[2:]
     assert len(terms) >= 20
     assert terms == sorted(terms, key=str.lower)
-
-
-def test_a_page_without_markers_is_refused() -> None:
-    assert written(f"a {BEGIN} b {END} c", "new") == "a new c"
-    with pytest.raises(ValueError, match="without one pair of markers"):
-        written("a", "new")

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from launch.baselines.plain_large_dit import PlainAttention, PlainLargeDiT, attend
 from launch.baselines.released import randomise
 from launch.baselines.transformers import backend_for, engine_name, shared_copy
-from seqpar.models.large_dit import Config
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Shard
+from seqpar.loop.models.large_dit import Config
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Shard
 from seqpar.types.protocols import Core
 
 KEEP, DIRECTION = 0.99, -0.01  # coefficients of a typical DDIM step

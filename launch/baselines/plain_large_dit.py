@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.models._label_dit import FREQUENCIES
-from seqpar.models.large_dit import CONDITION, Config
+from seqpar.loop.models._label_dit import FREQUENCIES
+from seqpar.loop.models.large_dit import CONDITION, Config
 
 
 class PlainAttention(nn.Module):

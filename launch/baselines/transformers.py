@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launch.baselines.graphs import graphed
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh | None:

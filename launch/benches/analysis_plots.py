@@ -25,11 +25,11 @@ from PIL.PngImagePlugin import PngInfo
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
+from seqpar.mesh.mesh import Mesh
 from seqpar.planner.analysis import parts, pipeline_parallel, tensor_parallel
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Wish, search
-from seqpar.ranks.mesh import Mesh
 from seqpar.types.facts import Layout, Work
 
 ROOT = Path(__file__).parents[2]

@@ -27,13 +27,13 @@ from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from seqpar.adapter.cuts import JOINED
-from seqpar.adapter.fused import described
-from seqpar.adapter.table import CUTS
+from seqpar.families._cuts import JOINED
+from seqpar.families._find import CUTS
+from seqpar.families._known import described
+from seqpar.loop.loop import digest
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.loop import digest
 from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
@@ -66,7 +66,7 @@ class Calls(Flags):
     peers: bool = True
     """Also time the same calls by other engines."""
     exact: bool = False
-    """Time the exact mode (seqpar/ranks/exact.py), with a digest of each result: equal digests are equal bits."""
+    """Time the exact mode (seqpar/mesh/exact.py), with a digest of each result: equal digests are equal bits."""
 
 
 @dataclass(frozen=True)

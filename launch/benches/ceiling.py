@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from launch.benches.timing import over
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Shard
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import load_local
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import Shard
 from seqpar.types.facts import AttentionCall, Blocks, ShardedLayer, Work
 from seqpar.types.masks import key_bias
 from seqpar.types.protocols import Core

@@ -3,7 +3,7 @@
 `seqpar` comes from the checkout, everything else from the folder that this file is in. So it uses nothing of `seqpar`
 but names that every version has: `seqpar.parallelize`, `seqpar.Guidance`, `seqpar.Mesh.from_env` with `device` and
 `is_main`; `Files.locate` (with `blueprint.config` and `factor`), `Pipeline.load` and `Pipeline.latents` of
-`seqpar.pipelines.class_labels` and `seqpar.pipelines.unidiffuser`; and `save` of `seqpar.pipelines._pictures`.
+`seqpar.pipelines.classes` and `seqpar.pipelines.unidiffuser`; and `save` of `seqpar.pipelines.pictures`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def step(at: Setting, model: str, tokens: str, *options: str) -> Timer:
 
     options: KEY=VALUE; strategy and transport are names, ring and cfg sizes of axes, eta is a number.
     """
-    rooms = import_module("seqpar.pipelines.class_labels")
+    rooms = import_module("seqpar.pipelines.classes")
     named = dict(option.split("=", 1) for option in options)
     files = rooms.Files.locate("dit-s/8" if at.small else model)
     side = round(int(tokens) ** 0.5) * files.blueprint.config.patch_size * files.factor
@@ -161,7 +161,7 @@ def decode(at: Setting, pixels: str) -> Timer:
 def picture(at: Setting, pixels: str, steps: str = "28") -> Timer:
     """A picture from the prompt to the PNG, by a parallelized FLUX.1 pipeline; each checkout writes its own PNG."""
     side, pipe = int(pixels), flux(at)
-    save, main = import_module("seqpar.pipelines._pictures").save, at.mesh().is_main
+    save, main = import_module("seqpar.pipelines.pictures").save, at.mesh().is_main
     at.seqpar.parallelize(pipe)  # on the layout that the planner chooses
     folder = tempfile.mkdtemp(prefix="seqpar-compare-")
 

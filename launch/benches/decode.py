@@ -23,8 +23,8 @@ from torch import Tensor
 from launch.baselines.decoders import DECODERS, Decoder, latents
 from launch.baselines.graphs import graphed
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
-from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.vae.parallel import ParallelVAE
 
 EAGER, TILING = "diffusers, eager", "diffusers, tiling"

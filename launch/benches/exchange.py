@@ -26,11 +26,12 @@ from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.timing import elapsed, rand
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
+from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
-from seqpar.ranks.mesh import Axis, Mesh, default_dtype
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
-from seqpar.types.protocols import Prepare, plugins
+from seqpar.types.plugins import plugins
+from seqpar.types.protocols import Prepare
 
 MOVES = ("ulysses in", "ulysses back", "kv gather")
 GRAPH_CALLS = 20  # exchanges in a graph, about as many as in a step, so that the launch costs each as little

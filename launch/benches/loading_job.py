@@ -19,7 +19,7 @@ import torch
 import seqpar
 from launch.baselines.folders import saved
 from seqpar.kernels import _quack
-from seqpar.ranks.mesh import Mesh, default_dtype
+from seqpar.mesh.mesh import Mesh, default_dtype
 
 
 def main(way: str, model: str, folder: Path) -> None:

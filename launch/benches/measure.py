@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from launch.baselines.graphs import graphed
 from launch.benches.timing import over, timed
 from seqpar.kernels.push import push
+from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner import rates
 from seqpar.planner.machine import here, ranks_of_a_host
 from seqpar.planner.plan import choose_local, load_local
-from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout

@@ -25,11 +25,11 @@ from launch.baselines.folders import PARTS
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from seqpar.adapter.passing import passing
-from seqpar.adapter.state import keep_fp32
-from seqpar.engine.boundary import StepBoundary
-from seqpar.pipelines._pictures import write_png
-from seqpar.ranks.mesh import Mesh, default_dtype
+from seqpar.mesh.boundary import StepBoundary
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.pictures import write_png
+from seqpar.transformer.passing import passing
+from seqpar.transformer.state import keep_fp32
 
 # the parts besides a transformer, how a prompt becomes the arguments of a call, and latents a picture
 FP32 = "fused blocks, fp32 state"  # as `seqpar sample`

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from seqpar.mesh import together as together_
+
 PLANTED = "SEQPAR_PLANTED"  # environment of the job: a `Plant` as JSON
 What = Literal["nothing", "mark", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
 Place = Literal["start", "arena", "step", "exchange", "write"]
@@ -147,7 +149,7 @@ def _plant_in_arenas(plant: Plant) -> None:
     """Let the fault happen in the rank whose memory exists, but which has not told the others so."""
     from seqpar.transports.peer import arena
 
-    told, meet = arena.together, arena._Rendezvous.meet
+    told, meet = together_.together, arena._Rendezvous.meet
 
     def together(axis: Any, value: Any, kind: Any) -> Any:
         if isinstance(value, tuple):  # where its memory is, and why that fails
@@ -164,7 +166,7 @@ def _plant_in_arenas(plant: Plant) -> None:
 
 def _plant_in_writing(plant: Plant) -> None:
     """Let the fault happen when the first bytes of the picture are written, but not all of them."""
-    from seqpar.pipelines import _pictures
+    from seqpar.pipelines import pictures as _pictures
 
     class Half(io.FileIO):
         def write(self, data: Any) -> int:

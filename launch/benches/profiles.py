@@ -27,18 +27,18 @@ from launch.baselines.released import RELEASED
 from launch.benches import calls
 from launch.benches.rows import free
 from launch.benches.steps import GUIDANCE
-from seqpar.engine.distributed import DistributedDiT
-from seqpar.pipelines.class_labels import DDIM_DEFAULT, Files
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.loop import Sampler, draw_noise
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sight.picture import check_drawable
-from seqpar.sight.profile import profile
-from seqpar.sight.record import MEASURED, steps_before, steps_needed
-from seqpar.sight.report import facts, report
-from seqpar.sight.result import Profile
+from seqpar.profiling.picture import check_drawable
+from seqpar.profiling.profile import profile
+from seqpar.profiling.record import MEASURED, steps_before, steps_needed
+from seqpar.profiling.report import facts, report
+from seqpar.profiling.result import Profile
 
 KEPT = {"profile.png": ".png", "trace.json.gz": "-trace.json.gz"}
 

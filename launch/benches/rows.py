@@ -19,7 +19,7 @@ import torch
 
 from launch.benches.split import Steps, split
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 
 GIB = 1 << 30
 # what engines, compilers and torch raise for a case that they cannot run

@@ -24,10 +24,10 @@ import torch
 
 from launch.benches.soak_parts import WAYS, calls, memory, replays
 from launch.benches.timing import append, command, environment
-from seqpar.pipelines.class_labels import Files, Pipeline
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import digest
+from seqpar.loop.loop import digest
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.classes import Files, Pipeline
+from seqpar.types.guidance import Guidance
 
 KINDS = 20  # of pictures in the first part
 MOST_SLOWER = 1.1  # the later pictures of a kind, in times of the earlier ones

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import seqpar
 from launch.baselines.released import RELEASED, Released
-from seqpar.engine.distributed import DistributedDiT
-from seqpar.pipelines.class_labels import BUILTIN, DDIM_DEFAULT, Files
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.loop import Sampler, digest, draw_noise
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import BUILTIN, DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import Sampler, digest, draw_noise
 from seqpar.transports import _folder
+from seqpar.types.guidance import Guidance
 
 WAYS = {"fused": True, "generic": False}
 ROWS, TEXT = range(8, 49, 4), (32, 77, 128, 512)  # of a picture's tokens, and a prompt's tokens

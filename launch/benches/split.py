@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqpar.ranks.mesh import Mesh
-from seqpar.sight.columns import NAMES, mean
-from seqpar.sight.profile import finished
-from seqpar.sight.record import MEASURED, StepRecorder
+from seqpar.mesh.mesh import Mesh
+from seqpar.profiling.columns import NAMES, mean
+from seqpar.profiling.profile import finished
+from seqpar.profiling.record import MEASURED, StepRecorder
 
 Steps = Callable[[int, Callable[[int], None]], object]
 """Makes a number of steps and calls a function of their index after each."""

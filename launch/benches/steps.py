@@ -28,16 +28,16 @@ from launch.baselines.plain_large_dit import PlainLargeDiT
 from launch.baselines.transformers import device_mesh
 from launch.benches.ceiling import ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from seqpar.engine.distributed import DistributedDiT
-from seqpar.models import large_dit
-from seqpar.pipelines.class_labels import DDIM_DEFAULT, Files
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.interface import SequenceModel
+from seqpar.loop.loop import Sampler, digest, draw_noise
+from seqpar.loop.models import large_dit
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import choose_local, load_local, work_of
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import Sampler, digest, draw_noise
-from seqpar.types.protocols import SequenceModel
+from seqpar.types.guidance import Guidance
 
 GUIDANCE = Guidance(4.0)
 DIGEST_STEPS = 25
@@ -65,7 +65,7 @@ class Steps(Flags):
     graph: bool = True
     """Replay our step as a CUDA graph if that is possible."""
     exact: bool = False
-    """Time the exact mode (seqpar/ranks/exact.py), in which the bits of a batch row depend on that row alone."""
+    """Time the exact mode (seqpar/mesh/exact.py), in which the bits of a batch row depend on that row alone."""
 
 
 @dataclass(frozen=True)

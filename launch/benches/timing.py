@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 
 T = TypeVar("T")
 K = TypeVar("K")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.attention._rooms import Rooms
 from seqpar.kernels.merge import merge
-from seqpar.ranks.shard import JointShard
+from seqpar.mesh.shard import JointShard
 from seqpar.types.protocols import Core, state_dtype
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.attention._by_padding import ByPadding
 from seqpar.attention._rooms import Rooms
-from seqpar.ranks.shard import JointShard, Tokens
+from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.types.protocols import Core
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.prepare import prepare, prepare_into
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import JointShard, Tokens
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout

@@ -33,8 +33,8 @@ from seqpar.attention._streams import (
 )
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Tokens, check_tokens
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 from seqpar.types.outboxes import Outboxes

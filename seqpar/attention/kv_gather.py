@@ -26,8 +26,8 @@ from seqpar.attention._streams import (
     split_out,
     write,
 )
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Tokens, check_tokens
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 from seqpar.types.protocols import Attend, Core, Stream

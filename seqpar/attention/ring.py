@@ -15,8 +15,8 @@ from torch import Tensor
 from seqpar.attention._streams import Alone, Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Tokens, check_tokens
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 from seqpar.types.protocols import Attend, Core, Given, Prepare

@@ -28,8 +28,8 @@ from seqpar.attention._streams import (
     write,
 )
 from seqpar.kernels.push import push
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Tokens, check_tokens
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 from seqpar.types.protocols import Attend, Core, Stream

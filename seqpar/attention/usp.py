@@ -9,8 +9,8 @@ from __future__ import annotations
 from seqpar.attention._streams import Alone
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import Tokens, check_tokens
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 from seqpar.types.protocols import Attend, Core

@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from seqpar.adapter.passing import passing
-from seqpar.adapter.sharing import Wished
-from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
 from seqpar.cli.job import outputs, parse_size, scales
 from seqpar.cli.profiling import profiled
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import chosen, layout, listed, measured
-from seqpar.engine.distributed import settled
-from seqpar.pipelines._encoders import at_first_call, forget_encoders
-from seqpar.pipelines._load import placed
-from seqpar.pipelines._pictures import save
-from seqpar.pipelines._videos import digest, save_video
-from seqpar.pipelines.adapted import Adapted
+from seqpar.loading.encoders import at_first_call, forget_encoders
+from seqpar.loading.transformers import transformers_of
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.load import placed
+from seqpar.pipelines.pictures import save
+from seqpar.pipelines.videos import digest, save_video
 from seqpar.planner.plan import Plan
-from seqpar.ranks.mesh import Mesh
+from seqpar.planner.settled import settled
+from seqpar.transformer.passing import passing
+from seqpar.vae.pipeline import Wished
 
 VAE: dict[str, Wished] = {
     "auto": "auto",
@@ -44,7 +44,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
         pipe = _loaded(job, ranks)
     state = _parallelize(args, pipe, plan)
     if args.verify:
-        from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
+        from seqpar.verifying.verify import EVALUATIONS, verify
 
         arguments = job.few(EVALUATIONS, ranks.device)
         verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.order.seed))

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import seqpar.attention
-from seqpar.types.protocols import plugins
+from seqpar.types.plugins import plugins
 
 HOW, NAMED = "How attention sees the whole sequence", "A named one gets all ranks."
 
@@ -80,7 +80,7 @@ class Options:
     takes strips for fewer pictures than ranks. tiled: whole pictures by diffusers' tiling, which needs the least memory
     and leaves seams."""
     exact: bool = False
-    """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/ranks/exact.py)."""
+    """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/mesh/exact.py)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
     first_deadline_s: float = 120.0

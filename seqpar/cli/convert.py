@@ -14,14 +14,15 @@ import torch
 
 from seqpar.cli.args import ConvertArgs
 from seqpar.cli.job import DTYPES
-from seqpar.pipelines._folder import check_single
-from seqpar.vae.decoder import decoder_tensors
-from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
-from seqpar.weights.export import folder_config, known_to_diffusers, tensors_of, write_folder
-from seqpar.weights.find import Blueprint, locate, resolve
-from seqpar.weights.jsons import read_json
-from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, ModelFiles, layout_of
-from seqpar.weights.single_file import as_diffusers
+from seqpar.convert.export import folder_config, known_to_diffusers, tensors_of, write_folder
+from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
+from seqpar.loading.folder import check_single
+from seqpar.loading.jsons import read_json
+from seqpar.loading.layout import CONFIG, PARTS, PIPELINE, ModelFiles, layout_of
+from seqpar.loading.names import resolve
+from seqpar.loading.single_file import as_diffusers
+from seqpar.loading.vae import decoder_tensors
+from seqpar.loop.blueprint import Blueprint, locate
 
 
 def run_convert(args: ConvertArgs) -> None:

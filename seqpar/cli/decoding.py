@@ -7,11 +7,11 @@ import os
 import torch
 
 from seqpar.cli.args import Args
-from seqpar.pipelines._family import Job
-from seqpar.pipelines.adapted import Adapted
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.job import Job
 from seqpar.planner.machine import Machine
 from seqpar.planner.search import Ranking
-from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae.spread import spread_of
 
 

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from seqpar.cli.interrupted import ends_when_interrupted
-from seqpar.ranks import mesh as meshes
-from seqpar.ranks.shared_errors import is_failure
+from seqpar.mesh import mesh as meshes
+from seqpar.mesh.errors import is_failure
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message

@@ -15,19 +15,22 @@ import seqpar.attention
 import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
-from seqpar.pipelines._family import Job, Order, family_of, planned
-from seqpar.pipelines._image_files import Picture, read
-from seqpar.pipelines._images import pictures_of_rank_0
-from seqpar.pipelines._lora import parse as parse_lora
-from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
-from seqpar.pipelines._videos import check_encoder
-from seqpar.pipelines.adapted import Adapted
+from seqpar.loading.lora import parse as parse_lora
+from seqpar.loading.names import resolve
+from seqpar.loop.blueprint import Blueprint
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.find import family_of
+from seqpar.pipelines.image_files import Picture, read
+from seqpar.pipelines.images import pictures_of_rank_0
+from seqpar.pipelines.job import Job, planned
+from seqpar.pipelines.order import Order
+from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, numbered
+from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.plan import parse_mesh
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.guidance import check_layout
 from seqpar.types.arguments import check_whole
-from seqpar.types.protocols import plugin
-from seqpar.weights.find import Blueprint, resolve
+from seqpar.types.guidance import check_layout
+from seqpar.types.plugins import plugin
 
 RANGES = {  # of flags that are numbers; most stand for an amount of work or memory
     "steps": (1, 100_000),

@@ -68,7 +68,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
 
         run_replica(args)
     elif isinstance(args, FidelityArgs):
-        from seqpar.cli.fidelity import run_fidelity
+        from seqpar.cli.verify import run_fidelity
 
         run_fidelity(args)
     else:

@@ -9,13 +9,13 @@ import torch
 from seqpar.cli import decoding
 from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
-from seqpar.pipelines._family import Job
-from seqpar.pipelines.adapted import Adapted
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.job import Job
 from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh
 
 
 def as_dry_run(args: PlanArgs) -> Args:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from seqpar.cli.args import Args, ProfileArgs
-from seqpar.pipelines._family import Job
-from seqpar.pipelines._pictures import check_writable
-from seqpar.pipelines.adapted import Adapted
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.pictures import check_writable
 from seqpar.planner.plan import Plan
-from seqpar.ranks.mesh import Mesh
 from seqpar.types.arguments import check_whole
 
 MOST_STEPS = 100  # measured: a trace of more is too long to open
@@ -21,8 +21,8 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
     """Raise ValueError for a profile that cannot be made, before any weight is read."""
     if not isinstance(args, ProfileArgs):
         return
-    from seqpar.sight.picture import check_drawable  # here and below: nothing of it is imported without a profile
-    from seqpar.sight.record import steps_before, steps_needed, too_few
+    from seqpar.profiling.picture import check_drawable
+    from seqpar.profiling.record import steps_before, steps_needed, too_few
 
     check_drawable()
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
@@ -47,9 +47,9 @@ def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[O
     if not isinstance(args, ProfileArgs):
         yield on_step
         return
-    from seqpar.sight.profile import finished
-    from seqpar.sight.record import StepRecorder
-    from seqpar.sight.report import report
+    from seqpar.profiling.profile import finished
+    from seqpar.profiling.record import StepRecorder
+    from seqpar.profiling.report import report
 
     with StepRecorder(ranks, args.profile_steps) as recorder:
 

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from tqdm import tqdm
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 
 
 class Bar:

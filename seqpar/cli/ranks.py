@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from seqpar.cli.exits import PROCESS, REPORTS, STARTER, STOPPED, Report
-from seqpar.ranks.processes import MEETING
+from seqpar.mesh.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
 from seqpar.types.arguments import check_whole
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqpar.cli.args import ReplicaArgs
 from seqpar.cli.job import DTYPES
-from seqpar.ranks.deadlines import Deadlines
+from seqpar.mesh.deadlines import Deadlines
 from seqpar.serve.ranks.loop import run
 
 

@@ -17,14 +17,14 @@ from seqpar.cli.profiling import OnStep, check_profile, profiled
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import listed, measured, parameters, summary
-from seqpar.pipelines._family import Job
-from seqpar.pipelines._pictures import grid, save, to_pil
-from seqpar.pipelines.adapted import Adapted
+from seqpar.loop.loop import digest
+from seqpar.mesh import exact
+from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.pictures import grid, save, to_pil
 from seqpar.planner.plan import Plan, make
-from seqpar.ranks import exact
-from seqpar.ranks.deadlines import Deadlines
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.loop import digest
 
 
 def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
@@ -40,7 +40,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
     plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
     ranks.together(lambda: (check_profile(args, job, ranks), decoding.check(job, ranks)))
     if isinstance(job, Adapted):
-        from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
+        from seqpar.cli.adapted import run_adapted
 
         run_adapted(args, job, plan, ranks)
         return
@@ -72,11 +72,11 @@ def _steps(args: Args, plan: Plan, ranks: Mesh, progress: OnStep) -> Iterator[On
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
-    """Choose how pictures are decoded, show what is run, and verify it if asked; see `seqpar.fidelity.verify`."""
+    """Choose how pictures are decoded, show what is run, and verify it if asked; see `seqpar.verifying.verify`."""
     pipeline.set_vae(args.vae)
     _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
     if args.verify:
-        from seqpar.fidelity.verify import verify  # imports what no other run needs
+        from seqpar.verifying.verify import verify
 
         verify(pipeline, **job.settings)
 

@@ -1,6 +1,6 @@
 """Ctrl-C during a run: all ranks end at one step boundary, also those that the signal did not reach.
 
-The step boundary is that of a server (`seqpar.engine.boundary`). A step that takes longer than the grace of
+The step boundary is that of a server (`seqpar.mesh.boundary`). A step that takes longer than the grace of
 `seqpar.cli.interrupted` is not waited for. When it wins: on several machines, where a terminal reaches its own ranks
 alone, and the others would find out by waiting for these in vain.
 """
@@ -14,8 +14,8 @@ from types import FrameType
 
 from seqpar.cli.args import Args, ProfileArgs
 from seqpar.cli.interrupted import Noted
-from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
+from seqpar.mesh.mesh import Mesh
 
 
 class Stop(Noted):

@@ -14,13 +14,13 @@ import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import _quack
-from seqpar.pipelines._family import Job
-from seqpar.pipelines.adapted import Adapted
+from seqpar.loop.loop import why_not_captured
+from seqpar.loop.steppers import Decision, decide
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.job import Job
 from seqpar.planner.plan import Plan
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.loop import why_not_captured
-from seqpar.sampling.steppers import Decision, decide
 
 
 def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar.kernels import _quack, gelu, swiglu
 from seqpar.kernels._quack import Shape, Tile
 from seqpar.kernels._triton import fused
-from seqpar.ranks import exact
+from seqpar.mesh import exact
 from seqpar.types.protocols import state_dtype
 
 CASES = (

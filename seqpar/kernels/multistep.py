@@ -9,7 +9,7 @@ and one output it moves the same bytes as DDIM: it reads x and both predictions 
 history adds one read. States with history are kept in fp64, because differences of states lose digits; the model's
 input is then a separate tensor. Guidance is computed in the dtype of the model's input, the sum in fp64. The kernel
 rounds products and sums one by one, as plain torch does, so that kernel and reference give the same bits.
-Source: the coefficients come from `seqpar.sampling.schedules`; classifier-free guidance is arXiv 2207.12598.
+Source: the coefficients come from `seqpar.loop.schedules`; classifier-free guidance is arXiv 2207.12598.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.ranks.shard import starts
+from seqpar.mesh.shard import starts
 
 CASES = (
     *({"batch": 2, "tokens": n, "heads": 8, "dim": 128} for n in (256, 4096)),  # Large-DiT 7B on 4 ranks

@@ -22,21 +22,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.models.uvit import Mode, Model
-from seqpar.pipelines import _schedulers
-from seqpar.pipelines._family import Job, Order, generated
-from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Encode, described
-from seqpar.pipelines._unidiffuser_files import Files
-from seqpar.pipelines._unidiffuser_parts import captions, image_streams, text_encoder
-from seqpar.ranks.inputs import streams_of_rank_0
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.arguments import check_pictures
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.noise import draw_steps
-from seqpar.sampling.request import Settings, set_timesteps
-from seqpar.weights.find import Blueprint, from_diffusers
+from seqpar.loading import schedulers as _schedulers
+from seqpar.loading.timesteps import set_timesteps
+from seqpar.loop.blueprint import Blueprint, from_diffusers
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.models.uvit import Mode, Model
+from seqpar.loop.noise import draw_steps
+from seqpar.loop.request import Settings
+from seqpar.mesh.inputs import streams_of_rank_0
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.job import Job, generated
+from seqpar.pipelines.order import Order
+from seqpar.pipelines.own_loop import FromTexts, drawn_in
+from seqpar.pipelines.texts import Encode, described
+from seqpar.pipelines.unidiffuser_files import Files
+from seqpar.pipelines.unidiffuser_parts import captions, image_streams, text_encoder
+from seqpar.types.guidance import Guidance
+from seqpar.types.pictures import check_pictures
 
 PIPELINES = ("UniDiffuserPipeline",)
 ASKED = "prompts"

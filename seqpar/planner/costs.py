@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import seqpar.attention
 from seqpar.transports import _folder
 from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core
-from seqpar.types.protocols import plugin, plugins
+from seqpar.types.plugins import plugin, plugins
 
 
 def facts_of(strategy: str) -> StrategyFacts:

@@ -9,9 +9,9 @@ from itertools import groupby
 
 import torch
 
+from seqpar.mesh.mesh import Mesh
 from seqpar.planner import rates
 from seqpar.planner.predict import GIB
-from seqpar.ranks.mesh import Mesh
 from seqpar.transports import _folder
 
 

@@ -18,16 +18,16 @@ import torch
 
 import seqpar.attention
 import seqpar.local
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
 from seqpar.planner.machine import Machine, here, ranks_of_a_host
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import AXES, Axis, Mesh
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.types.facts import Layout, Work
-from seqpar.types.protocols import plugin, plugins
+from seqpar.types.plugins import plugin, plugins
 
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from seqpar.mesh.shard import Shard
 from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes, reaches
 from seqpar.planner.rates import BETWEEN, Curve, Rates, rate_at, time_at
-from seqpar.ranks.shard import Shard
 from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from seqpar.mesh.mesh import fill
 from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
 from seqpar.planner.predict import GIB, Load, Prediction, predict
 from seqpar.planner.rates import Rates
-from seqpar.ranks.mesh import fill
 from seqpar.types.facts import Layout, Work
 
 TIE = 0.01  # predictions that differ by a smaller share tie; the first in the order of `allowed` is taken then

@@ -16,8 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.watch import LostRankError, Watch
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.watch import LostRankError, Watch
 from seqpar.transports import _turns
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout

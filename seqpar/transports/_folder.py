@@ -6,7 +6,7 @@ from types import ModuleType
 
 import seqpar.transports
 from seqpar.transports._contract import Facts
-from seqpar.types.protocols import plugin, plugins
+from seqpar.types.plugins import plugin, plugins
 
 
 def names() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.types.outboxes import Outboxes
 

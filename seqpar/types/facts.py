@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from seqpar.ranks.shard import JointShard, Shard
+from seqpar.mesh.shard import JointShard, Shard
 
 
 @dataclass(frozen=True)

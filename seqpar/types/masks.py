@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.ranks.shard import JointShard
+from seqpar.mesh.shard import JointShard
 
 ALIGN = 16  # elements; kernels that add a bias need row strides of this multiple or a divisor of it, in every dtype
 

@@ -14,7 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from seqpar.ranks.shard import starts
+from seqpar.mesh.shard import starts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from seqpar.engine.graphs import Capture, Captured, CudaCapture
-from seqpar.ranks.mesh import Mesh
+from seqpar.graphs.graphs import Capture, Captured, CudaCapture
+from seqpar.mesh.mesh import Mesh
 
 GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
 # Pixels that one rank decodes in a call that is captured. The host bounds strips: with AutoencoderKL on two H200s

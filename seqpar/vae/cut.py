@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
 from seqpar.vae.exchanges import Exchanges
 
 ROWS, COLUMNS = -2, -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 from seqpar.transports._contract import Gather, Halo, Transport
 from seqpar.transports.collective.point_to_point import CollectiveGather
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from seqpar.mesh.mesh import Mesh
 from seqpar.planner.predict import GIB, USABLE
-from seqpar.ranks.mesh import Mesh
 from seqpar.vae.cut import Cut
 from seqpar.vae.known import spatial_factor
 from seqpar.vae.spread import Spread

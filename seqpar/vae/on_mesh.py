@@ -15,21 +15,21 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from seqpar.engine.graphs import Capture, Graphs
-from seqpar.engine.signature import Form, form_of
+from seqpar.graphs.graphs import Capture, Graphs
+from seqpar.graphs.signature import Form, form_of
+from seqpar.mesh import exact
+from seqpar.mesh.deadlines import Calls
+from seqpar.mesh.inputs import CALL, agree, broadcast, shapes
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Shard
 from seqpar.planner.plan import load_transport
-from seqpar.ranks import exact
-from seqpar.ranks.deadlines import Calls
-from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, input_and_others, named, telling_capture
-from seqpar.vae.decoder import check_finite, in_range, scaled
 from seqpar.vae.known import spatial_factor, why_changed, why_unknown
 from seqpar.vae.layout import channels_last, wins
 from seqpar.vae.memory import CudaMeter, DecodingMemory, Meter, is_on
 from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.pixels import check_finite, in_range, scaled
 from seqpar.vae.shared import own
 from seqpar.vae.spread import Spread, spread_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.blocks import fewer_passes

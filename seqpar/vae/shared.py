@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NoReturn, TypeVar
 
-from seqpar.ranks.inputs import CALL, from_rank_0
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.inputs import CALL, from_rank_0
+from seqpar.mesh.mesh import Mesh
 
 T = TypeVar("T")
 Look = tuple[Callable[[], None], Callable[[Any], None]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import Shard
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
 
 WISHES = ("auto", "strips", "pictures", "tiled")  # how a caller may ask for pictures to be decoded
 SEAMS = "in diffusers' tiles, which leave seams"

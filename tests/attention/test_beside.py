@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from seqpar.local import reference
+from seqpar.mesh.shard import JointShard, Shard
 from seqpar.planner.costs import facts_of
-from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, comes, mesh_for, random, refused

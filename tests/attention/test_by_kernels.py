@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.models import dit, large_dit
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.models import dit, large_dit
 from seqpar.planner.costs import facts_of, layers
-from seqpar.sampling.loop import draw_noise
 from seqpar.types.facts import Layout
 from tests.attention import test_streams as streams
 from tests.conftest import DEVICE
-from tests.sampling.test_sampling import scheduler
+from tests.loop.test_sampling import scheduler
 from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random, ring_of
 from tests.support.pairs import covering
 from tests.support.pool import Pool

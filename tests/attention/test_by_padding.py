@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.attention import _by_padding
 from seqpar.kernels.prepare import prepare
-from seqpar.ranks.shard import JointShard, Shard
+from seqpar.mesh.shard import JointShard, Shard
 from tests.attention.test_by_kernels import launched
 from tests.attention.test_by_stream import ALL, FORMS, outputs
 from tests.attention.test_streams import Case, as_given, joined, whole_stream

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.ranks.shard import JointShard, Shard
+from seqpar.mesh.shard import JointShard, Shard
 from seqpar.types.masks import joined_mask
 from seqpar.types.protocols import Given, Stream
 from tests.attention.test_by_kernels import launched

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import JointShard, Shard, Tokens
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import JointShard, Shard, Tokens
 from tests.support.foreign import BLOCKS, BlockCase, StayDouble, Stream
 from tests.support.meshes import LAYOUTS, build, local_for, mesh_for
 from tests.support.pairs import covering

@@ -16,12 +16,12 @@ from seqpar.attention import _streams
 from seqpar.attention._streams import given, project
 from seqpar.attention.kv_first import KVFirst, _write_values
 from seqpar.local import reference
-from seqpar.models import large_dit
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import Shard
+from seqpar.loop.models import large_dit
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
 from seqpar.transports import collective
 from seqpar.types.protocols import Given, Prepare, Projected
-from tests.engine.test_distributed import local
+from tests.graphs.test_distributed import local
 from tests.support.meshes import TRANSPORTS, Noted, build, comes, mesh_for, random
 from tests.support.pool import Pool
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import JointShard, Shard, Tokens
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import JointShard, Shard, Tokens
 from seqpar.types.protocols import Given, Prepare
 from tests.support.meshes import (
     EXACT,

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention._streams import OneRank
-from seqpar.engine.capture import StepGraph
+from seqpar.graphs.capture import StepGraph
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import JointShard, Shard
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import JointShard, Shard
 from seqpar.types.masks import is_kept, joined_mask, key_bias
 from seqpar.types.outboxes import Outbox, Outboxes, take_turns
 from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream

@@ -142,7 +142,7 @@ def test_an_error_of_ours_in_diffusers_loop_stays_as_it_is(
 
 def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
     """Return the class of the error in which a run ends if attention returns a token less than it was given."""
-    from seqpar.adapter.attention import SplitAttention
+    from seqpar.transformer.attention import SplitAttention
 
     right = SplitAttention.of_streams
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -12,7 +12,7 @@ import torch
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.weights.find import NAMES
+from seqpar.loading.names import NAMES
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.support.pool import Pool
 

@@ -13,14 +13,14 @@ import pytest
 from seqpar.cli.args import Args
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
-from seqpar.weights import find
+from seqpar.loading import names
 from tests.cli.test_prompts import pixels, refused
 from tests.cli.test_sample import parameters
 
 
 @pytest.fixture
 def text_model(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
-    monkeypatch.setitem(find.NAMES, "builtin-text", folders("flux"))
+    monkeypatch.setitem(names.NAMES, "builtin-text", folders("flux"))
 
 
 @pytest.mark.usefixtures("no_gpu", "text_model")
@@ -65,5 +65,5 @@ def test_classes_and_a_prompt_are_refused_together(tmp_path: Path, model: str, m
 
 
 def test_names_of_built_in_models_need_no_files() -> None:
-    assert find.resolve("builtin") == find.BUILTIN
-    assert find.resolve("Builtin-Text") == find.BUILTIN.with_name("emoji-flux")
+    assert names.resolve("builtin") == names.BUILTIN
+    assert names.resolve("Builtin-Text") == names.BUILTIN.with_name("emoji-flux")

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from seqpar.cli.convert import _copy_json
 from seqpar.cli.main import command
-from seqpar.models.large_dit import Config
-from seqpar.types.keys import Source
-from seqpar.weights import export
-from seqpar.weights.export import uncombined
-from tests.models.test_large_dit import inputs, plain
+from seqpar.convert import export
+from seqpar.convert.export import uncombined
+from seqpar.loading.keys import Source
+from seqpar.loop.models.large_dit import Config
+from tests.loading.test_formats import assert_same_decoder, dit, loaded, paddle_dit, prediction, small_vae, with_table
+from tests.loop.models.test_large_dit import inputs, plain
 from tests.support.published import save_consolidated, save_pdparams, save_pipeline_index
 from tests.support.tiny import original_state_dict, with_original_arithmetic
-from tests.weights.test_formats import assert_same_decoder, dit, loaded, paddle_dit, prediction, small_vae, with_table
 
 
 def test_an_original_dit_becomes_a_folder_of_diffusers(

@@ -10,7 +10,7 @@ import tyro
 from seqpar.cli.args import Args
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
-from seqpar.weights.find import Blueprint
+from seqpar.loop.blueprint import Blueprint
 from tests.cli.processes import seqpar
 from tests.cli.test_sample import printed
 from tests.support.meshes import EXACT

@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, guarded, kind_of, line_of
 from seqpar.local import reference
-from seqpar.ranks import processes
+from seqpar.mesh import processes
 from tests.support.forks import Forked
 from tests.support.pool import server
 from tests.support.tiny import diffusers_dit

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from seqpar.cli.args import FidelityArgs
-from seqpar.cli.fidelity import RANDOM, _head, checked, run_fidelity
-from seqpar.ranks.mesh import Mesh
-from tests.fidelity.faults import Fault, ending, lost_shard, none
+from seqpar.cli.verify import RANDOM, _head, checked, run_fidelity
+from seqpar.mesh.mesh import Mesh
 from tests.support.pool import Pool
+from tests.verifying.faults import Fault, ending, lost_shard, none
 
 
 def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fault: Fault) -> tuple[str, str]:

@@ -14,10 +14,10 @@ import tyro
 from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
-from seqpar.pipelines._family import Job
+from seqpar.loop.blueprint import Blueprint
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.job import Job
 from seqpar.planner.plan import parse_mesh
-from seqpar.ranks.mesh import Mesh
-from seqpar.weights.find import Blueprint
 from tests.support.tiny import diffusers_dit, original_state_dict
 
 

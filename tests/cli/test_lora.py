@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.pipelines._lora import Lora, load, parse
-from seqpar.weights.find import Blueprint
+from seqpar.loading.lora import Lora, load, parse
+from seqpar.loop.blueprint import Blueprint
 from tests.cli.processes import seqpar
 from tests.cli.test_prompts import SAME, pixels, refused, shown
 from tests.cli.test_sample import parameters

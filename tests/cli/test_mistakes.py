@@ -16,8 +16,8 @@ import tyro
 import seqpar.local
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.types.protocols import plugins
-from seqpar.weights.find import Blueprint
+from seqpar.loop.blueprint import Blueprint
+from seqpar.types.plugins import plugins
 from tests.support.meshes import LAYOUTS
 from tests.support.pool import Pool
 

@@ -12,7 +12,7 @@ import pytest
 
 from seqpar.cli.args import ProfileArgs
 from seqpar.cli.sample import run
-from seqpar.sight import picture
+from seqpar.profiling import picture
 from tests.cli.processes import environment, seqpar
 from tests.cli.test_sample import parameters
 
@@ -69,10 +69,10 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path, flags: dict[str, obj
 @pytest.mark.whole
 def test_a_run_without_a_profile_imports_nothing_of_it() -> None:
     seen = (
-        "import sys, seqpar.cli.sample, seqpar.cli.adapted; print(any('seqpar.sight' in name for name in sys.modules))"
+        "import sys, seqpar.cli.sample, seqpar.cli.adapted; print([x for x in sys.modules if 'seqpar.profiling' in x])"
     )
     ended = subprocess.run([sys.executable, "-c", seen], env=environment(), capture_output=True, text=True, check=True)
-    assert ended.stdout == "False\n"
+    assert ended.stdout == "[]\n"
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -19,8 +19,8 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.weights.find import Blueprint
-from seqpar.weights.presets import PRESETS
+from seqpar.loading.presets import PRESETS
+from seqpar.loop.blueprint import Blueprint
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
 

@@ -20,7 +20,7 @@ import seqpar as package
 from seqpar.cli.args import Args
 from seqpar.cli.progress import Progress
 from seqpar.cli.sample import run
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from tests.cli.processes import seqpar, torchrun
 from tests.support.pool import Pool
 

@@ -13,7 +13,7 @@ import torch
 
 from seqpar.cli.args import Args
 from seqpar.cli.stopping import stoppable
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from tests.support.pool import Pool
 
 STEPS, AT = 8, 5

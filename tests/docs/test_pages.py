@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from seqpar.models import large_dit
+from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
 from tests.support import benchmarks_page, strategy_pictures

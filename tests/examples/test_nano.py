@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from examples import nano
-from seqpar.pipelines.class_labels import Files, Pipeline
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import Files, Pipeline
+from seqpar.types.guidance import Guidance
 from tests.support.pool import Pool
 
 NAMES, CLASSES, STEPS, SEED = ("cat", "rocket"), (0, 39), 2, 3

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import guarded
-from seqpar.ranks.deadlines import Deadlines
-from seqpar.ranks.letters import SMALL, VALUE, sealed
-from seqpar.ranks.mesh import Mesh, gathered
-from tests.ranks.test_letters import Bomb
+from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.mesh import Mesh, gathered
+from seqpar.mesh.messages import SMALL, VALUE, sealed
+from tests.mesh.test_letters import Bomb
 from tests.support.meshes import comes
 from tests.support.pool import PRELOADED
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from seqpar.kernels import push
 from seqpar.kernels.push import CASES, Destinations
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.shard import Shard
 from tests.conftest import DEVICE
 from tests.support.pairs import covering
 

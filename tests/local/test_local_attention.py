@@ -10,7 +10,7 @@ from seqpar.kernels.merge import merge
 from seqpar.local import flash, reference, sdpa
 from seqpar.planner.plan import choose_local
 from seqpar.types.masks import key_bias
-from seqpar.types.protocols import plugins
+from seqpar.types.plugins import plugins
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

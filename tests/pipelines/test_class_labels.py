@@ -12,9 +12,9 @@ from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
-from seqpar.pipelines._pictures import grid, to_pil
-from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline, generate
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import BUILTIN, Files, Pipeline, generate
+from seqpar.pipelines.pictures import grid, to_pil
 from seqpar.vae.on_mesh import MeshVAE
 from tests.conftest import DEVICE
 from tests.support.meshes import mesh as make_mesh

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import sample
-from seqpar.pipelines.class_labels import Files, Pipeline
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import Files, Pipeline
+from seqpar.types.guidance import Guidance
 from seqpar.vae.on_mesh import MeshVAE
 from tests.vae.test_memory import Imagined
 

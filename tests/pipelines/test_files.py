@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqpar import Guidance
-from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.steppers import decide
-from seqpar.vae.decoder import check_vae, load_vae
-from seqpar.weights import find as _find
-from seqpar.weights import hub
+from seqpar.loading import hub, names
+from seqpar.loading.vae import check_vae, load_vae
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.steppers import decide
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import BUILTIN, Files, Pipeline
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_hub_id_brings_decoder_scheduler_and_labels(monkeypatch: pytest.Monkey
 
 
 def test_a_preset_and_a_folder_that_is_none_are_told_apart(tmp_path: Path) -> None:
-    assert _find.resolve("dit-s/8") is None
+    assert names.resolve("dit-s/8") is None
     with pytest.raises(ValueError, match=r"which is not a diffusers folder \(no model_index\.json or config\.json\)"):
         Files.locate(tmp_path)
 

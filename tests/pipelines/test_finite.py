@@ -14,13 +14,13 @@ from torch import Tensor
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.pipelines import class_labels
-from seqpar.pipelines._family import Order
-from seqpar.pipelines._planned import Parts
-from seqpar.pipelines.adapted import Adapted
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
-from seqpar.vae.decoder import load_vae
+from seqpar.loading.known_parts import PipelineParts
+from seqpar.loading.vae import load_vae
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import classes as class_labels
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.order import Order
+from seqpar.types.guidance import Guidance
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool
 
@@ -79,7 +79,7 @@ def job_of(video: bool) -> Adapted:
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     order = Order("a pipeline", torch.float32, prompts=("a", "b"))
     planned: Any = None  # nothing here reads it
-    return Adapted(kind, Parts(Path(), {}, {}, None, None), order, arguments, Guidance(1.0), None, planned)
+    return Adapted(kind, PipelineParts(Path(), {}, {}, None, None), order, arguments, Guidance(1.0), None, planned)
 
 
 @pytest.mark.parametrize("video", [False, True])

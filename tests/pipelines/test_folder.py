@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from seqpar.pipelines import adapted, class_labels
-from seqpar.pipelines._family import Order
-from seqpar.pipelines._folder import check_parts
-from seqpar.pipelines._naming import naming
-from seqpar.ranks.mesh import Mesh
-from seqpar.weights.find import BUILTIN
+from seqpar.loading.errors import naming
+from seqpar.loading.folder import check_parts
+from seqpar.loading.names import BUILTIN
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import classes as class_labels
+from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.order import Order
 from tests.support import pipelines
 
 

@@ -17,15 +17,15 @@ import torch
 import transformers
 
 import seqpar
-from seqpar.pipelines._encoder_files import begin_encoder
-from seqpar.pipelines._encoders import begin_encoders, load_encoders
-from seqpar.pipelines._load import checked
-from seqpar.pipelines._parts import Weights, load_pipeline
-from seqpar.pipelines._shared_encoder import Result, SharedEncoder, outputs_of, restored
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.watch import LostRankError
-from seqpar.weights.loading import Placing
-from seqpar.weights.reading import Reader, _Requests
+from seqpar.loading.encoder_files import begin_encoder
+from seqpar.loading.encoders import begin_encoders, load_encoders
+from seqpar.loading.pipeline import Weights, load_pipeline
+from seqpar.loading.placing import Placing
+from seqpar.loading.reading import Reader, _Requests
+from seqpar.loading.shared_encoder import Result, SharedEncoder, outputs_of, restored
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.watch import LostRankError
+from seqpar.pipelines.load import checked
 from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
@@ -265,7 +265,7 @@ def test_what_cannot_be_loaded_is_one_sentence(
     pixart: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, message: str
 ) -> None:
     """And no weight is read before."""
-    monkeypatch.delattr("seqpar.pipelines._load.load_pipeline")
+    monkeypatch.delattr("seqpar.pipelines.load.load_pipeline")
     with pytest.raises(ValueError, match=message):
         seqpar.load(name if name == "dit-s/2" else pixart / name, **options)
 

@@ -11,13 +11,13 @@ import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
 from safetensors.torch import save_file
 
-from seqpar.pipelines._folder import Fitted, check_model
-from seqpar.pipelines._parts import Weights, why_not, without_weights
-from seqpar.ranks.mesh import Mesh
-from seqpar.weights import reading
-from seqpar.weights.checkpoint import open_checkpoint
-from seqpar.weights.loading import Team
-from seqpar.weights.reading import Reader
+from seqpar.loading import reading
+from seqpar.loading.checkpoint import open_checkpoint
+from seqpar.loading.folder import Fitted, check_model
+from seqpar.loading.pipeline import Weights, why_not, without_weights
+from seqpar.loading.placing import Team
+from seqpar.loading.reading import Reader
+from seqpar.mesh.mesh import Mesh
 from tests.support import pipelines
 from tests.support.diffusers_tiny import MODELS, narrow
 

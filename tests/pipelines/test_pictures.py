@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from seqpar.pipelines import _pictures
-from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, grid, save, to_pil
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import pictures as _pictures
+from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, grid, save, to_pil
 
 SHEET = Image.new("RGB", (8, 8))
 

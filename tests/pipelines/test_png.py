@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines._pictures import write_png
+from seqpar.pipelines.pictures import write_png
 
 
 def made(width: int, height: int, kind: str) -> Image.Image:

@@ -22,18 +22,18 @@ from torch import Tensor
 from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.models import uvit
+from seqpar.loading.reading import Reader
+from seqpar.loop import checks, loop
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.models import uvit
+from seqpar.loop.request import Request
+from seqpar.loop.steppers import decide
+from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
-from seqpar.pipelines._unidiffuser_files import Parts
-from seqpar.pipelines._unidiffuser_parts import load_encoders
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
+from seqpar.pipelines.unidiffuser_files import Parts
+from seqpar.pipelines.unidiffuser_parts import load_encoders
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh
-from seqpar.sampling import checks, loop
-from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.request import Request
-from seqpar.sampling.steppers import decide
-from seqpar.weights.reading import Reader
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for
 from tests.support.pool import Pool
@@ -149,7 +149,7 @@ def own_noise(rank: int, world: int, device: torch.device, folder: str, shared: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "_fresh", other)
         if not shared:
-            patch.setattr("seqpar.sampling.loop.rank_0s", lambda mesh, request: request)
+            patch.setattr("seqpar.loop.loop.rank_0s", lambda mesh, request: request)
         return ours(rank, world, device, folder, ("ulysses", 1, 1), 1, {"seed": SEED})[0]
 
 

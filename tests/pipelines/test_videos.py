@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 
-from seqpar.pipelines._videos import save_video
+from seqpar.pipelines.videos import save_video
 
 FRAMES = np.zeros((5, 24, 34, 3))  # whose sides 16 does not divide
 FRAMES[:, :, :17] = (1.0, 0.2, 0.1)

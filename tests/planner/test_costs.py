@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar.local import reference
-from seqpar.models import dit, large_dit
+from seqpar.loop.blueprint import Blueprint, locate
+from seqpar.loop.models import dit, large_dit
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Shard
 from seqpar.planner import costs
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import Shard
 from seqpar.types.facts import Blocks, Layer, Layout, Move, Work
 from seqpar.types.protocols import Given, Prepare
-from seqpar.weights.find import Blueprint, locate
 from tests.attention.test_strategies import CASES, skip_refused
 from tests.support.meshes import LAYOUTS, build, mesh_for, random, ring_of
 from tests.support.pairs import covering

@@ -12,15 +12,15 @@ from seqpar import DistributedDiT
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import wish_of
-from seqpar.models import dit
-from seqpar.pipelines._family import Job
-from seqpar.pipelines.class_labels import Files
+from seqpar.loop.models import dit
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.classes import Files
+from seqpar.pipelines.job import Job
 from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 

@@ -12,14 +12,14 @@ import torch
 
 from seqpar.attention import ulysses
 from seqpar.local import sdpa
-from seqpar.models import dit, large_dit
+from seqpar.loop.models import dit, large_dit
+from seqpar.mesh.mesh import Mesh
 from seqpar.planner import rates
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
-from seqpar.ranks.mesh import Mesh
 from seqpar.types.facts import Layout, Work
 from tests.support.pool import Pool
 

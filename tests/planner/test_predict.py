@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.blocks import flux
+from seqpar.families import flux
+from seqpar.loading.presets import PRESETS
 from seqpar.planner import costs
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish
 from seqpar.types.facts import Blocks, Layout, Work
-from seqpar.weights.presets import PRESETS
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
 # ms a step of Large-DiT-7B by the `peer` transport (kv_first when its projection was two products):

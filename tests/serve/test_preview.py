@@ -15,8 +15,8 @@ from torch import Tensor
 from seqpar.serve.messages import Answer, Failed, Made, Partial, PictureOrder
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, evenly, fitted, tokens_of
 from seqpar.serve.ranks.scheduled import watched
-from tests.adapter.test_pipelines import CASES
 from tests.support.driver import Driver, replica
+from tests.transformer.test_pipelines import CASES
 
 pytestmark = pytest.mark.slow
 

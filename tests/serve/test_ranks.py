@@ -68,7 +68,7 @@ def test_a_picture_has_the_bits_of_the_commands(driver: Driver, tmp_path: Path) 
 def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, order: PictureOrder) -> None:
     """What is loaded, and a scheduler of another name that was used for a time, stay as they were.
 
-    After which step a run ends is tested in tests/engine/test_boundary.py: here the cancel takes its time to arrive.
+    After which step a run ends is tested in tests/graphs/test_boundary.py: here the cancel takes its time to arrive.
     """
     first = picture(driver.ask(named(order, "first")))
     for at in (1, 7):

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from seqpar.loading.names import LORAS
 from seqpar.serve.messages import Failed, Made, PictureOrder
 from seqpar.serve.ranks.loop import SOCKET
-from seqpar.weights.find import LORAS
 from tests.cli.processes import seqpar
 from tests.cli.test_lora import write
 from tests.serve.test_ranks import FROG, named, picture

@@ -10,8 +10,8 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.adapter.foreign import Foreign
-from seqpar.engine.graphs import Captured
+from seqpar.graphs.graphs import Captured
+from seqpar.transformer.foreign import Foreign
 from tests.support.meshes import random
 
 

@@ -16,9 +16,9 @@ from launch.baselines.released import RELEASED
 from launch.baselines.transformers import shared_copy
 from launch.benches.calls import Calls, Case, step_of
 from launch.benches.rows import free
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.loop import digest
+from seqpar.loop.loop import digest
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh, default_dtype
 from tests.support.meshes import EXACT, TRANSPORTS
 
 MODELS = ("flux.1-dev", "qwen-image", "sd3.5-large", "wan2.1-14b")

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from seqpar.local import reference, sdpa
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Tokens
 from seqpar.planner.costs import exact_strategies, facts_of, strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import Tokens
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.types.protocols import Attend, Core

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
+from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 
 Write = Callable[[Path], object]
 ALTERED = settings(

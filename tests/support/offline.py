@@ -44,11 +44,11 @@ from seqpar.kernels import (
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
-from seqpar.models import dit, large_dit, uvit
+from seqpar.loop.models import dit, large_dit, uvit
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import JointShard, Shard, Tokens
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.shard import JointShard, Shard, Tokens
 from seqpar.transports import _folder
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Attend, Prepare

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.ranks.processes import close
+from seqpar.mesh.processes import close
 from tests.support.garbage import SELDOM
 
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test

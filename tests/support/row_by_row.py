@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.local import sdpa
-from seqpar.ranks import exact
+from seqpar.mesh import exact
 from seqpar.types.masks import is_kept
 
 aten = torch.ops.aten

@@ -14,8 +14,10 @@ from typing import Any
 import diffusers
 from diffusers.utils import logging
 
-from seqpar.sampling.schedules import FAILURES, MOST
-from seqpar.sampling.steppers import decide, why_not_driven
+from seqpar.loading.drivable import why_not_driven
+from seqpar.loading.failures import FAILURES
+from seqpar.loop.schedules import MOST
+from seqpar.loop.steppers import decide
 
 STEPS = 25
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
@@ -53,7 +55,7 @@ How each scheduler class of diffusers {diffusers.__version__} is stepped, found 
 `python -m tests.support.schedulers_page > docs/schedulers.md` makes this page again; a test compares it with what the
 installed diffusers does.
 
-- **local**: the scheduler's steps are traced to coefficients before the loop (`seqpar/sampling/schedules.py`) and run
+- **local**: the scheduler's steps are traced to coefficients before the loop (`seqpar/loop/schedules.py`) and run
   on each rank's own tokens, inside the CUDA graph. The history says how many states and model outputs a step uses, this
   step's included; the residual is the largest relative difference between a row of coefficients and the scheduler's own
   step. Noise that the scheduler draws in its steps is drawn before the loop, in the same order from the same generator.
@@ -75,7 +77,7 @@ schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also cli
 DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
 scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
 diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there; `seqpar.parallelize(pipe)`
-makes it work, and without it `seqpar.sampling.original.pass_variances(pipe)` does, which also takes a generator.
+makes it work, and without it `seqpar.loading.respacing.pass_variances(pipe)` does, which also takes a generator.
 
 | scheduler | settings | stepped | history, or reason |
 |---|---|---|---|

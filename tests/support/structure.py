@@ -1,40 +1,24 @@
-"""Counts of how the code is built, written into docs/structure.md between two markers.
-
-    python -m tests.support.structure            # print them
-    python -m tests.support.structure --write    # write them into the page
-
-`ast` reads the counts from the source, except the calls between a driver's entry and a kernel, which are recorded while
-the driver runs. `tests/test_structure.py` compares them with `LIMITS`.
-"""
+"""How the code is built, read by `ast`: `tests/test_structure.py` compares it with `LIMITS`."""
 
 from __future__ import annotations
 
-import argparse
 import ast
-import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from tests.support.pool import Pool
-from tests.support.walk import ROOT, Stack, recorded
+from tests.support.walk import ROOT
 
-PAGE = ROOT / "docs" / "structure.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
-BEGIN, END = "<!-- counts: python -m tests.support.structure --write -->", "<!-- end of counts -->"
 CODE = ("seqpar", "launch")
-# the part that a newcomer reads in order
-CORE = ("ranks", "types", "attention", "transports", "engine", "sampling", "models/dit.py")
-LIMITS = {"calls": 10, "parameters": 9, "lines of a function": 30, "kept from the formatter": 0}
+LIMITS = {"calls": 10, "parameters": 9, "lines of a function": 60, "kept from the formatter": 0}
 ROOMS = {
     "strategy": "attention",
     "transport": "transports",
     "local attention": "local",
     "kernel": "kernels",
-    "model": "models",
+    "model": "loop/models",
     "family": "pipelines",
 }
 
@@ -153,86 +137,3 @@ def unformatted() -> int:
     """Return the number of statements that are excluded from formatting."""
     mark = "# fmt:" + " skip"
     return sum(path.read_text(encoding="utf-8").count(mark) for path in files(*CODE, "tests", "examples"))
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of some files: lines, statements, and lines of docstrings."""
-
-    lines: int
-    statements: int
-    docstrings: int
-
-    @staticmethod
-    def of(paths: Iterable[Path]) -> Size:
-        """Return the size of these files."""
-        counts = Counter[str]()
-        for path in paths:
-            counts["lines"] += len(path.read_text(encoding="utf-8").splitlines())
-            for node in ast.walk(parsed(path)):
-                counts["statements"] += isinstance(node, ast.stmt)
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    first = node.body[0] if ast.get_docstring(node) is not None else None
-                    counts["docstrings"] += 0 if first is None else (first.end_lineno or 0) - first.lineno + 1
-        return Size(counts["lines"], counts["statements"], counts["docstrings"])
-
-
-def sizes() -> dict[str, Size]:
-    """Return the size of each part of the repository, and of each room."""
-    core = [path for part in CORE for path in files(f"seqpar/{part}")]
-    parts = {"seqpar/": files("seqpar"), "the core": core, "launch/": files("launch"), "tests/": files("tests")}
-    rooms = sorted(path.name for path in (ROOT / "seqpar").iterdir() if (path / "__init__.py").is_file())
-    return {name: Size.of(paths) for name, paths in parts.items()} | {
-        f"seqpar/{room}/": Size.of(files(f"seqpar/{room}")) for room in rooms
-    }
-
-
-def record() -> dict[str, Stack]:
-    """Return rank 0's longest way from each driver's entry to a kernel, on two ranks."""
-    pool = Pool("cpu")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return pool.run(2, recorded, f"{folder}/picture.png")[0]
-    finally:
-        pool.close()
-
-
-def block(ways: Mapping[str, Stack]) -> str:
-    """Return the text between the markers."""
-    rows = ["| what | count | where |", "| --- | --- | --- |"]
-    for driver, way in ways.items():
-        rows.append(
-            f"| calls from the {driver}'s entry to a kernel | {len(way) - 1} | {' > '.join(s.function for s in way)} |"
-        )
-    long, wide = longest(), widest()
-    rows += [
-        f"| lines of the longest function outside `kernels/` | {long.lines} | `{long.place}` |",
-        f"| parameters of the widest function outside `kernels/` | {wide.parameters} | `{wide.place}` |",
-        "",
-        "| part | lines | statements | docstrings |",
-        "| --- | --- | --- | --- |",
-    ]
-    rows += [f"| `{name}` | {s.lines} | {s.statements} | {s.docstrings / s.lines:.0%} |" for name, s in sizes().items()]
-    return "\n".join((BEGIN, "", *rows, "", END))
-
-
-def written(text: str, new: str) -> str:
-    """Return the page with a new block between its markers; `ValueError` unless each marker occurs once."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"got a page without one pair of markers, expected {BEGIN!r} and {END!r}")
-    return text[: text.index(BEGIN)] + new + text[text.index(END) + len(END) :]
-
-
-def main() -> None:
-    """Print the counts or write them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write them into {relative(PAGE)}")
-    arguments: Any = parser.parse_args()
-    counts = block(record())
-    if arguments.write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), counts), encoding="utf-8")
-    print(counts)
-
-
-if __name__ == "__main__":
-    main()

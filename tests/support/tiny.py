@@ -10,8 +10,8 @@ import torch
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.types.protocols import SequenceModel
-from seqpar.weights.find import from_diffusers
+from seqpar.loop.blueprint import from_diffusers
+from seqpar.loop.interface import SequenceModel
 
 CLASSES = 10
 HEADS, HEAD_DIM = 3, 8

@@ -10,12 +10,12 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import estimate
-from seqpar.adapter.body import Body
-from seqpar.adapter.table import cuts_of
+from seqpar.families._find import cuts_of
+from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh
+from seqpar.transformer import estimate
+from seqpar.transformer.body import Body
 from tests.support.double import StayDouble, StayDoubleCompiled
 from tests.support.meshes import random
 

@@ -29,8 +29,8 @@ class Step(NamedTuple):
 
 DRIVERS = {
     "loop": Step("seqpar/cli/sample.py", "run"),
-    "parallelize": Step("seqpar/adapter/call.py", "Call.__call__"),
-    "decoder": Step("seqpar/pipelines/_loaded.py", "Loaded.decode"),
+    "parallelize": Step("seqpar/transformer/call.py", "Call.__call__"),
+    "decoder": Step("seqpar/pipelines/own_loop.py", "Loaded.decode"),
 }
 Stack = tuple[Step, ...]
 

@@ -17,18 +17,18 @@ from seqpar import DistributedDiT, Guidance
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
 from seqpar.local import reference
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import Shard
-from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.request import Request
-from seqpar.sampling.run import begin
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.request import Request
+from seqpar.loop.run import begin
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport, TurnError
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import Turns
 from seqpar.transports.peer import arena
 from seqpar.types.protocols import Given, Prepare
-from tests.engine.test_distributed import local
+from tests.graphs.test_distributed import local
 from tests.support.meshes import TRANSPORTS, build, coded, counted_calls, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pairs import covering

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.prepare import prepare_into
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.shard import Shard
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.exchange import CollectiveToHeads, CollectiveToTokens
 from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation, gather

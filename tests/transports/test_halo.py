@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import halo as kernels
+from seqpar.mesh.together import together
 from seqpar.transports import _folder, peer
-from seqpar.transports.peer.arena import together
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

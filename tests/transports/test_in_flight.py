@@ -7,7 +7,7 @@ import torch
 
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.shard import Shard
 from seqpar.transports import _folder
 from seqpar.transports._layout import HeadLayout
 from seqpar.types.protocols import Prepare

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT, Guidance, Mesh, Sampler, parallelize, sample
-from seqpar.pipelines.class_labels import Files, Pipeline, generate
-from seqpar.sampling.loop import draw_noise
-from tests.sampling.test_sampling import scheduler
+from seqpar.loop.loop import draw_noise
+from seqpar.pipelines.classes import Files, Pipeline, generate
+from tests.loop.test_sampling import scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit

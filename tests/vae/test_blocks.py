@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
-from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae import blocks, norms
 from seqpar.vae.blocks import fewer_passes
 from seqpar.vae.cut import Cut, Strip

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support import vaes
 

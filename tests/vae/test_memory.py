@@ -12,8 +12,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.predict import GIB, USABLE
-from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae.memory import CudaMeter, measured, refusal
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.spread import Spread

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import seqpar
-from seqpar.ranks import exact
-from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.vae import on_mesh
 from seqpar.vae.known import why_unknown
 from seqpar.vae.on_mesh import MeshVAE

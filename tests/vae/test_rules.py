@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transports import collective
 from seqpar.vae import edges, known
 from seqpar.vae.cut import Cut, Strip

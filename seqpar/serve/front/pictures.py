@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines import _png
-from seqpar.pipelines._image_files import MOST_PIXELS, decoded, digest
+from seqpar.pipelines import png as _png
+from seqpar.pipelines.image_files import MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
 from seqpar.serve.messages import OrderPicture
 

@@ -10,23 +10,25 @@ from typing import Any
 import torch
 from PIL import Image
 
-from seqpar.pipelines import adapted
-from seqpar.pipelines._family import Job, Order, family_of
-from seqpar.pipelines._image_files import Picture
-from seqpar.pipelines._lora import Lora
-from seqpar.pipelines._planned import Parts
-from seqpar.pipelines._takes_images import class_of_pictures, needs_picture
-from seqpar.pipelines._videos import check_encoder
-from seqpar.pipelines.adapted import Adapted
+from seqpar.loading.known_parts import PipelineParts
+from seqpar.loading.lora import Lora
+from seqpar.loading.presets import Preset
+from seqpar.loop.blueprint import Blueprint
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.find import family_of
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.order import Order
+from seqpar.pipelines.takes_images import class_of_pictures, needs_picture
+from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict
 from seqpar.planner.search import Wish
-from seqpar.ranks.mesh import Mesh
 from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
 from seqpar.serve.ranks.loras import FittingLoras
 from seqpar.serve.ranks.sizes import check_step, offered
-from seqpar.weights.find import Blueprint
-from seqpar.weights.presets import Preset
 
 EXAMPLE = 256  # pixels along a side of the picture that a model is planned with which needs one
 
@@ -150,7 +152,7 @@ def _parts_of(family: Any, source: Path | Blueprint | Preset) -> Any:
 
 def _drawing(parts: Any) -> tuple[Any, bool]:
     """Return the class of diffusers that runs a model with a picture, or None, and whether it needs one."""
-    if not isinstance(parts, Parts):
+    if not isinstance(parts, PipelineParts):
         return None, False
     return class_of_pictures(parts.kind, parts.index), needs_picture(parts.kind)
 

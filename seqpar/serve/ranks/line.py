@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import suppress
 
-from seqpar.engine.boundary import Reason
+from seqpar.mesh.boundary import Reason
 from seqpar.serve.messages import Cancel, Finish, PictureOrder, ToFront, ToRanks, packed, read
 
 ALONE_S = 60.0  # for ranks to end by themselves when the front has gone

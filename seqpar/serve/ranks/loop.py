@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from seqpar.engine.boundary import CancelledError, Reason, StepBoundary
-from seqpar.pipelines._image_files import Picture
-from seqpar.pipelines._lora import Lora
-from seqpar.pipelines._videos import digest, encoded
+from seqpar.loading.lora import Lora
+from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
+from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.videos import digest, encoded
 from seqpar.planner.predict import GIB
-from seqpar.ranks.deadlines import Deadlines
-from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.serve.messages import (
     LONGEST,
     Alive,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqpar.pipelines import _lora
-from seqpar.pipelines._folder import model_of
-from seqpar.pipelines._lora import Lora
-from seqpar.pipelines.adapted import Adapted
-from seqpar.weights.presets import Preset
+from seqpar.loading.folder import model_of
+from seqpar.loading.lora import Lora
+from seqpar.loading.presets import Preset
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.transformer import lora_files
 
 SUFFIX = ".safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -47,7 +47,7 @@ def _layers(example: Any, lora: Lora) -> dict[str, int]:
     if not isinstance(example, Adapted) or isinstance(example.source, Preset):
         raise ValueError(f"got --lora {lora.path}, expected a model of a diffusers pipeline's folder for it")
     parts = example.files
-    return _lora.check_switched((lora,), example.kind, model_of(parts.index), parts.config)
+    return lora_files.check_switched((lora,), example.kind, model_of(parts.index), parts.config)
 
 
 def loras_in(folder: Path | None) -> dict[str, Lora]:

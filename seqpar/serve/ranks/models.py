@@ -10,21 +10,21 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from seqpar.adapter.passing import passing
-from seqpar.adapter.state import keep_fp32
-from seqpar.engine.distributed import settled
-from seqpar.pipelines._family import Job
-from seqpar.pipelines._image_files import Picture
-from seqpar.pipelines._load import placed
-from seqpar.pipelines._lora import switched
-from seqpar.pipelines._pictures import to_pil
-from seqpar.pipelines.adapted import Adapted
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.load import placed
+from seqpar.pipelines.pictures import to_pil
+from seqpar.planner.settled import settled
 from seqpar.serve.messages import PictureOrder, ServedModel
 from seqpar.serve.ranks.found import Found
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
 from seqpar.serve.ranks.sizes import usual_size
+from seqpar.transformer.lora_files import switched
+from seqpar.transformer.passing import passing
+from seqpar.transformer.state import keep_fp32
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]

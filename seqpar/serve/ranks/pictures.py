@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from PIL import Image
 
-from seqpar.pipelines._image_files import Picture
-from seqpar.pipelines._images import shared
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.images import shared
 from seqpar.serve.messages import PictureOrder
 
 

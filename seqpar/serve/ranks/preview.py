@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.serve.messages import Partial, PictureOrder, ServedModel
 
 Look = Callable[[int, Tensor, tuple[int, int] | None], None]

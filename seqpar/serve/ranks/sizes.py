@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from math import log2, sqrt
 
-from seqpar.pipelines.adapted import Adapted
+from seqpar.pipelines.diffusers import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load, predict
 from seqpar.serve.messages import PictureOrder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from seqpar.ranks.mesh import Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.serve.messages import PictureOrder, size_of
 from seqpar.serve.ranks.found import Found
 

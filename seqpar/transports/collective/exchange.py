@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations, push
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.point_to_point import CollectiveGather
 from seqpar.transports.collective.waiting import Waits

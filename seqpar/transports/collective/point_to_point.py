@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 from seqpar.transports.collective.waiting import Waits
 
 

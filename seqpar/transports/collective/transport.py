@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout

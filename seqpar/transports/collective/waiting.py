@@ -1,6 +1,6 @@
 """Waits for exchanges by collectives: by gloo on the host until the deadline, by NCCL on the device.
 
-What a kernel of NCCL waits for is seen by the watch alone (`seqpar.ranks.watch`), which ends it.
+What a kernel of NCCL waits for is seen by the watch alone (`seqpar.mesh.watch`), which ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 
 T = TypeVar("T")
 

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
-from seqpar.ranks.letters import WHO
-from seqpar.ranks.mesh import Axis, collected
-from seqpar.ranks.watch import LostRankError
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.messages import WHO
+from seqpar.mesh.together import together
+from seqpar.mesh.watch import LostRankError
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
@@ -91,12 +92,6 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
     return first_told(axis, _why_not_here(axis, device))
-
-
-def together(axis: Axis, value: T, kind: Any) -> list[T]:
-    """Return a small value of every rank of the axis, in order; see `collected`. No rank returns before all called."""
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return collected(axis, here, value, kind, f"axis {axis.name}, memory that its ranks share")
 
 
 def first_told(axis: Axis, reason: str | None) -> str | None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags, Late
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import starts
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import starts
 from seqpar.transports.peer.arena import Arena, Fields
 
 FLAG_BYTES = 8

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.kernels import halo
 from seqpar.kernels.flags import Flags, Late
-from seqpar.ranks.mesh import Axis
+from seqpar.mesh.mesh import Axis
 from seqpar.transports.peer.arena import ALIGN, Arena, Fields
 from seqpar.transports.peer.blocks import FLAG_BYTES
 

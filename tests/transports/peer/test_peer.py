@@ -11,17 +11,17 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.kernels import flags, prepare, push
-from seqpar.ranks.mesh import Axis
-from seqpar.ranks.shard import Shard
-from seqpar.sampling.loop import draw_noise
+from seqpar.loop.loop import draw_noise
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
+from seqpar.mesh.together import together
 from seqpar.transports import peer
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.peer.arena import together
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
-from tests.engine.test_distributed import local
-from tests.sampling.test_sampling import scheduler
+from tests.graphs.test_distributed import local
+from tests.loop.test_sampling import scheduler
 from tests.support.meshes import coded, counted_calls, mesh_for
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

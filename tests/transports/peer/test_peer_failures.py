@@ -19,16 +19,17 @@ import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.kernels import flags, prepare
+from seqpar.loop.loop import draw_noise
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Shard
+from seqpar.mesh.together import together
 from seqpar.planner.plan import Choice, choose_transport
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Shard
-from seqpar.sampling.loop import draw_noise
 from seqpar.transports import peer
 from seqpar.transports.peer import arena, transport
-from seqpar.transports.peer.arena import Arena, together
+from seqpar.transports.peer.arena import Arena
 from seqpar.types.protocols import Prepare
-from tests.engine.test_distributed import local
-from tests.sampling.test_sampling import STEPS, scheduler
+from tests.graphs.test_distributed import local
+from tests.loop.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import prepare
-from seqpar.ranks.shard import Shard
+from seqpar.mesh.shard import Shard
+from seqpar.mesh.together import together
 from seqpar.transports import peer
-from seqpar.transports.peer.arena import together
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Prepare
 from tests.support.meshes import mesh as make_mesh

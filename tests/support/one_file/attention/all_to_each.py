@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqpar.attention._by_stream import in_key_order
 from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
-from seqpar.ranks.mesh import Axis, Mesh
-from seqpar.ranks.shard import Shard, Tokens, check_tokens, starts
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 from seqpar.types.protocols import Attend, Core, Stream

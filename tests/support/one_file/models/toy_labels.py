@@ -1,4 +1,4 @@
-"""A toy class-conditional transformer whose MLP squares its positive values, as one file of `seqpar/models` would be.
+"""A toy class-conditional transformer whose MLP squares its positive values, as one file of `loop/models` would be.
 
 Only `tests/test_one_file.py` adds it to the folder. Its family is that of all models of classes.
 """
@@ -13,9 +13,10 @@ from seqpar.kernels.relu_squared import relu_squared  # pyright: ignore[reportMi
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.models._label_dit import LabelDiT
+from seqpar.loop.interface import Condition
+from seqpar.loop.models._label_dit import LabelDiT
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Attend, Condition, Prepare, Projected
+from seqpar.types.protocols import Attend, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)
 

@@ -1,4 +1,4 @@
-"""A toy text-to-image model of two-stream blocks, as one file of `seqpar/models` would be.
+"""A toy text-to-image model of two-stream blocks, as one file of `seqpar/loop/models` would be.
 
 Text and image have their own projections, norms and rotary rows, and attend to both. states: whether a stream of one
 token, which is no latent, is denoised too. fresh: whether the text comes with every step instead of once a run.
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.models import _layers
+from seqpar.loop.interface import Condition, Encoded, SequenceModel
+from seqpar.loop.models import _layers
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel
+from seqpar.types.protocols import Attend, Prepare, Projected
 
 TEXT, TOKEN = 6, 12  # widths of the text and of the token that is denoised together with the latent
 

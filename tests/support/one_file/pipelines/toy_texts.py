@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from seqpar.models.two_streams import Model  # pyright: ignore[reportMissingImports]
+from seqpar.loop.models.two_streams import Model  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from seqpar.pipelines import _schedulers
-from seqpar.pipelines._family import Job, Order
-from seqpar.pipelines._files import Files
-from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import draw_noise
-from seqpar.weights.find import Blueprint, locate
+from seqpar.loop.blueprint import Blueprint, locate
+from seqpar.loop.loop import draw_noise
+from seqpar.pipelines import timed as timed_
+from seqpar.pipelines.files import Files
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.order import Order
+from seqpar.pipelines.own_loop import FromTexts, drawn_in
+from seqpar.types.guidance import Guidance
 
 ASKED = "prompts"
 PIPELINES = ()
@@ -62,7 +63,7 @@ def check(order: Order, model: Path | Blueprint) -> Job:
     order.needs_prompts()
     files, prompts = Files(locate(model)), order.pictures
     scheduler = DDIMScheduler(clip_sample=False)
-    _schedulers.timed(scheduler, order.steps)
+    timed_.timed(scheduler, order.steps)
     return Job.of(
         Pipeline,
         files,

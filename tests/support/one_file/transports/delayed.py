@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
-from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout

@@ -1,0 +1,124 @@
+"""`seqpar fidelity`: compare every way in which these processes can compute pictures, and fail if one is too wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.cli.args import Args, FidelityArgs, Options
+from seqpar.cli.job import DTYPES, check, scales
+from seqpar.cli.plan import wish_of
+from seqpar.cli.summary import versions
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.request import Request
+from seqpar.mesh import exact
+from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.job import Job
+from seqpar.pipelines.pictures import written
+from seqpar.planner.plan import work_of
+from seqpar.verifying.ways import Row, judged, meshes, table, ways
+
+RANDOM = (
+    "WARNING: these weights are random: a wrong position changes less with them than with trained ones; run --model "
+    "builtin or a checkpoint, too"
+)
+
+
+def run_fidelity(args: FidelityArgs) -> None:
+    """The whole path from flags to the table; FloatingPointError if a way does not hold. Every rank calls it."""
+    if args.exact:
+        exact.turn_on()  # before anything touches a GPU
+    ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
+    job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
+    wish, mesh_of, counts = wish_of(_as_sample(args)), meshes(ranks), args.counts or range(1, ranks.world.size + 1)
+    listed, left_out = ways(ranks, counts, mesh_of, wish, work_of(job.blueprint.config), job.load)
+    head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
+    _say(ranks, head)
+    rows = list[Row]()
+    for dtype in dtypes:
+        model, request = _loaded(job, dtype, ranks)
+        rows += judged(ranks, model, request, listed, mesh_of, wish.local)
+    failures = [f"{row}: {row.finding}" for row in rows if row.finding is not None and not row.skipped]
+    if all(row.skipped for row in rows):
+        failures.append("nothing was compared")
+    verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
+    _say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
+    if ranks.is_main:
+        _write(args, rows)
+    if failures:
+        raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
+
+
+def checked(args: FidelityArgs, ranks: Mesh) -> Job:
+    """Return the job that the flags describe; ValueError for any flag that is wrong."""
+    world = ranks.world.size
+    if any(not 1 <= count <= world for count in args.counts):
+        raise ValueError(
+            f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
+        )
+    job = check(_as_sample(args), ranks)
+    if not isinstance(job, Job) or not hasattr(job.pipeline, "request"):
+        raise ValueError(
+            f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
+        )
+    return job
+
+
+def _as_sample(args: FidelityArgs) -> Args:
+    """Return the flags of the run that is compared."""
+    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
+
+
+def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the data types to compare; ValueError for those that exact mode has no kernels for."""
+    if args.dtype != "auto":
+        if args.exact and DTYPES[args.dtype].itemsize > 2:
+            raise ValueError(f"got --exact with --dtype {args.dtype}, expected bf16 or fp16, which have such kernels")
+        return (DTYPES[args.dtype],)
+    half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    return half if args.exact else (torch.float32, *half)
+
+
+def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
+    """Return the model in a data type on this rank alone, and the request of the run that is compared."""
+    alone = Mesh.single(ranks.device)
+    dit = ranks.together(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
+    pipeline: Any = job.pipeline(dit, job.loading["files"], None)  # without a decoder: only latents are compared
+    return dit.model, pipeline.request(**job.settings)
+
+
+def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
+    """Return the lines that say what is compared with what, and what a reader of the table must know."""
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    known = {
+        RANDOM: job.blueprint.checkpoint is None,
+        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": device == "CPU" and args.dtype == "auto",
+        "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
+    }
+    lines = [
+        f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
+        f"{type(job.scheduler).__name__}, {scales(job)}",
+        "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
+        f"compared  {compared} of {ranks.world.size} x {device}",
+    ]
+    shown = [*(note for note, holds in known.items() if holds), *notes]
+    return "\n".join([*lines, *(f"note      {note}" for note in shown)])
+
+
+def _write(args: FidelityArgs, rows: Sequence[Row]) -> None:
+    """Write flags, versions and rows as JSON, whole or not at all."""
+    facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
+    with written(args.out) as path:
+        path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+
+
+def _say(ranks: Mesh, text: str) -> None:
+    if ranks.is_main:
+        print(text, flush=True)

@@ -1,0 +1,1 @@
+"""Checkpoints in their authors' formats, read and written as folders of safetensors."""

@@ -1,0 +1,304 @@
+"""`Cuts`: where the tokens of a diffusers transformer are split over ranks and gathered again, as data.
+
+A transformer's own forward runs on every rank. Tensors that hold one row a token are cut to this rank's tokens on the
+way into or out of submodules, attention joins the ranks, and outputs are gathered. `table.py` has the cuts of known
+transformers; diffusers' form (`_cp_plan`) is accepted, too, and says less: attention and masks are inferred.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import Tensor, nn
+
+JOINED = ""
+"""In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
+
+
+@dataclass(frozen=True)
+class CutTokens:
+    """Keep this rank's tokens of a tensor.
+
+    stream: the kind of tokens (image, text). dim: the dim of the tokens. dims: the number of dims of a tensor that is
+    cut; others stay whole (a timestep is cut if there is one for each token). A tensor with one row along `dim` stays
+    whole, because it holds for all tokens. Of a tuple, list or dict, every tensor is cut. may_be_empty: whether there
+    may be fewer tokens than ranks, because the transformer's modules compute empty tensors, too, and attention joins
+    this stream with another one of which every rank has tokens.
+    """
+
+    stream: str
+    dim: int = 1
+    dims: int | None = None
+    may_be_empty: bool = False
+
+
+@dataclass(frozen=True)
+class CutJoined:
+    """Keep this rank's tokens of an input of the transformer that has a row for each token of several streams.
+
+    streams: in the order of the rows, stream after stream; each is cut before. dim: the dim of the tokens.
+    """
+
+    streams: tuple[str, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class GatherTokens:
+    """Bring the tokens of all ranks together again, along `dim`."""
+
+    stream: str
+    dim: int = 1
+
+
+Cutting = CutTokens | CutJoined | tuple[CutTokens | None, ...]
+"""One cut for all tensors of a value, or one for each element of a tuple or list (None: it stays whole)."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What is cut and gathered at one submodule.
+
+    inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
+    tensor that is no tuple has index 0. numbers: inputs that the transformer makes on the host, of one number; they are
+    made on the device, because no CUDA graph could copy them there.
+    """
+
+    inputs: Mapping[str, Cutting] = field(default_factory=dict)
+    outputs: Mapping[int, Cutting] = field(default_factory=dict)
+    gathers: Mapping[int, GatherTokens] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Attention of split tokens to the tokens of all ranks.
+
+    streams: the streams whose tokens it joins, in the order in which the module concatenates them (a mask for all keys
+    has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
+    by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
+    place of the module's own, if that cannot be split. absent: those of the streams that a call may lack.
+    whole_queries: whether the streams are the keys alone, and the queries are other tokens, which every rank holds
+    whole. skipped_by: argument of the module that makes it return its values without attention, if it is true.
+    """
+
+    streams: tuple[str, ...] = ()
+    masked: bool = False
+    processor: Callable[[], Any] | None = None
+    absent: tuple[str, ...] = ()
+    whole_queries: bool = False
+    skipped_by: str = ""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Padding of a text, which nothing but the keys of attention has; it is left out before a call computes.
+
+    text: the argument of the transformer, (B, tokens, ...), that gets shorter. least: how many tokens stay in any case.
+    on_ranks: whether as many stay as there are ranks, if these are more, because each needs one. rows: the name of an
+    argument (tokens, ...) that has the text's rows first. If all of these are equal, a token's place means nothing, and
+    padding is left out wherever it lies; otherwise none is. "" leaves out padding at the end alone.
+    """
+
+    text: str
+    least: int = 0
+    on_ranks: bool = False
+    rows: str = ""
+
+
+def _no_reason(module: nn.Module) -> None:
+    return None
+
+
+def _no_masks(arguments: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where the tokens of one transformer class are cut and gathered, and which attention joins the ranks.
+
+    places: path of a submodule -> what is cut there. "" is the transformer itself, of which only inputs are cut; in a
+    path, "*" stands for every member of a list of modules, and -1 for its last one.
+    attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
+    of parts that run whole) stays as it is and exchanges nothing.
+    masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
+    one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
+    `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
+    masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
+    `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
+    tokens whose numbers are both 1.
+    weighed: such a mask -> the arguments (B, tokens, ...) of the streams that attention joins, in order. Padding at the
+    end of the first one, as long in all rows, is told from tokens by its length, so that attention needs no mask.
+    padding: argument of the transformer -> the text that it masks, of which padding is left out. The mask is (B,
+    tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
+    key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
+    alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
+    forward: returns what computes (transformer, **arguments) in place of a forward of diffusers that reads values on
+    the host or copies them from it, or None; one more argument is `seqpar.families._names.FULL`.
+    refused: argument of the transformer -> the reason why it must be None.
+    why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
+    why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
+    """
+
+    places: Mapping[str, Boundary]
+    attention: Mapping[str, Joint]
+    masks: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    weighed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    padding: Mapping[str, Padding] = field(default_factory=dict)
+    key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
+    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
+    passed: tuple[str, ...] = ()
+    bools: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    why_not: Callable[[nn.Module], str | None] = _no_reason
+    why_eager: Callable[[nn.Module], str | None] = _no_reason
+
+
+HELP = """write them and pass them as cuts=, for example for a transformer with joint attention of text and image:
+    from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+    image, text = CutTokens("image"), CutTokens("text")
+    cuts = Cuts(
+        places={
+            "transformer_blocks.0": Boundary(inputs={"hidden_states": image, "encoder_hidden_states": text}),
+            "transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+            "proj_out": Boundary(gathers={0: GatherTokens("image")}),
+        },
+        attention={"transformer_blocks.*.attn": Joint(("text", "image"))},
+    )
+Cut every tensor that has a row for each token where it enters the blocks, name the attention modules that see the \
+tokens of all ranks with their streams in the order in which the module concatenates them, leave masks whole, and \
+gather the last layer's output. Leave out streams that are read by cross-attention only. A plan in diffusers' form \
+(_cp_plan) works, too"""
+
+
+def submodules(module: nn.Module, path: str) -> list[nn.Module]:
+    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
+
+    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one).
+    """
+    modules = [module]
+    for step in path.removesuffix("?").split(".") if path else ():
+        modules = [child for parent in modules for child in _children(parent, step)]
+    if not modules and not path.endswith("?"):
+        known = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"got cuts at the submodule {path!r}, which {type(module).__name__} does not have, expected paths "
+            f"that begin with one of {known}"
+        )
+    return modules
+
+
+def _children(parent: nn.Module, step: str) -> list[nn.Module]:
+    if step in ("*", "-1"):
+        children = list(parent.children())
+        return children if step == "*" else children[-1:]
+    return [child for name, child in parent.named_children() if name == step]
+
+
+def parameters(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of a module's forward, in order."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+
+def check(module: nn.Module, cuts: Cuts) -> None:
+    """Raise ValueError if cuts name submodules or parameters that a module does not have."""
+    for path in cuts.attention:
+        submodules(module, path)
+    named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
+    for path, name in [
+        *((path, None) for path in cuts.places),
+        *named,
+        *(("", name) for name in (*cuts.masks, *cuts.padding, *chain(*cuts.weighed.values()))),
+    ]:
+        for one in submodules(module, path):
+            if name is not None and name not in parameters(one):
+                raise ValueError(
+                    f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
+                    f"of {type(one).__name__}: {', '.join(parameters(one))}"
+                )
+    for name in cuts.weighed:
+        if len(cuts.weighed) > 1 or cuts.masks.get(name) != JOINED or name in cuts.padding:
+            raise ValueError(
+                f"got cuts that weigh padding by {', '.join(cuts.weighed)}, expected one mask of the joined tokens, of "
+                f"which no padding is left out"
+            )
+
+
+# Plans in diffusers' form --------------------------------------------------------------------------------------
+
+
+def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
+    """Return a plan in diffusers' form (`_cp_plan`) as `Cuts`.
+
+    Masks are left whole, because attention needs them whole. Attention modules are those inside of the blocks, without
+    cross-attention to text that stays whole; which streams they join follows from the number of tokens. Raises
+    ValueError for what is no such plan.
+    """
+    places = {path: _place(path, entry) for path, entry in plan.items()}
+    text = any(cut.stream == "text" for place in places.values() for cut in _cuts(place))
+    attention = {name: Joint() for name, child in module.named_modules() if _joins(name, child, text)}
+    return Cuts(places, attention)
+
+
+def _cuts(place: Boundary) -> list[CutTokens]:
+    every = [*place.inputs.values(), *place.outputs.values()]
+    each = (cut for one in every for cut in (one if isinstance(one, tuple) else (one,)))
+    return [cut for cut in each if isinstance(cut, CutTokens)]
+
+
+def _joins(name: str, module: nn.Module, text: bool) -> bool:
+    """Return whether a submodule is attention that joins the ranks, so far as its name and attributes tell."""
+    in_blocks = any(part.endswith(("blocks", "layers")) for part in name.split("."))
+    cross = name.endswith("attn2") or getattr(module, "is_cross_attention", False)
+    return in_blocks and hasattr(module, "processor") and (text or not cross)
+
+
+def _place(path: str, entry: Any) -> Boundary:
+    if isinstance(entry, Mapping):
+        kept = {key: cut for key, cut in entry.items() if "mask" not in str(key)}
+        inputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, str)}
+        outputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, int)}
+        return Boundary(inputs, outputs)
+    every: list[Any] = list(entry) if isinstance(entry, (list, tuple)) else [entry]
+    if not all(one is None or isinstance(one, ContextParallelOutput) for one in every):
+        raise ValueError(
+            f"got a plan with {entry!r} at {path!r}, expected ContextParallelOutput, or ContextParallelInput by name"
+        )
+    return Boundary(
+        gathers={i: GatherTokens("image", one.gather_dim) for i, one in enumerate(every) if one is not None}
+    )
+
+
+def _cutting(path: str, key: str | int, entry: Any) -> Cutting:
+    if isinstance(entry, (list, tuple)):
+        each = (_cutting(path, key, one) for one in entry)
+        return tuple(one for one in each if isinstance(one, CutTokens))
+    if not isinstance(entry, ContextParallelInput):
+        raise ValueError(f"got a plan with {entry!r} for {key!r} at {path!r}, expected a ContextParallelInput")
+    return CutTokens(_stream(key), entry.split_dim, entry.expected_dims)
+
+
+def _stream(key: str | int) -> str:
+    """Return the stream of an input by its name; outputs (rotary rows) may be of any, so their size decides."""
+    if isinstance(key, int) or key.endswith(("emb", "index", "indices", "ids")):
+        return ""
+    return "text" if "encoder" in key or "text" in key or "txt" in key else "image"
+
+
+_FORMER = {"Cut": CutTokens, "Gather": GatherTokens, "Place": Boundary}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its former name, with a warning."""
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"got {name}, expected its new name {_FORMER[name].__name__}", FutureWarning, stacklevel=2)
+    return _FORMER[name]

@@ -1,0 +1,149 @@
+"""A double block: two streams, text and image, with their own layers of the same form, which attend to both.
+
+Each stream has adaLN before attention and before its MLP, and a gate after each. Families that have such
+blocks name their matrices "text ..." and "image ..." with the words below. They pass the two streams in the order in
+which their attention joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.families._block import BlockCall, DeclinedError, Matrix
+from seqpar.kernels._product import product
+from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+NAMES = ("text", "image")
+LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
+
+Rows = tuple[Tensor, ...]
+"""The modulation of one stream in one block: shift, scale and gate of attention, then those of the MLP, (B, E) each.
+
+Shift and scale alone: attention reads the stream, and the block changes nothing of it."""
+
+Indices = tuple[Tensor | None, Tensor | None]
+"""For each stream: which row of its modulation each token has, (B, l) int32; None: that of its batch row."""
+
+Inputs = tuple[Tensor | None, Tensor | None]
+"""For each stream: the input of attention (B, l, E), if the family has made it already."""
+
+
+MLP = Callable[[Matrix, Matrix, Tensor], Tensor]
+"""Computes an MLP of its two layers and its input (B, l, E)."""
+
+
+def gelu_mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
+    """Return an MLP with GELU, (B, l, E)."""
+    return down(linear_gelu(h_BlE, *up))
+
+
+def modulations(
+    call: BlockCall, temb_BE: Tensor, names: Sequence[str], width: int | None = None, activate: bool = True
+) -> list[list[Rows]]:
+    """Return the rows of every block of this class and of its matrices of these names, in fp32 (or fp64).
+
+    A matrix makes some vectors (B, E). width: E, if it is not that of temb. activate: whether the layers read SiLU of
+    temb. Each rank reads some of the weights, with the same bits as one that reads all.
+    """
+    layers = [matrices[name] for matrices in call.every for name in names]
+    c_BE, use = F.silu(temb_BE) if activate else temb_BE, f"modulation of {len(layers)} layers"
+    made = call.spread(use, [len(one.weight) for one in layers], lambda index: product(c_BE, layers[index].weight))
+    biases = [one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in layers]
+    rows = torch.cat([*made], dim=1) + torch.cat(biases)  # one addition: one a layer is 0.4 ms of FLUX.1's call
+    chunks = [one.split(width or temb_BE.shape[1], dim=-1) for one in rows.split([x.shape[1] for x in made], dim=1)]
+    return [chunks[index : index + len(names)] for index in range(0, len(chunks), len(names))]
+
+
+def two_streams(
+    call: BlockCall,
+    streams: tuple[Tensor, Tensor],
+    every: Sequence[Sequence[Rows]],
+    prepares: Mapping[str, Prepare],
+    heads: int,
+    norm: Norm,
+    mlp: MLP = gelu_mlp,
+    indices: Indices = (None, None),
+    inputs: Inputs = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Return both streams (B, l, E) after a block.
+
+    every: the rows of all blocks, for each stream. prepares: name of a stream -> the preparation of its q and k.
+    """
+    mine, joined = every[call.index], list[Projected]()
+    for (name, how), x, rows, index, made in zip(prepares.items(), streams, mine, indices, inputs, strict=True):
+        h = entered(call, x, rows, norm, index) if made is None else made
+        joined.append(Projected(h, *call.matrices[f"{name} qkv"], heads, heads, how))
+    outs = call.attend(joined)
+    after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
+    first, second = (
+        _finished(call, name, x, out, rows, following, norm, mlp, index) if len(rows) > 2 else x
+        for name, x, out, rows, following, index in zip(prepares, streams, outs, mine, after, indices, strict=True)
+    )
+    return first, second
+
+
+def entered(call: BlockCall, x_BlE: Tensor, rows: Rows, norm: Norm, index: Tensor | None = None) -> Tensor:
+    """Return the input of attention (B, l, E): what the last block has left for this very x, or its modulated norm."""
+    handed = call.handed(x_BlE)
+    return norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index) if handed is None else handed
+
+
+def _finished(
+    call: BlockCall,
+    name: str,
+    x_BlE: Tensor,
+    out_BlHD: Tensor,
+    rows: Rows,
+    following: Rows | None,
+    norm: Norm,
+    mlp: MLP,
+    index: Tensor | None,
+) -> Tensor:
+    """Return a stream after attention and MLP. following: the rows of the next block, whose input is left for it."""
+    _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
+    up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
+    branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index)
+    branch = mlp(up, down, h)
+    if following is None:
+        return bounded(added(x, gate_mlp, branch, index_Bl=index))
+    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm, index_Bl=index)
+    x = bounded(x)
+    call.hand_over(x, h)
+    return x
+
+
+def bounded(x_BlE: Tensor) -> Tensor:
+    """Return x, in fp16 without infinities."""
+    return x_BlE.clip(-LARGEST, LARGEST) if x_BlE.dtype == torch.float16 else x_BlE
+
+
+def by_head(q_norm: Any, k_norm: Any, cos_lD2: Tensor | None = None, sin_lD2: Tensor | None = None) -> Prepare:
+    """Return the preparation of q and k: RMSNorm of each head, then rotary on neighbouring pairs, if there are rows."""
+    return Prepare("rms", True, q_norm.eps, q_norm.weight, None, k_norm.weight, None, cos_lD2, sin_lD2)
+
+
+def of_both(attn: Any, text_rows: Sequence[Tensor], image_rows: Sequence[Tensor]) -> dict[str, Prepare]:
+    """Return the preparation of text and image, with the cosines and sines (l, D/2) of each."""
+    text, image = (attn.norm_added_q, attn.norm_added_k), (attn.norm_q, attn.norm_k)
+    return {"text": by_head(*text, *text_rows), "image": by_head(*image, *image_rows)}
+
+
+def pairs(call: BlockCall, rows: tuple[Tensor, Tensor], x_BlE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (l, D/2) of rotary rows (l, D) that hold each number twice, made once a forward."""
+    dtype = state_dtype(x_BlE.dtype)
+    cos, sin = call.once("rotary", rows, lambda: [part[:, 0::2].to(dtype).contiguous() for part in rows])
+    return cos, sin
+
+
+def checked(options: dict[str, Any] | None) -> None:
+    """Decline arguments that diffusers would pass on to a processor."""
+    if options:
+        raise DeclinedError(f"attention has the arguments {', '.join(options)}")

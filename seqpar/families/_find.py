@@ -1,0 +1,74 @@
+"""The cuts of diffusers' transformers, by class: where their tokens are split, which attention joins the ranks.
+
+Where diffusers has a plan of its own (`_cp_plan`), ours are here because they do less or more: masks stay whole and are
+joined once a call, text that only cross-attention reads is not split, a timestep for each token is. Tensors are cut
+where they leave an embedder rather than where they enter each block, because that is one hook and compiles better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from seqpar.families._chroma_cuts import _chroma
+from seqpar.families._cogvideox_cuts import _cogvideox
+from seqpar.families._cuts import HELP, Cuts, check, from_diffusers
+from seqpar.families._flux2_cuts import _flux2
+from seqpar.families._flux3_cuts import _flux3
+from seqpar.families._flux_cuts import _flux
+from seqpar.families._hunyuan_video_cuts import _hunyuan_video, _hunyuan_video15
+from seqpar.families._krea2_cuts import _krea2
+from seqpar.families._ltx2_cuts import _ltx2
+from seqpar.families._ltx_cuts import _ltx
+from seqpar.families._lumina2_cuts import _lumina2
+from seqpar.families._mochi_cuts import _mochi
+from seqpar.families._pixart_cuts import _from_patches
+from seqpar.families._qwen_image_cuts import _attends_in_order, _qwen_image
+from seqpar.families._sd3_cuts import _sd3
+from seqpar.families._shared import _reads_lengths
+from seqpar.families._wan_cuts import _wan, _wan_vace
+from seqpar.families._z_image_cuts import _z_image
+
+
+def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:
+    """Return the cuts of a transformer: the caller's, those of this table, or those of its `_cp_plan`.
+
+    asked: a `Cuts`, or a plan in diffusers' form. A class that is not in the table has the cuts of the class that it
+    derives from. Raises ValueError, the same on every rank, if there are none, or if they name submodules or parameters
+    that the transformer does not have.
+    """
+    theirs: Any = getattr(module, "_cp_plan", None)
+    known = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), theirs)
+    cuts = known if asked is None else asked
+    if not cuts and not isinstance(cuts, Cuts):
+        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
+    cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
+    check(module, cuts)
+    return cuts
+
+
+CUTS = {
+    "FluxTransformer2DModel": _flux(),
+    "ChromaTransformer2DModel": _chroma(),
+    "Flux2Transformer2DModel": _flux2(),
+    "Flux3Transformer2DModel": _flux3(),
+    "QwenImageTransformer2DModel": _qwen_image(),
+    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=_reads_lengths),
+    "WanTransformer3DModel": _wan(),
+    "WanVACETransformer3DModel": _wan_vace(),
+    "ChronoEditTransformer3DModel": _wan(),
+    "SD3Transformer2DModel": _sd3(),
+    "CogVideoXTransformer3DModel": _cogvideox(),
+    "HunyuanVideoTransformer3DModel": _hunyuan_video(),
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video15(),
+    "LTXVideoTransformer3DModel": _ltx(),
+    "LTX2VideoTransformer3DModel": _ltx2(),
+    "PixArtTransformer2DModel": _from_patches("proj_out"),
+    "DiTTransformer2DModel": _from_patches("proj_out_2"),
+    "Lumina2Transformer2DModel": _lumina2(),
+    "ZImageTransformer2DModel": _z_image(),
+    "MochiTransformer3DModel": _mochi(),
+    "Krea2Transformer2DModel": _krea2(),
+}

@@ -1,0 +1,16 @@
+"""Where LTX-Video's tokens are split."""
+
+from __future__ import annotations
+
+from seqpar.families._cuts import Boundary, Cuts, CutTokens
+from seqpar.families._shared import ALONE, IMAGE, OUT
+
+
+def _ltx() -> Cuts:
+    places = {
+        "": Boundary(inputs={"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2)}),
+        "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
+        "proj_out": OUT,
+    }
+    masks = {"encoder_attention_mask": "text"}
+    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, masks=masks, passed=tuple(masks))

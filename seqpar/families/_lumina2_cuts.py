@@ -1,0 +1,19 @@
+"""Where Lumina 2's tokens are split."""
+
+from __future__ import annotations
+
+from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+from seqpar.families._shared import ALONE, IMAGE, OUT, _reads_lengths
+
+
+def _lumina2() -> Cuts:
+    joint = CutTokens("text and image")
+    places = {
+        "rope_embedder": Boundary(outputs={2: IMAGE, 3: joint}),
+        "noise_refiner.0": Boundary(inputs={"hidden_states": IMAGE}),
+        "noise_refiner.-1": OUT,
+        "layers.0": Boundary(inputs={"hidden_states": joint}),
+        "norm_out": Boundary(gathers={0: GatherTokens(joint.stream)}),
+    }
+    both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
+    return Cuts(places, both, why_eager=_reads_lengths)

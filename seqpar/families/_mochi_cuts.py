@@ -1,0 +1,19 @@
+"""Where Mochi's tokens are split."""
+
+from __future__ import annotations
+
+from seqpar.families._cuts import Boundary, Cuts, CutTokens, Joint
+from seqpar.families._mochi_processor import MochiProcessor
+from seqpar.families._shared import IMAGE, OUT, TEXT
+
+
+def _mochi() -> Cuts:
+    places = {
+        "time_embed": Boundary(outputs={1: TEXT}),
+        "rope": Boundary(outputs={0: CutTokens("image", dim=0), 1: CutTokens("image", dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
+        "transformer_blocks.*": Boundary(inputs={"encoder_attention_mask": TEXT}),
+        "proj_out": OUT,
+    }
+    joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
+    return Cuts(places, joint, masks={"encoder_attention_mask": "text"}, kept=("encoder_attention_mask",))

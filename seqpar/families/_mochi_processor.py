@@ -1,0 +1,47 @@
+"""Mochi's attention processor, for split tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.families._processors import _heads
+from seqpar.families._rotated import rotated
+
+
+class MochiProcessor:
+    """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (video, text), (B, l, E) each.
+
+        attention_mask: nonzero for this rank's tokens of the text, (B, l'); attention returns 0 for padding, as
+        diffusers' does. image_rotary_emb: cos and sin of the video's tokens, (l, H, D/2), or as `turned` takes them.
+        """
+        own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
+        text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
+        if image_rotary_emb is not None:
+            q, k = self.turned(q, *image_rotary_emb), self.turned(k, *image_rotary_emb)
+        queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))
+        out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
+        video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
+        if attention_mask is not None:
+            text_out = text_out * (attention_mask != 0)[..., None]
+        for layer in attn.to_out:
+            video_out = layer(video_out)
+        return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out
+
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        return rotated(x_BlHD, cos, sin)

@@ -1,0 +1,11 @@
+"""Where the tokens of DiT and PixArt are split."""
+
+from __future__ import annotations
+
+from seqpar.families._cuts import Boundary, Cuts
+from seqpar.families._shared import ALONE, IMAGE, OUT
+
+
+def _from_patches(out: str) -> Cuts:
+    """Return the cuts of models of one stream of image patches, with or without cross-attention to text."""
+    return Cuts({"pos_embed": Boundary(outputs={0: IMAGE}), out: OUT}, {"transformer_blocks.*.attn1": ALONE})

@@ -1,0 +1,98 @@
+"""Chroma: the blocks of FLUX.1 (`flux.py`), whose modulation is given to them: one network makes that of all blocks.
+
+When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+part of the products, and a single block's two inputs are never concatenated. A block knows no modulation but its own,
+so it makes its own input, which reads the tokens once more than FLUX.1 does: 2 E bytes a token.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: lodestones' Chroma, as diffusers implements it.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.families import flux
+from seqpar.families._block import BlockCall, Fused
+from seqpar.families._double import NAMES, by_head, checked, of_both, pairs, two_streams
+from seqpar.families._parallel import branch, following, outs
+from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.facts import Work
+
+TRANSFORMERS = ("ChromaTransformer2DModel",)
+STREAMS = {"ChromaTransformerBlock": NAMES, "ChromaSingleTransformerBlock": NAMES}
+PRODUCTS = {
+    kind.replace("Flux", "Chroma"): {name: paths for name, paths in every.items() if not name.endswith("modulation")}
+    for kind, every in flux.PRODUCTS.items()
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    return None
+
+
+def double(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return text (B, l', E) and image (B, l, E) after a block.
+
+    temb: (B, 12, E), the rows of the image, then those of the text. image_rotary_emb: cosines and sines of text and
+    image, (l' + l, D), each number twice. attention_mask: the cuts name the transformer's own, which counts.
+    """
+    checked(joint_attention_kwargs)
+    image, text = temb[:, :6].unbind(1), temb[:, 6:].unbind(1)
+    known = [(text, image)] * (call.index + 1)  # the last one is this block's: those of later blocks are not known
+    rows, count = pairs(call, image_rotary_emb, hidden_states), encoder_hidden_states.shape[1]
+    prepares = of_both(block.attn, [part[:count] for part in rows], [part[count:] for part in rows])
+    norm = Norm("layer", block.norm2.eps)
+    return two_streams(call, (encoder_hidden_states, hidden_states), known, prepares, block.attn.heads, norm)
+
+
+def single(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> Tensor:
+    """Return text and image (B, l' + l, E), one stream, after a block. temb: (B, 3, E). See `double`."""
+    checked(joint_attention_kwargs)
+    (shift, scale, gate), norm, of = temb.unbind(1), Norm("layer", block.norm.norm.eps), call.matrices
+    h = norm_modulate(hidden_states, shift, scale, norm)
+    how = by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, h))
+    both = outs(of["out"], block.attn.inner_dim)
+    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
+    x, _ = following(hidden_states, gate, of_block, (), norm)
+    return x
+
+
+BLOCKS: dict[str, Fused] = {"ChromaTransformerBlock": double, "ChromaSingleTransformerBlock": single}
+
+
+def work(config: Mapping[str, Any], text: int = flux.TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config: FLUX.1's, whose modulation one network of few layers makes."""
+    others = {"guidance_embeds": False, "pooled_projection_dim": config["joint_attention_dim"]}
+    alike = flux.work({**config, **others}, text)
+    hidden, width = config["approximator_hidden_dim"], alike.width
+    layers = ((hidden, hidden),) * (2 * config["approximator_layers"])
+    return replace(
+        alike,
+        blocks=tuple(replace(kind, modulation=()) for kind in alike.blocks),
+        conditioning=((config["approximator_num_channels"], hidden), *layers, (hidden, width)),
+        guided=True,
+    )

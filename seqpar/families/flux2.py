@@ -1,0 +1,152 @@
+"""FLUX.2 (dev, klein): double blocks (`_double.py`), then parallel blocks of both (`_parallel.py`), with SwiGLU.
+
+When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, SwiGLU is one, and the
+MLP of a parallel block runs while keys and values travel. All blocks share their modulation, which diffusers makes.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Black Forest Labs' FLUX.2, as diffusers implements it.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.families import _work
+from seqpar.families._block import BlockCall, DeclinedError, Fused, Matrix
+from seqpar.families._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
+from seqpar.families._parallel import branch, following, outs
+from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.types.facts import Work
+from seqpar.types.protocols import state_dtype
+
+TRANSFORMERS = ("Flux2Transformer2DModel",)
+TEXT = 512  # tokens to which the pipeline pads a text
+STREAMS = {"Flux2TransformerBlock": NAMES, "Flux2SingleTransformerBlock": NAMES}
+PRODUCTS = {
+    "Flux2TransformerBlock": {
+        "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        "text out": ("attn.to_add_out",),
+        "text up": ("ff_context.linear_in",),
+        "text down": ("ff_context.linear_out",),
+        "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "image out": ("attn.to_out.0",),
+        "image up": ("ff.linear_in",),
+        "image down": ("ff.linear_out",),
+    },
+    "Flux2SingleTransformerBlock": {
+        "in": ("attn.to_qkv_mlp_proj",),  # the rows of q, k and v, then those of the MLP's two halves
+        "out": ("attn.to_out",),
+    },
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    return None
+
+
+def double(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb_mod_img: Tensor,
+    temb_mod_txt: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return text (B, l', E) and image (B, l, E) after a block.
+
+    temb_mod_img, temb_mod_txt: (B, 6 E). image_rotary_emb: cosines and sines of text and image, (l' + l, D).
+    """
+    checked(joint_attention_kwargs)
+    mine = call.once("double", temb_mod_img, lambda: [_rows(x, 6) for x in (temb_mod_txt, temb_mod_img)])
+    cos, sin = pairs(call, image_rotary_emb, hidden_states)
+    attn, text = block.attn, encoder_hidden_states.shape[1]
+    prepares = of_both(attn, (cos[:text], sin[:text]), (cos[text:], sin[text:]))
+    streams, norm = (encoder_hidden_states, hidden_states), Norm("layer", block.norm1.eps)
+    return two_streams(call, streams, [mine] * len(call.every), prepares, attn.heads, norm, _mlp)
+
+
+def single(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    temb_mod: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    split_hidden_states: bool = False,
+    text_seq_len: int | None = None,
+) -> Tensor:
+    """Return text and image as one stream (B, l' + l, E) after a block, as they are given. temb_mod: (B, 3 E)."""
+    checked(joint_attention_kwargs)
+    if encoder_hidden_states is not None or split_hidden_states:
+        raise DeclinedError("its two streams are given apart")
+    rows, norm = call.once("single", temb_mod, lambda: _rows(temb_mod, 3)), Norm("layer", block.norm.eps)
+    handed, attn = call.handed(hidden_states), block.attn
+    h = norm_modulate(hidden_states, rows[0], rows[1], norm) if handed is None else handed
+    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, h))
+    qkv, up = _parts(call.matrices["in"], 3 * attn.inner_dim)
+    both = outs(call.matrices["out"], attn.inner_dim)
+    of_block = branch(call, h, how, attn.heads, qkv, lambda x: _activated(up, x), both)
+    after = [rows] * (len(call.every) - call.index - 1)
+    x, h = following(hidden_states, rows[2], of_block, after, norm)
+    if h is not None:
+        call.hand_over(x, h)
+    return x
+
+
+def _rows(modulation: Tensor, vectors: int) -> Rows:
+    """Return the vectors (B, E) of a modulation (B, vectors E) or (B, 1, vectors E), in fp32 (or fp64)."""
+    return modulation.flatten(0, -2).to(state_dtype(modulation.dtype)).chunk(vectors, dim=-1)
+
+
+def _mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
+    return down(_activated(up, h_BlE))
+
+
+def _activated(up: Matrix, h_BlE: Tensor) -> Tensor:
+    """Return SwiGLU of the first layer, (B, l, F)."""
+    return gated_linear(h_BlE, *up)
+
+
+def _parts(matrix: Matrix, rows: int) -> tuple[Matrix, Matrix]:
+    """Return the first rows of a matrix, and the others."""
+    bias = (None, None) if matrix.bias is None else (matrix.bias[:rows], matrix.bias[rows:])
+    return Matrix(matrix.weight[:rows], bias[0]), Matrix(matrix.weight[rows:], bias[1])
+
+
+BLOCKS: dict[str, Fused] = {"Flux2TransformerBlock": double, "Flux2SingleTransformerBlock": single}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    All blocks of a kind have one modulation.
+    """
+    heads, dim, channels = config["num_attention_heads"], config["attention_head_dim"], config["in_channels"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles = _work.double(config["num_layers"], width, hidden, up=2)
+    singles = _work.parallel(config["num_single_layers"], width, hidden, up=2)
+    sines = ((256, width), (width, width)) * (2 if config.get("guidance_embeds", True) else 1)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(replace(doubles, modulation=()), replace(singles, modulation=())),
+        prepares=True,
+        once=((channels, width), (width, config.get("out_channels") or channels)),
+        table=(6 + 6 + 3 + 2) * width,
+        live=12 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=(*sines, *((width, n * width) for n in (6, 6, 3, 2))),
+        guided=False,
+        joined=(text,),
+    )

@@ -1,0 +1,201 @@
+"""HunyuanVideo 1.0 and 1.5: double blocks of video and text (`_double.py`), in 1.0 then parallel ones (`_parallel.py`).
+
+When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+part of the products, q, k and v are one product that attention's kernel writes to the ranks that read them, and the
+padding of the text is one row of keys in place of a mask for all pairs of tokens (1.5). Between the parallel blocks the
+tokens stay one stream.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Tencent's HunyuanVideo (arXiv 2412.03603) and HunyuanVideo 1.5, as diffusers implements them.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.families import _work
+from seqpar.families._block import BlockCall, Fused
+from seqpar.families._double import by_head, modulations, pairs, two_streams
+from seqpar.families._parallel import apart, branch, joined, outs
+from seqpar.kernels.adaln import Norm
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.facts import Gemms, Work
+from seqpar.types.protocols import Stream
+
+ORDER = ("image", "text")  # in which attention joins them
+DOUBLE, DOUBLE15 = "HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"
+SINGLE = "HunyuanVideoSingleTransformerBlock"
+TRANSFORMERS = ("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel")
+TEXT = 64  # tokens of a text: a usual prompt's, without padding
+STREAMS = dict.fromkeys((DOUBLE, DOUBLE15, SINGLE), ORDER)
+_OF_DOUBLES = {
+    "image modulation": ("norm1.linear",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.net.0.proj",),
+    "image down": ("ff.net.2",),
+    "text modulation": ("norm1_context.linear",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.net.0.proj",),
+    "text down": ("ff_context.net.2",),
+}
+PRODUCTS = {
+    DOUBLE: _OF_DOUBLES,
+    DOUBLE15: _OF_DOUBLES,
+    SINGLE: {
+        "modulation": ("norm.linear",),
+        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "up": ("proj_mlp",),
+        "out": ("proj_out",),  # the columns of attention, then those of the MLP
+    },
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    norm = type(block.attn.norm_q).__name__
+    return None if norm == "RMSNorm" else f"q and k have a {norm}"
+
+
+class _Masked:
+    """A block's call with the mask that its attention is given, and with 0 for padding of the text."""
+
+    def __init__(self, call: BlockCall, mask: Tensor | None, kept_Bl: Tensor | None = None) -> None:
+        self._call, self._mask, self._kept_Bl = call, mask, kept_Bl
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def attend(self, streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+        """See `BlockCall`."""
+        image_out, text_out = self._call.attend(streams, mask=self._mask)
+        return image_out, text_out if self._kept_Bl is None else text_out * self._kept_Bl[..., None, None]
+
+
+def double(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None,
+    freqs_cis: tuple[Tensor, Tensor],
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return video (B, l, E) and text (B, l', E) after a block.
+
+    temb: (B, E). attention_mask: of the keys of all ranks. freqs_cis: cosines and sines of the video, (l, D), each
+    number twice. The last two arguments are for models that replace tokens.
+    """
+    return _double(_Masked(call, attention_mask), block, hidden_states, encoder_hidden_states, temb, freqs_cis)
+
+
+def double15(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None,
+    freqs_cis: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a block of 1.5; see `double`. attention_mask: (B, l') bool, this rank's text.
+
+    As diffusers' does, attention returns 0 for padding, although no token reads what becomes of it.
+    """
+    inner = _Masked(call, attention_mask, attention_mask)
+    return _double(inner, block, hidden_states, encoder_hidden_states, temb, freqs_cis)
+
+
+def _double(
+    call: Any, block: Any, image_BlE: Tensor, text_BlE: Tensor, temb: Tensor, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a double block. call: a `BlockCall` that knows the mask."""
+    names = [f"{name} modulation" for name in ORDER]
+    every = call.once("double", temb, lambda: modulations(call, temb, names))
+    attn, rows = block.attn, pairs(call, rotary, image_BlE)
+    prepares = {
+        "image": by_head(attn.norm_q, attn.norm_k, *rows),
+        "text": by_head(attn.norm_added_q, attn.norm_added_k),
+    }
+    # the embedder leaves the channels apart, which only the first block sees
+    streams = image_BlE.contiguous(), text_BlE
+    image, text = two_streams(call, streams, every, prepares, attn.heads, Norm("layer", block.norm2.eps))
+    return image, text
+
+
+def single(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
+    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
+    attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
+    x, h = joined(call, hidden_states, encoder_hidden_states, every, norm)
+    rows, text = pairs(call, image_rotary_emb, x), encoder_hidden_states.shape[1]
+    rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
+    how = by_head(attn.norm_q, attn.norm_k, *rows)
+    inputs = h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), outs(of["out"], attn.inner_dim)
+    of_block = branch(call, *inputs, mask=attention_mask)
+    return apart(call, x, of_block, every, norm, hidden_states.shape[1])
+
+
+def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (l + l', D/2) of the video and of the text behind it, which is not rotated."""
+    cos, sin = rows
+    return F.pad(cos, (0, 0, 0, text), value=1.0), F.pad(sin, (0, 0, 0, text))
+
+
+BLOCKS: dict[str, Fused] = {DOUBLE: double, DOUBLE15: double15, SINGLE: single}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens, which two blocks refine."""
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
+    area, channels = config["patch_size_t"] * config["patch_size"] ** 2, config["in_channels"]
+    kinds = (_work.double(doubles, width, hidden), _work.parallel(singles, width, hidden))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=kinds if singles else kinds[:1],
+        prepares=True,
+        once=((channels * area, width), (width, (config.get("out_channels") or channels) * area)),
+        table=(12 * doubles + 3 * singles + 2) * width,
+        live=12 * width,
+        text=_of_text(config, width, text),
+        conditioning=_of_condition(config, width),
+        guided=not config.get("guidance_embeds"),
+        joined=(text,),
+    )
+
+
+def _of_text(config: Mapping[str, Any], width: int, text: int) -> Gemms:
+    """Return the products of a text token: its embedding, and in each refiner q, k, v, attention, output and MLP."""
+    attention = (*((width, width),) * 4, *((text, width),) * 2)
+    refiner = (*attention, (width, 4 * width), (4 * width, width))
+    return (config["text_embed_dim"], width), *refiner * config["num_refiner_layers"]
+
+
+def _of_condition(config: Mapping[str, Any], width: int) -> Gemms:
+    """Return the products on one row: of timesteps (the refiner's, and guidance), pooled texts, and modulation."""
+    sines = ((256, width), (width, width)) * (3 if config.get("guidance_embeds") else 2)
+    pooled = (config[name] for name in ("text_embed_dim", "pooled_projection_dim") if name in config)
+    texts = (gemm for wide in pooled for gemm in ((wide, width), (width, width)))
+    return *sines, *texts, *((width, 2 * width),) * (config["num_refiner_layers"] + 1)

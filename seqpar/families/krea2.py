@@ -1,0 +1,150 @@
+"""Krea 2: blocks of one stream, text before the image, whose attention has fewer heads of keys and values, and a gate.
+
+When it wins: on every GPU, over diffusers' own block. Norm, modulation and gates are one pass, SwiGLU and the gate of
+attention's output are one each. Keys and values stay the 12 heads that they are: diffusers repeats them for the 48 of
+the queries. Attention's gate is a product that runs while keys and values travel.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Krea 2, as diffusers implements it.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.families._block import BlockCall, Fused
+from seqpar.families._double import NAMES, pairs
+from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.kernels.sigmoid_gate import sigmoid_gate
+from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+TRANSFORMERS = ("Krea2Transformer2DModel",)
+STREAMS = {"Krea2TransformerBlock": NAMES}
+PRODUCTS = {
+    "Krea2TransformerBlock": {
+        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "gate": ("attn.to_gate",),
+        "out": ("attn.to_out.0",),
+        "up": ("ff.gate", "ff.up"),
+        "down": ("ff.down",),
+    }
+}
+TEXT = 64  # tokens of a text: a usual prompt's, without padding
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    return None
+
+
+class BlockRows(NamedTuple):
+    """What the norms of one block need: scale, shift and gate of attention, then of SwiGLU, (B, E), and weights."""
+
+    rows: Sequence[Tensor]
+    norm: Norm
+    norm_mlp: Norm
+    q_weight: Tensor
+    k_weight: Tensor
+
+
+def block(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Return text and image (B, l' + l, E), one stream, after a block.
+
+    temb: (B, 1, 6 E), of all blocks. image_rotary_emb: cosines and sines (l' + l, D), each number twice.
+    attention_mask: the cuts name the transformer's own, which counts.
+    """
+    every = call.once("rows", temb, lambda: _rows(call.blocks, temb))
+    x, mine, of, attn = hidden_states, every[call.index], call.matrices, block.attn
+    (scale, shift, *_), handed = mine.rows, call.handed(x)
+    h = norm_modulate(x, shift, scale, mine.norm) if handed is None else handed
+    cos, sin = pairs(call, image_rotary_emb, x)
+    how = Prepare("rms", True, attn.norm_q.eps, mine.q_weight, None, mine.k_weight, None, cos, sin)
+    gates = list[Tensor]()
+    stream = Projected(h, *of["qkv"], attn.num_heads, attn.num_kv_heads, how)
+    (out,) = call.attend([stream], beside=lambda: gates.append(of["gate"](h)))
+    branch = of["out"](sigmoid_gate(out.flatten(2), *gates))
+    return _finished(call, x, branch, every)
+
+
+def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequence[BlockRows]) -> Tensor:
+    """Return the tokens after attention, the branch, and after SwiGLU; the next block's input is left for it."""
+    mine, of = every[call.index], call.matrices
+    _, _, gate, scale_mlp, shift_mlp, gate_mlp = mine.rows
+    x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift_mlp, scale_mlp, mine.norm_mlp)
+    branch = of["down"](gated_linear(h, *of["up"]))
+    if call.index + 1 == len(every):
+        return added(x, gate_mlp, branch)
+    after = every[call.index + 1]
+    scale, shift, *_ = after.rows
+    x, h = gate_norm_modulate(x, gate_mlp, branch, shift, scale, after.norm)
+    call.hand_over(x, h)
+    return x
+
+
+def _rows(blocks: Sequence[Any], temb: Tensor) -> list[BlockRows]:
+    """Return the modulation of all blocks, whose tables are added to temb, and weights of norms, which are 1 + theirs.
+
+    They are in fp32 (or fp64); each kind takes one addition for all blocks.
+    """
+    wide = state_dtype(temb.dtype)
+    tables = torch.stack([one.scale_shift_table for one in blocks]).to(wide)
+    rows_NB6E = tables[:, None] + temb.to(wide).view(len(temb), 6, -1)
+    norms_N2E, of_heads_N2D = (
+        torch.stack([part.weight for one in parts for part in one]).to(wide).unflatten(0, (-1, 2)) + 1
+        for parts in ([(x.norm1, x.norm2) for x in blocks], [(x.attn.norm_q, x.attn.norm_k) for x in blocks])
+    )
+    return [
+        BlockRows(rows.unbind(1), Norm("rms", one.norm1.eps, first), Norm("rms", one.norm2.eps, second), *of_heads)
+        for one, rows, (first, second), of_heads in zip(blocks, rows_NB6E, norms_N2E, of_heads_N2D, strict=True)
+    ]
+
+
+BLOCKS: dict[str, Fused] = {"Krea2TransformerBlock": block}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    Of the blocks of the text alone, their products are counted.
+    """
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    dim, layers = config["attention_head_dim"], config["num_layers"]
+    width, hidden, channels = heads * dim, config["intermediate_size"], config["in_channels"]
+    gemms = ((width, width + 2 * groups * dim), (width, width), (width, width), (width, 2 * hidden), (hidden, width))
+    passes = (3 * width, 4 * width, 4 * width, 3 * hidden)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=groups,
+        head_dim=dim,
+        blocks=(Blocks(layers, gemms, passes, beside=((width, width),)),),
+        prepares=True,
+        once=((channels, width), (width, channels)),
+        table=6 * width * layers,
+        live=4 * width + 2 * hidden,
+        text=_text(config, width),
+        conditioning=((config["timestep_embed_dim"], width), (width, width), (width, 6 * width)),
+        joined=(text,),
+    )
+
+
+def _text(config: Mapping[str, Any], width: int) -> tuple[tuple[int, int], ...]:
+    """Return the products of a text token: blocks on each of its layers, blocks on their sum, and the projection."""
+    inner, hidden, layers = (config[name] for name in ("text_hidden_dim", "text_intermediate_size", "num_text_layers"))
+    kept = inner * config["text_num_key_value_heads"] // config["text_num_attention_heads"]
+    outputs = ((inner, 3 * inner + 2 * kept), (inner, 2 * hidden), (hidden, inner))
+    rows = layers * config["num_layerwise_text_blocks"] + config["num_refiner_text_blocks"]
+    return (*((i, rows * o) for i, o in outputs), (layers, inner), (inner, width), (width, width))

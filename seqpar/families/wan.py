@@ -1,0 +1,147 @@
+"""Wan 2.1, 2.2 and VACE: video transformers whose blocks attend to the video, then to a text and a picture's features.
+
+When it wins: on every GPU, over diffusers' own block, whose norms and gates are fp32 passes of their own. Norm,
+modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
+read them. Text is whole on every rank, so that attention to it exchanges nothing.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Wan, as diffusers implements it.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.families import _work
+from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cross import constant, finished, tabled, to_whole
+from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
+from seqpar.types.facts import Work
+from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
+PICTURE = 257  # tokens of these features
+TRANSFORMERS = ("WanTransformer3DModel", "WanVACETransformer3DModel")
+STREAMS = {"WanTransformerBlock": ("image",), "WanVACETransformerBlock": ("image",)}
+_LAYERS = {
+    "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "out": ("attn1.to_out.0",),
+    "text q": ("attn2.to_q",),
+    "text kv": ("attn2.to_k", "attn2.to_v"),
+    "picture kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
+    "text out": ("attn2.to_out.0",),
+    "up": ("ffn.net.0.proj",),
+    "down": ("ffn.net.2",),
+}
+PRODUCTS = {
+    "WanTransformerBlock": _LAYERS,
+    "WanVACETransformerBlock": {**_LAYERS, "in": ("proj_in",), "added": ("proj_out",)},
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    return None
+
+
+def block(
+    call: BlockCall, block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
+) -> Tensor:
+    """Return the video (B, l, E) after a block.
+
+    encoder_hidden_states: text (B, L', E), after a picture's features where the model takes some. temb: (B, 6, E), or
+    (B, l, 6, E) where each token has a timestep of its own. rotary_emb: cosines and sines (1, l, 1, D), each number
+    twice.
+    """
+    return _computed(call, block, hidden_states, encoder_hidden_states, temb, rotary_emb)
+
+
+def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
+    """Return a stream after self-attention, attention to the text, and the MLP."""
+    kind = type(block).__name__  # VACE has blocks of two classes, with modulation of their own
+    modulation = call.once(kind, temb, lambda: tabled([one.scale_shift_table for one in call.blocks], temb))
+    table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)))
+    shift, scale, gate, *_ = modulation.every[call.index]
+    # VACE's embedders leave the channels apart, which only its first blocks see
+    norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE.contiguous()
+    handed, attn = call.handed(x), block.attn1
+    h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token) if handed is None else handed
+    how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
+    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
+    x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
+    branch = of["text out"](_attended(call, block.attn2, h, text_BLE))
+    return finished(call, x, branch, modulation, norm)
+
+
+def vace(
+    call: BlockCall,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """Return what VACE adds to the video (B, l, E) after one of its blocks, and its own stream (B, l, E)."""
+    x = control_hidden_states
+    if (first := call.matrices.get("in")) is not None:
+        x = first(x) + hidden_states
+    x = _computed(call, block, x, encoder_hidden_states, temb, rotary_emb)
+    last = call.matrices.get("added")
+    return None if last is None else last(x), x
+
+
+def _to_text(
+    call: BlockCall, x_BlE: Tensor, gate: Vectors, branch_BlE: Tensor, norm: nn.Module, index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x + gate * branch, and its norm with weight and bias, where the model has one, for attention to text."""
+    if not isinstance(norm, nn.LayerNorm):
+        x = added(x_BlE, gate, branch_BlE, index_Bl=index)
+        return x, x
+    zero, of = constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight)
+    return gate_norm_modulate(x_BlE, gate, branch_BlE, norm.bias[None], zero, of, index_Bl=index)
+
+
+def _attended(call: BlockCall, attention: Any, h_BlE: Tensor, text_BLE: Tensor) -> Tensor:
+    """Return attention (B, l, E) to the text, plus attention to a picture's features where the model has layers."""
+    of, heads = call.matrices, (attention.heads, -1)
+    q = attention.norm_q(of["text q"](h_BlE)).unflatten(2, heads)
+    count = text_BLE.shape[1] - TEXT if "picture kv" in of else 0
+    parts = [(text_BLE[:, count:], of["text kv"], attention.norm_k)]
+    if "picture kv" in of:
+        parts.append((text_BLE[:, :count], of["picture kv"], attention.norm_added_k))
+    outs = [to_whole(call, q, *part) for part in parts]
+    return sum(outs[1:], outs[0]).flatten(2)
+
+
+def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (l, D/2) of rotary rows (1, l, 1, D) that hold each number twice."""
+    cos, sin = rows
+    return cos[0, :, 0, 0::2].to(dtype).contiguous(), sin[0, :, 0, 1::2].to(dtype).contiguous()
+
+
+BLOCKS: dict[str, Fused] = {"WanTransformerBlock": block, "WanVACETransformerBlock": vace}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    A picture's features are counted as if they were tokens of the text. VACE's own blocks have one more product, which
+    adds to the video, and the first of them has another one.
+    """
+    frames, rows, columns = config["patch_size"]
+    keys = text + (PICTURE if config.get("added_kv_proj_dim") else 0)
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    sizes = (config["text_dim"], heads * dim), (config["freq_dim"], heads * dim)
+    alike = _work.crossed(config, config["ffn_dim"], frames * rows * columns, keys, sizes)
+    if not (layers := config.get("vace_layers")):
+        return alike
+    (blocks,), added = alike.blocks, (alike.width, alike.width)
+    first = replace(blocks, count=1, gemms=(*blocks.gemms, added, added))
+    others = replace(blocks, count=len(layers) - 1, gemms=(*blocks.gemms, added))
+    return replace(alike, blocks=(first, others, blocks))

@@ -1,0 +1,148 @@
+"""Z-Image: blocks with a norm before and after attention, and before and after SwiGLU, on one stream of tokens.
+
+When it wins: on every GPU, over diffusers' own block. The norm of a branch, its gate, the sum and the next norm with
+its modulation are one pass, SwiGLU is one, and q, k and v are one product that attention's kernel writes to the ranks
+that read them. The modulation of all blocks is read once a call, an Nth on each of N ranks.
+The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
+Source: Z-Image, as diffusers implements it.
+Letters: see `seqpar.types.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.families._block import BlockCall, DeclinedError, Fused
+from seqpar.families._double import by_head, modulations
+from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Projected
+
+TRANSFORMERS = ("ZImageTransformer2DModel",)
+TEXT = 128  # tokens of a text: a usual prompt's
+STREAMS = {
+    "ZImageTransformerBlock": ("image",)
+}  # its refiners' alone, that of the other blocks with the text behind it
+PRODUCTS = {
+    "ZImageTransformerBlock": {
+        "modulation": ("adaLN_modulation.0",),
+        "qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
+        "out": ("attention.to_out.0",),
+        "up": ("feed_forward.w1", "feed_forward.w3"),
+        "down": ("feed_forward.w2",),
+    }
+}
+
+
+def why_not(block: Any) -> str | None:
+    """See `seqpar.families`."""
+    if not block.modulation:
+        return "those that refine the text alone, without a modulation, are short and whole on every rank"
+    return "q and k have no norms" if block.attention.norm_q is None else None
+
+
+class ScalesAndGates(NamedTuple):
+    """The scales of a block's two norms and the gates of its two branches, (B, E) each, and a shift of zeros (1, E)."""
+
+    scale: Tensor
+    gate: Tensor
+    scale_mlp: Tensor
+    gate_mlp: Tensor
+    shift: Tensor
+
+
+def block(
+    call: BlockCall,
+    block: Any,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor,
+    noise_mask: Tensor | None = None,
+    adaln_noisy: Tensor | None = None,
+    adaln_clean: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens x (B, l, E) after a block.
+
+    attn_mask: (B, L) bool, of the keys of all ranks. freqs_cis: complex rotary rows (B, l, D/2). adaln_input: (B, C).
+    """
+    if noise_mask is not None:
+        raise DeclinedError("its tokens have one of two timesteps (noise_mask)")
+    every = call.once("modulation", adaln_input, lambda: _modulations(call, adaln_input))
+    rows = call.once("rotary", freqs_cis, lambda: (freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()))
+    handed, attn, of = call.handed(x), block.attention, call.matrices
+    mine = every[call.index]
+    h = norm_modulate(x, mine.shift, mine.scale, _norm(block.attention_norm1)) if handed is None else handed
+    how = by_head(attn.norm_q, attn.norm_k, *rows)
+    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)], mask=attn_mask)
+    return _finished(call, block, x, of["out"](out.flatten(2)), every)
+
+
+def _finished(call: BlockCall, block: Any, x_BlE: Tensor, branch_BlE: Tensor, every: list[ScalesAndGates]) -> Tensor:
+    """Return the tokens after attention, the branch, and after SwiGLU; the next block's input is left for it."""
+    mine, of = every[call.index], call.matrices
+    inner, behind = _norm(block.ffn_norm1), _branch_norm(block.attention_norm2)
+    x, h = gate_norm_modulate(x_BlE, mine.gate, branch_BlE, mine.shift, mine.scale_mlp, inner, branch_norm=behind)
+    branch, behind = of["down"](gated_linear(h, *of["up"])), _branch_norm(block.ffn_norm2)
+    if call.index + 1 == len(every):
+        return added(x, mine.gate_mlp, branch, branch_norm=behind)
+    scale, first = every[call.index + 1].scale, _norm(call.blocks[call.index + 1].attention_norm1)
+    x, h = gate_norm_modulate(x, mine.gate_mlp, branch, mine.shift, scale, first, branch_norm=behind)
+    call.hand_over(x, h)
+    return x
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm("rms", norm.eps, norm.weight)
+
+
+def _branch_norm(norm: Any) -> BranchNorm:
+    return BranchNorm(norm.weight, norm.eps)
+
+
+def _modulations(call: BlockCall, adaln_input: Tensor) -> list[ScalesAndGates]:
+    """Return the modulation of all blocks, in fp32 (or fp64); the gates of all blocks take one tanh."""
+    width = len(call.matrices["modulation"].weight) // 4
+    every = [rows for (rows,) in modulations(call, adaln_input, ["modulation"], width, activate=False)]
+    gates = torch.cat([gate for _, gate, _, gate_mlp in every for gate in (gate, gate_mlp)], dim=1).tanh()
+    pairs = gates.unflatten(1, (len(every), 2, -1)).unbind(1)
+    shift = gates.new_zeros(1, gates.shape[1] // (2 * len(every)))
+    return [
+        ScalesAndGates(scale, gate_B2E[:, 0], scale_mlp, gate_B2E[:, 1], shift)
+        for (scale, _, scale_mlp, _), gate_B2E in zip(every, pairs, strict=True)
+    ]
+
+
+BLOCKS: dict[str, Fused] = {"ZImageTransformerBlock": block}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    Blocks that refine the image alone are counted as if they had the text with them, and those that refine the text are
+    not counted: of 4096 and 128 tokens, either is a fifth of a percent.
+    """
+    heads, width, channels = config["n_heads"], config["dim"], config["in_channels"]
+    hidden, layers = int(width / 3 * 8), config["n_layers"] + config["n_refiner_layers"]
+    gemms = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
+    area, condition = 4 * channels, min(width, 256)
+    passes, modulation = (4 * width, 4 * width, 3 * hidden), ((condition, 4 * width),)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=config["n_kv_heads"],
+        head_dim=width // heads,
+        blocks=(Blocks(layers, gemms, passes, modulation=modulation),),
+        prepares=True,
+        once=((area, width), (width, area)),
+        table=4 * width * layers + width,
+        live=4 * width + 3 * hidden,
+        text=((config["cap_feat_dim"], width),),
+        conditioning=((256, 1024), (1024, condition), (condition, width)),
+        joined=(text,),
+    )

@@ -1,0 +1,247 @@
+"""Checks the parts of a pipeline folder that diffusers and transformers read themselves, before they do.
+
+Both build as many layers as a config says, and give random values to weights that a file lacks, and then only warn.
+Here each of these is one message, and no part brings a program, an adapter or a kernel of its own. Only configs and the
+headers of weight files are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.modeling_utils import ModelMixin
+
+from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_types, find_checkpoint, open_checkpoint
+from seqpar.loading.errors import naming
+from seqpar.loading.hub import errors_only
+from seqpar.loading.jsons import read_json
+from seqpar.loading.layout import open_model
+from seqpar.loading.meta import WithoutValues
+from seqpar.loading.parts import INDEX, check_numbers, part_of, parts_of, read_scheduler
+from seqpar.loading.vae import open_vae
+from seqpar.types.arguments import shown
+
+LARGE = 1 << 28  # a tensor of at most this many elements is never refused
+MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
+MANY = 1000  # tensors that a model may have besides twice those of its files
+TOKENIZER_BYTES = 1 << 27  # of its config; those of published models have up to 40 MB
+STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
+WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
+LIBRARIES = ("diffusers", "transformers")  # whose classes a folder may name
+PROGRAMS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
+YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint that fits a model of diffusers, which is on the meta device."""
+
+    checkpoint: Checkpoint
+    model: Any
+
+    @cached_property
+    def state(self) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of each tensor in the model's state."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Return the names of those that are no buffers."""
+        return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
+
+
+def kind_of(index: Mapping[str, Any], path: Path) -> Any:
+    """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
+    name = str(index.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and name.endswith("Pipeline")):
+        raise ValueError(
+            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
+        )
+    if part_of(index, "transformer") is None:
+        raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
+    return kind
+
+
+def model_of(index: Mapping[str, Any]) -> Any:
+    """Return the class of the transformer that a model_index.json names, or None if diffusers has none."""
+    _, name = part_of(index, "transformer") or ("", "")
+    return getattr(diffusers, name, None)
+
+
+def check_parts(
+    folder: Path, index: Mapping[str, Any], file: Path | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, Fitted]]:
+    """Return the config of a pipeline's transformer, and the checkpoints of its models of diffusers by their names.
+
+    index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
+    transformer, if it is not in its folder. Raises ValueError for a part that cannot be loaded as its files say.
+    """
+    fitted = dict[str, Fitted]()
+    for name, (library, kind) in parts_of(index):
+        if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
+            part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
+            expected = f"classes of {' and '.join(LIBRARIES)} alone; {YOURSELF}"
+            raise ValueError(f"got {folder / INDEX} with {part}, expected {expected}")
+        if not (folder / name).is_dir() or (file and name == "transformer"):
+            continue
+        check_files(folder / name)
+        _check_asks_nothing(folder / name, library, kind)
+        if name == "scheduler":
+            config = read_scheduler(folder / name)
+            with naming(f"got {folder / name}, which describes no {kind}"):
+                getattr(diffusers, kind).from_config(config)
+        elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
+            found = check_model(folder / name, library, kind)
+            fitted |= {} if found is None else {name: found}
+    return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1], fitted
+
+
+def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+    """Return a transformer's file under diffusers' keys, and its config; ValueError if they do not fit each other."""
+    checkpoint, config = open_model(file)
+    assert config is not None
+    check_numbers(config, file)
+    check_types(checkpoint, checkpoint.dtypes)
+    _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
+    return checkpoint, config
+
+
+def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
+    """Raise ValueError for a part of which transformers would ask at the terminal whether to run its own program."""
+    if library != "transformers" or not ("Auto" in kind or kind.endswith("Processor")):
+        return
+    for name in PROGRAMS:
+        if (folder / name).is_file() and "auto_map" in read_json(folder / name, TOKENIZER_BYTES):
+            raise ValueError(f"got {folder / name} with auto_map, expected a class of {library}; {YOURSELF}")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError if a part's folder would load more than the part: an adapter, a hub's kernel, other weights."""
+    if (folder / ADAPTER).exists():
+        raise ValueError(f"got {folder / ADAPTER}, expected no adapter, which would change the weights; {YOURSELF}")
+    if (folder / "config.json").is_file():
+        _check_plain(read_json(folder / "config.json"), folder / "config.json")
+
+
+def _check_plain(config: Mapping[str, Any], where: Path) -> None:
+    """Raise ValueError if a config, or one within it, asks for attention from a hub or for quantised weights."""
+    for key, value in config.items():
+        named = value.values() if isinstance(value, Mapping) else (value,)
+        if "attn_implementation" in key and any(isinstance(each, str) and "/" in each for each in named):
+            raise ValueError(f"got {where} with {key[:60]}={shown(value)}, expected no kernel of a hub; {YOURSELF}")
+        if key == "quantization_config" and value is not None:
+            raise ValueError(f"got {where} with {key}, expected plain weights, whose shapes can be checked; {YOURSELF}")
+        if isinstance(value, Mapping):
+            _check_plain(value, where)
+
+
+def check_model(folder: Path, library: str, name: str) -> Fitted | None:
+    """Raise ValueError if the weights in a folder do not fit its config.json.
+
+    name: the model's class, of diffusers or of transformers; others are left to their own package. Returns what is
+    known of a model of diffusers.
+    """
+    kind = getattr(diffusers, name, None) if library == "diffusers" else None
+    if kind is AutoencoderKL:
+        model, checkpoint, _ = open_vae(folder)
+        return Fitted(checkpoint, model)
+    if isinstance(kind, type) and issubclass(kind, ModelMixin):
+        config = read_json(folder / "config.json")
+        check_numbers(config, folder / "config.json")
+        return _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
+    if library == "transformers":
+        check_encoder(folder, name)
+    return None
+
+
+def check_encoder(folder: Path, name: str) -> None:
+    """Raise ValueError if the weights of an encoder of transformers are missing, truncated or do not fit its config.
+
+    name: its class. Reads the config and headers; layers and the number of all weights are compared, because names of
+    weights differ between versions of transformers.
+    """
+    file = folder / "config.json"
+    config = read_json(file)
+    check_numbers(config, file)
+    stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
+    checkpoint = open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
+    sizes, counts = config.get("text_config") or config, layers_in(checkpoint)
+    field = next((field for field in LAYERS if isinstance(sizes.get(field), int)), None)
+    if field is not None and counts and sizes[field] not in counts:
+        expected = f"{' or '.join(map(str, sorted(counts)))}, as {Path(checkpoint.name).name} has"
+        raise ValueError(f"got {file} with {field}={sizes[field]}, expected {expected}")
+    described, held = _described(folder, name, checkpoint), sum(map(math.prod, checkpoint.shapes.values()))
+    if described > 2 * held + MORE:  # tied weights may count twice
+        raise ValueError(f"got {file}, which describes {described:,} parameters, expected the {held:,} of its files")
+
+
+def _described(folder: Path, name: str, checkpoint: Checkpoint) -> int:
+    """Return the number of parameters that a config of transformers describes; 0 for a class that it does not have."""
+    import transformers  # takes seconds, which models without text encoders do not need
+
+    kind: Any = getattr(transformers, name, None)
+    if not hasattr(kind, "config_class"):
+        return 0
+    what = f"got {folder / 'config.json'}, which describes no {name}"
+    with naming(what), errors_only(transformers.utils.logging), torch.device("meta"), BoundedModules(checkpoint):
+        model = kind(kind.config_class.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class BoundedModules(WithoutValues):
+    """Refuses tensors far larger than those of a checkpoint, as a table of positions may be, and far more of them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._largest = max(LARGE, *(2 * math.prod(shape) for shape in checkpoint.shapes.values()))
+        self._most, self._made = 2 * len(checkpoint.shapes) + MANY, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a function of torch returns; ValueError for a tensor that is too large or one too many."""
+        output = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(output, torch.Tensor) and output.numel() > self._largest:
+            raise ValueError(f"a tensor of {output.numel():,} elements, expected at most {self._largest:,}")
+        self._made += func is torch.empty  # by which layers make their weights
+        if self._made > self._most:
+            raise ValueError(f"more than {self._most:,} weights, about twice as many as its files have")
+        return output
+
+
+def layers_in(checkpoint: Checkpoint) -> set[int]:
+    """Return the numbers of layers that keys of the form `prefix.N.name` count, one for each prefix."""
+    layers = {match.groups() for key in checkpoint.shapes if (match := re.match(r"(.*?)\.(\d{1,9})\.", key))}
+    return set(Counter(prefix for prefix, _ in layers).values())
+
+
+def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> Fitted:
+    """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape.
+
+    file: where the config was read, for the message.
+    """
+    what = f"got {file}, which describes no {kind.__name__}"
+    with naming(what), torch.device("meta"), BoundedModules(checkpoint):
+        model = kind.from_config(config)
+    fitted = Fitted(checkpoint, model)
+    for name, shape in fitted.state.items():
+        if name not in checkpoint.shapes:
+            if name not in fitted.parameters:
+                continue  # diffusers computes it
+            raise ValueError(f"{checkpoint.name}: wrong keys. Missing {name}, which a {kind.__name__} has")
+        if checkpoint.shapes[name] != shape:
+            got = f"{name} of shape {checkpoint.shapes[name]}"
+            raise ValueError(f"{checkpoint.name}: got {got}, expected {shape} as config.json says")
+    check_types(checkpoint, sorted(fitted.parameters), lambda dtype: dtype.is_floating_point)  # 8 bits are diffusers'
+    return fitted

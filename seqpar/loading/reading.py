@@ -1,0 +1,293 @@
+"""Reads tensors of checkpoints to a device in a thread of its own, while the caller builds models.
+
+Where the place of a tensor in a file is known, fastsafetensors reads it: its threads copy from the page cache into
+page-locked buffers so small that they stay in the processor's cache, and from there to the GPU, all without Python's
+lock. The numbers cross to the GPU as they lie in the file and are converted by it, since a processor's core converts
+less than a tenth of what the link takes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fastsafetensors import cpp
+from safetensors import SafetensorError
+from torch import Tensor
+
+from seqpar.loading.checkpoint import Checkpoint, stamp
+from seqpar.loading.keys import KeyMap
+
+THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
+BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
+AHEAD = 1 << 30  # bytes that are asked for before the oldest must be there, which come while another thread has
+# Python's lock; an error or ctrl-C waits for them, and those that are converted take so much memory besides
+ALIGNED = 16  # bytes, of the largest dtype
+SMALL = 1 << 18  # bytes of a tensor that comes with others: each request waits for all copies that are on their way
+
+
+class Reader:
+    """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
+
+    ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask with
+    `begin`, which takes memory, and then call `start`: while copies run, the driver takes five times as long to give
+    memory.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self._native = device, None
+        self._started, self._stopping = threading.Event(), threading.Event()
+        self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // ranks))
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Reader:
+        """Return this reader."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the threads, when what was asked of the files has come."""
+        self._stopping.set()
+        self.start()
+        self._thread.shutdown(cancel_futures=True)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self._native = None  # ends its threads, which sets this thread's GPU
+
+    def begin(
+        self, checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
+    ) -> Future[dict[str, Tensor]]:
+        """Ask for the tensors of these names on the device.
+
+        like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
+        result raises ValueError if a tensor does not load or is not finite.
+        """
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if on_gpu else nullcontext()  # the thread's
+        with told(checkpoint, ["its weights"]), torch.inference_mode(False), stream:  # weights outlive a caller's mode
+            memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
+        return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
+
+    def start(self) -> None:
+        """Let come what has been asked for, and what will be."""
+        self._started.set()
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        keys: KeyMap,
+        names: Sequence[str],
+        like: Mapping[str, Tensor],
+        memory: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """See `begin`. memory: key -> where it is read to; others get theirs as they are asked for."""
+        self._started.wait()
+        if self._stopping.is_set():
+            raise CancelledError
+        found, extremes = dict[str, Tensor](), dict[str, tuple[Tensor, Tensor]]()
+        with told(checkpoint, ["its weights"]), _emptied_by_errors(found, memory):
+            if self._native is None:
+                self._native = _native(self.device, self._threads)
+            with _Requests(checkpoint, self.device, self._native, memory) as requests:
+                requests.read_small([key for name in names for key in keys.sources[name].keys])
+                for name, parts in self._parts(requests, keys, names):
+                    source = keys.sources[name]
+                    with told(checkpoint, source.keys):
+                        found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
+                    parts.clear()
+                    if found[name].is_floating_point() and found[name].numel():
+                        extremes[name] = found[name].aminmax()
+            _check_finite(checkpoint, keys, extremes)
+        return found
+
+    def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield name and tensors as they lie in the file, in the order of the names, asking for later ones before."""
+        asked = deque[tuple[str, list[_Request]]]()
+        for name in names:
+            if self._stopping.is_set():
+                raise CancelledError
+            asked.append((name, [requests.ask(key) for key in keys.sources[name].keys]))
+            while asked and (requests.ahead > AHEAD or all(part.number is None for part in asked[0][1])):
+                yield requests.oldest(asked)
+        while asked:
+            yield requests.oldest(asked)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A tensor on its way. number: of fastsafetensors' request; None if the tensor is there."""
+
+    key: str
+    tensor: Tensor
+    number: int | None = None
+
+
+class _Requests:
+    """What is asked of the files of one checkpoint.
+
+    A context manager, which holds all memory that fastsafetensors may still write to, and waits until none is.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, native: cpp.nogds_file_reader, memory: dict[str, Tensor]
+    ) -> None:
+        self._checkpoint, self._device, self._native, self._memory = checkpoint, device, native, memory
+        self._files, self._coming, self.ahead = dict[Path, int](), dict[int, Tensor](), 0
+        self._small = dict[str, Tensor]()
+
+    def __enter__(self) -> _Requests:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in self._coming:
+            self._native.wait_read(number)
+        self._coming.clear()
+        self._small.clear()
+        del self._native  # the traceback of an error holds this object
+        for file in self._files.values():
+            os.close(file)
+
+    def read_small(self, keys: Sequence[str]) -> None:
+        """Read the small ones of these tensors, which cross to the device together."""
+        sizes = {key: self._checkpoint.nbytes(key) for key in keys if key in self._checkpoint.positions}
+        small = [key for key, size in sizes.items() if 0 < size < SMALL]
+        for key in small:  # where a file is not in memory, all are fetched at once
+            offset = self._checkpoint.positions[key].offset
+            os.posix_fadvise(self._file(key), offset, sizes[key], os.POSIX_FADV_WILLNEED)
+        rooms = [-(-sizes[key] // ALIGNED) * ALIGNED for key in small]
+        host = torch.empty(sum(rooms), dtype=torch.uint8)
+        for key, room in zip(small, host.split(rooms), strict=True):
+            self._read_into(room.numpy().data[: sizes[key]], key)
+        for key, room in zip(small, host.to(self._device).split(rooms), strict=True):
+            dtype, shape = self._checkpoint.dtypes[key], self._checkpoint.shapes[key]
+            self._small[key] = room[: sizes[key]].view(dtype).view(shape).clone()
+
+    def _read_into(self, room: memoryview, key: str) -> None:
+        if os.preadv(self._file(key), [room], self._checkpoint.positions[key].offset) < len(room):
+            self._raise(key)
+
+    def ask(self, key: str) -> _Request:
+        """Ask for one tensor, in the dtype of the file."""
+        with told(self._checkpoint, [key]):
+            small = self._small.pop(key, None)  # whoever asks for it again gets another one
+            if small is not None:
+                return _Request(key, small)
+            if key not in self._checkpoint.positions:
+                return _Request(key, self._checkpoint.read(key).to(self._device, copy=True))
+            tensor = self._memory.pop(key, None)
+            tensor = _memory(self._checkpoint, key, self._device) if tensor is None else tensor
+            return _Request(key, tensor, self._submit(key, tensor) if tensor.numel() else None)
+
+    def _file(self, key: str) -> int:
+        """Return the open file of a tensor; ValueError if it is not the one whose header was read."""
+        position = self._checkpoint.positions[key]
+        if position.path not in self._files:
+            self._files[position.path] = os.open(position.path, os.O_RDONLY)
+            if stamp(self._files[position.path]) != position.stamp:
+                changed = "which has changed since its header was read, expected the same file; load it again"
+                raise ValueError(f"got {position.path}, {changed}")
+        return self._files[position.path]
+
+    def _submit(self, key: str, tensor: Tensor) -> int:
+        position, size = self._checkpoint.positions[key], tensor.nbytes
+        goal = cpp.gds_device_buffer(tensor.data_ptr(), size, self._device.type == "cuda")
+        number = self._native.submit_read(self._file(key), goal, position.offset, size, 0)
+        self._coming[number] = tensor
+        self.ahead += size
+        return number
+
+    def oldest(self, asked: deque[tuple[str, list[_Request]]]) -> tuple[str, list[Tensor]]:
+        """Return name and tensors of the oldest that are asked for, when they have come."""
+        name, requests = asked.popleft()
+        return name, [self._come(request) for request in requests]
+
+    def _come(self, request: _Request) -> Tensor:
+        if request.number is not None:
+            came = self._native.wait_read(request.number)
+            del self._coming[request.number]
+            self.ahead -= request.tensor.nbytes
+            if not came:
+                self._raise(request.key)
+        return request.tensor
+
+    def _raise(self, key: str) -> None:
+        """Raise the error of a tensor that was not read, of which fastsafetensors tells nothing.
+
+        That of a disk which fails once and then reads is lost: then the message says to copy the file again.
+        """
+        position, size = self._checkpoint.positions[key], self._checkpoint.nbytes(key)
+        for at in range(0, size, BLOCK):  # a disk's error is raised here
+            os.pread(self._files[position.path], min(BLOCK, size - at), position.offset + at)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # and here a GPU's
+        raise ValueError(f"got {position.path} with {key}, expected {size} bytes that can be read; copy it again")
+
+
+def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
+    """Return fastsafetensors' threads for one rank; RuntimeError if it does not find CUDA's library."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)  # else this thread would open a context on the first GPU
+        if not cpp.is_cuda_found():
+            cpp.load_library_functions(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+            if not cpp.is_cuda_found():
+                raise RuntimeError("fastsafetensors does not find the CUDA runtime library that torch has loaded")
+    cpp.set_gil_release(True)  # while it waits
+    return cpp.nogds_file_reader(False, 2 * threads * BLOCK >> 10, threads, cuda, device.index or 0)
+
+
+def _kept(checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the keys of the large tensors that stay as they lie in their file."""
+    for name in names:
+        key, *others = keys.sources[name].keys
+        as_it_lies = not others and key in checkpoint.positions and checkpoint.dtypes[key] == like[name].dtype
+        if as_it_lies and checkpoint.nbytes(key) >= SMALL:
+            yield key
+
+
+def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
+    """Return memory for a tensor as it lies in its file."""
+    return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
+
+
+def _check_finite(checkpoint: Checkpoint, keys: KeyMap, extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
+    values = torch.stack([x for pair in extremes.values() for x in pair]) if extremes else torch.empty(0)
+    finite = values.isfinite().view(-1, 2).all(dim=1).tolist()  # in the widest of their dtypes
+    name = next((name for name, right in zip(extremes, finite, strict=True) if not right), None)
+    if name is not None:
+        what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(extremes[name][0].dtype)
+        expected = f"finite weights in {dtype.removeprefix('torch.')}; copy the file again, or name another"
+        raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
+
+
+@contextmanager
+def _emptied_by_errors(*tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Drop tensors after an error, which its traceback would hold, in these and in the functions that it names."""
+    try:
+        yield
+    except BaseException as error:
+        for each in tensors:
+            each.clear()
+        one: BaseException | None = error
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one = one.__context__
+        raise
+
+
+@contextmanager
+def told(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[None]:
+    """Turn errors of reading and combining into ValueError, which `Mesh.together` raises on every rank."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{checkpoint.name}: got {', '.join(keys)}, which do not load: {error}") from error

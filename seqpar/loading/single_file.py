@@ -1,0 +1,162 @@
+"""Reads a transformer from one file in the keys of its authors, as Black Forest Labs and ComfyUI publish FLUX.1.
+
+diffusers' own converters know how such keys become those of its classes. They run here on tensors without numbers,
+which remember what is done with them: a weight is read, and converted, when it is asked for. diffusers'
+`from_single_file` reads and converts all weights in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from seqpar.loading.checkpoint import Checkpoint, named, open_checkpoint
+from seqpar.loading.jsons import read_json
+from seqpar.loading.keys import count_layers, shape_of
+
+PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
+OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")
+FLUX = ("double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight", "vector_in.in_layer.weight")
+FAILURES = (LookupError, RuntimeError, TypeError, ValueError, AttributeError)  # of a converter with unknown keys
+
+
+class Later(Tensor):
+    """A tensor on the meta device that remembers how it is made."""
+
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a function of torch returns, whose tensors remember this call."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            like = func(*args, **kwargs)
+
+        def call(index: int | None) -> Tensor:
+            result = func(*_numbers(args), **kwargs)
+            return result if index is None else result[index]
+
+        if isinstance(like, Tensor):
+            return _later(like, lambda: call(None))
+        if isinstance(like, (tuple, list)) and like and all(isinstance(each, Tensor) for each in like):
+            return type(like)(_later(each, lambda i=i: call(i)) for i, each in enumerate(like))
+        return like
+
+
+def _later(like: Tensor, make: Callable[[], Tensor]) -> Later:
+    later = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(Later)
+    later.make = make
+    return later
+
+
+def _numbers(args: Any) -> Any:
+    """Return the arguments of a call with the tensors that were remembered in them."""
+    if isinstance(args, Later):
+        return args.make()
+    return type(args)(map(_numbers, args)) if type(args) in (tuple, list) else args
+
+
+def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[str, Any]] | None:
+    """Return a file's weights under diffusers' keys, and the config of diffusers' class; None for any other file.
+
+    The config lies in the file's folder, or in its folder `transformer`; that of a FLUX.1 follows from its shapes.
+    Raises ValueError if the file does not fit the class of its config.
+    """
+    source, folder = _transformer(checkpoint), config_folder(path)
+    if folder is None and not all(key in source for key in FLUX):
+        return None
+    with named(checkpoint):
+        config = flux_config(source, checkpoint.shapes) if folder is None else read_json(folder / "config.json")
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES  # takes long, and few files need it
+
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(str(config.get("_class_name")))
+    if known is None:
+        return None
+    weights = _converted(checkpoint, source, known["checkpoint_mapping_fn"], config)
+    shapes = {key: tuple(later.shape) for key, later in weights.items()}
+    dtypes = {key: later.dtype for key, later in weights.items()}
+    return Checkpoint(checkpoint.name, shapes, lambda key: weights[key].make(), dtypes), config
+
+
+def _converted(
+    checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
+) -> dict[str, Later]:
+    """Return what a converter of diffusers makes of the keys of a file; ValueError for keys that it does not know."""
+    unread: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
+    kind = config["_class_name"]
+    try:
+        converted = convert(config=config, checkpoint=unread)
+    except FAILURES as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+        raise ValueError(
+            f"got {checkpoint.name}, which diffusers' converter for a {kind} does not take ({reason}), expected the "
+            f"keys of that model's authors; name the folder if the file is diffusers' own"
+        ) from error
+    if converted is not unread and unread:
+        unknown = ", ".join(sorted(unread)[:3])
+        raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(unread)} to a {kind}: {unknown}")
+    return {key: later for key, later in converted.items() if later is not None}
+
+
+def _transformer(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the keys of the transformer in a file, without their prefix -> the file's own keys."""
+    keys = [key for key in checkpoint.shapes if key.startswith(PREFIX)] or [
+        key for key in checkpoint.shapes if not key.startswith(OTHERS)
+    ]
+    return {key.removeprefix(PREFIX): key for key in keys}
+
+
+def load_transformer(path: Path, dtype: torch.dtype) -> Any:
+    """Return diffusers' transformer of a file whose weights `as_diffusers` has found to fit; they are mapped."""
+    checkpoint = open_checkpoint(path)
+    converted = as_diffusers(checkpoint, path)
+    assert converted is not None
+    state = {key: checkpoint.tensor(own) for key, own in _transformer(checkpoint).items()}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(converted[1]))
+        kind = getattr(diffusers, converted[1]["_class_name"])
+        return kind.from_single_file(state, config=folder, dtype=dtype, local_files_only=True)
+
+
+def _read_later(checkpoint: Checkpoint, key: str) -> Later:
+    like = torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device="meta")
+    return _later(like, lambda: checkpoint.read(key))
+
+
+def config_folder(path: Path) -> Path | None:
+    """Return the folder of the config.json that describes the transformer in a file, or None."""
+    places = (path.parent, path.parent / "transformer")
+    return next((folder for folder in places if (folder / "config.json").is_file()), None)
+
+
+def flux_config(source: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the config.json of a FLUX.1 with these shapes; ValueError if they do not tell it."""
+    shapes = {key: shapes[own] for key, own in source.items()}
+    width, inputs = shape_of(shapes, "img_in.weight", 2)
+    (head_dim,) = shape_of(shapes, FLUX[0], 1)
+    if head_dim != 128 or width % head_dim:
+        raise ValueError(
+            f"got a FLUX.1 of width {width} with heads {head_dim} wide, expected 128 as in the released ones; put the "
+            f"config.json of diffusers' transformer beside the file"
+        )
+    return {
+        "_class_name": "FluxTransformer2DModel",
+        "num_layers": count_layers(shapes, "double_blocks"),
+        "num_single_layers": count_layers(shapes, "single_blocks"),
+        "num_attention_heads": width // head_dim,
+        "attention_head_dim": head_dim,
+        "joint_attention_dim": shape_of(shapes, "txt_in.weight", 2)[1],
+        "pooled_projection_dim": shape_of(shapes, FLUX[2], 2)[1],
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+        "axes_dims_rope": [16, 56, 56],
+        "in_channels": inputs,
+        "out_channels": shape_of(shapes, "final_layer.linear.weight", 2)[0],
+        "patch_size": 1,
+    }

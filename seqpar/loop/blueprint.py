@@ -1,0 +1,156 @@
+"""Turns a preset, folder, file, hub id or diffusers object into a model, and checks it before any weight is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import seqpar.loop.models
+from seqpar.loading.checkpoint import Checkpoint, check, from_state_dict, named
+from seqpar.loading.keys import KeyMap
+from seqpar.loading.layout import open_model
+from seqpar.loading.meta import WithoutValues
+from seqpar.loading.names import resolve
+from seqpar.loading.placing import load
+from seqpar.loading.random_weights import randomise
+from seqpar.loop.interface import SequenceModel
+from seqpar.mesh.mesh import Mesh
+from seqpar.types.plugins import plugins
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that can be built: its module, its config and its checkpoint (None means random weights).
+
+    path: the file or folder that a name stood for, or None for a preset and for a model in memory.
+    """
+
+    name: str
+    module: ModuleType
+    config: Any
+    checkpoint: Checkpoint | None = None
+    keys: KeyMap | None = None
+    path: Path | None = None
+
+    def meta(self) -> SequenceModel:
+        """Return the model on the meta device, without memory for its weights: one object until it is built.
+
+        Raises ValueError if the sizes in a config are too large for any tensor.
+        """
+        try:
+            return self._without_weights
+        except (RuntimeError, OverflowError) as error:
+            raise ValueError(f"got {self.name} with sizes of which no model can be made: {error}") from error
+
+    @cached_property
+    def _without_weights(self) -> SequenceModel:
+        with torch.device("meta"), WithoutValues():
+            return self.module.Model(self.config)
+
+    def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0, mesh: Mesh | None = None) -> SequenceModel:
+        """Return the model with its weights; random weights are equal on all ranks of one device type.
+
+        mesh: the ranks that build the same model at the same time, which share the reading of its file. Raises the same
+        ValueError on all of them.
+        """
+        model = self.meta()
+        vars(self).pop("_without_weights")  # it is given its weights; whoever asks again gets another one
+        if self.checkpoint is None or self.keys is None:
+            randomise(model.to(dtype).to_empty(device=device), seed)
+        else:
+            load(model, self.checkpoint, self.keys, dtype, device, mesh)
+        return model.requires_grad_(False).eval()
+
+
+def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
+    """Return the blueprint for a name of `NAMES`, a preset, a folder or file of `seqpar.loading.layout`, or a hub id.
+
+    name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
+    released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
+    any weight is read.
+    """
+    if isinstance(name, Blueprint):
+        check_heads(name.name, name.config, heads)
+        return name
+    path = resolve(name)
+    if path is not None:
+        return replace(_blueprint(*open_model(path), heads), path=path)
+    preset = str(name).lower()
+    module, config = presets(_modules())[preset]
+    check_heads(preset, config, heads)
+    return Blueprint(preset, module, config)
+
+
+def from_diffusers(model: nn.Module) -> Blueprint:
+    """Return the blueprint for a diffusers transformer in memory."""
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"got a {type(model).__name__}, expected a seqpar model or a diffusers transformer")
+    config = dict(config) | {"_class_name": type(model).__name__}
+    return _blueprint(from_state_dict(type(model).__name__, model.state_dict()), config)
+
+
+def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
+    description = config
+    if config is None:  # an original file: what is known beside it
+        description = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
+    for module in _modules():
+        with named(checkpoint):
+            recognised = module.recognise(checkpoint.shapes, description)
+        if recognised is not None:
+            own, keys = recognised[0], module.KEY_MAPS[recognised[1]](recognised[0])
+            check_heads(checkpoint.name, own, heads)
+            _check_layers(checkpoint, own)
+            blueprint = Blueprint(checkpoint.name, module, own, checkpoint, keys)
+            check(blueprint.meta(), checkpoint, keys)
+            return blueprint
+    known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.loop.models))})"
+    if config:
+        raise ValueError(
+            f"got {checkpoint.name} with a {config.get('_class_name')}, {known}; if diffusers has it, put it into the "
+            f"folder of its pipeline, beside model_index.json with its text encoders and decoder, or name that folder"
+        )
+    shown = ", ".join(list(checkpoint.shapes)[:3])
+    raise ValueError(
+        f"got {checkpoint.name} with keys like {shown}, {known}; if diffusers converts such a file "
+        f"(from_single_file), put it into the folder of its pipeline, or the config.json of its transformer beside it; "
+        f"if not, name a folder in diffusers' layout"
+    )
+
+
+def check_heads(name: str, config: Any, heads: int | None) -> None:
+    """Raise ValueError if the user's number of heads is not the model's."""
+    if heads is not None and config.num_attention_heads != heads:
+        known = f"the {config.num_attention_heads} that its files or its preset say"
+        raise ValueError(f"got {heads} heads for {name}, expected {known}; leave the number out")
+
+
+def _check_layers(checkpoint: Checkpoint, config: Any) -> None:
+    """Raise ValueError if a config names more layers than there are tensors, before a model of them is built."""
+    for name in ("num_layers", "num_single_layers"):
+        if (layers := getattr(config, name, 0)) > len(checkpoint.shapes):
+            held = f"{len(checkpoint.shapes)} tensors"
+            raise ValueError(f"got {checkpoint.name} with {name}={layers}, expected no more layers than its {held}")
+
+
+def _modules() -> list[ModuleType]:
+    return [importlib.import_module(path) for path in plugins(seqpar.loop.models).values()]
+
+
+def presets(modules: Iterable[Any]) -> dict[str, tuple[Any, Any]]:
+    """Return name of a preset -> its model's module and config; RuntimeError if two models name the same one."""
+    known: dict[str, tuple[Any, Any]] = {}
+    for module in modules:
+        for name, config in module.PRESETS.items():
+            if name in known or name != name.lower():
+                raise RuntimeError(f"got preset {name!r} of {module.__name__}, expected a new name in small letters")
+            known[name] = (module, config)
+    return known

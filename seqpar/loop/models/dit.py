@@ -1,0 +1,332 @@
+"""DiT: class-conditional diffusion transformer with adaLN-Zero (arXiv 2212.09748), S/B/L/XL with patch 2/4/8.
+
+It loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
+`mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the variant, and the format of the
+weights decides it. An original file has a table of positions, which training moves a little and may learn as a whole;
+where it is not the one that is computed here, it is a weight of the model (`pos_stored`).
+Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.loading import schemas
+from seqpar.loading.keys import count_layers, shape_of
+from seqpar.loop.interface import Condition
+from seqpar.loop.models import _dit_keys, _layers
+from seqpar.loop.models._label_dit import (
+    LabelDiT,
+    check_outputs,
+    confirm,
+    confirm_heads,
+    count_classes,
+    is_diffusers,
+    original_heads,
+)
+from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Attend, Prepare, Projected
+
+NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
+# how far a table of positions is from the sine-cosine one: by the rounding of its numbers in fp32, and at most by that
+# of averages over a whole training (3e-4 at a decay of 0.9999) or of bfloat16 (2e-3)
+ROUNDED, MOVED = 2**-22, 4e-3
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and variants of a DiT, named as in diffusers; the defaults are those of the original DiT-XL/2.
+
+    pos_stored: whether the positions of the trained size are a weight. pos_scaling: what other sizes get.
+    """
+
+    num_attention_heads: int = 16
+    attention_head_dim: int = 72
+    num_layers: int = 28
+    patch_size: int = 2
+    in_channels: int = 4
+    out_channels: int = 8
+    sample_size: int = 32
+    num_classes: int = 1000
+    attention_bias: bool = True
+    freq_shift: float = 0.0
+    mlp_norm_eps: float = 1e-6
+    pos_scaling: Literal["interpolate", "none", "refuse"] = "none"
+    pos_stored: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return E, the width of the model."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+class Block(nn.Module):
+    """A transformer block of attention and MLP; each input is normalised and modulated, each output is gated."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.head_dim = config.width, config.attention_head_dim
+        heads = config.num_attention_heads
+        self.heads = (heads, heads, heads)
+        self.mlp_norm = Norm("layer", config.mlp_norm_eps)
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
+        self.proj = nn.Linear(width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(
+        self,
+        x_BlE: Tensor,
+        h_BlE: Tensor,
+        modulation_B6E: Tensor,
+        after: tuple[Tensor, Tensor, Norm],
+        attend: Attend,
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream x and its normalised, modulated form h after this block.
+
+        after: shift, scale and norm of the next block or final layer, because one kernel adds this block's gated branch
+        to the stream and normalises it for the next one. keep: whether x is needed afterwards; the last block passes
+        False.
+        """
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        heads, kv_heads, _ = self.heads
+        (out,) = attend((Projected(h_BlE, self.qkv.weight, self.qkv.bias, heads, kv_heads, Prepare()),))
+        branch = self.proj(out.flatten(2))
+        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
+        branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
+        return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)
+
+
+class Model(LabelDiT):
+    """The DiT model; its condition is as wide as the model."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
+        if config.pos_stored:
+            tokens = (config.sample_size // config.patch_size) ** 2
+            self.pos_embed = nn.Parameter(torch.empty(1, tokens, config.width))
+
+    def check_size(self, *size: int) -> None:
+        """Raise `ValueError` for a latent that is no whole patches, or whose size a learned table does not have."""
+        super().check_size(*size)
+        trained = self.config.sample_size
+        if self.config.pos_scaling == "refuse" and size != (trained, trained):
+            raise ValueError(
+                f"got a latent of {' x '.join(map(str, size))} for a DiT with a learned table of positions, expected "
+                f"{trained} x {trained}, the only size that its pos_embed has"
+            )
+
+    def positions(self, *size: int) -> Tensor:
+        """Return the position rows (L, E) of a latent (height, width): sine-cosine, or the stored ones.
+
+        At sizes other than the trained one, "interpolate" scales positions to the trained range, and "none" continues
+        them past it.
+        """
+        self.check_size(*size)
+        if self.config.pos_stored and size == (self.config.sample_size,) * 2:
+            return self.pos_embed.detach()[0]
+        return _sincos(self.config, size, self.x_embedder.weight.device)
+
+    def forward_tokens(
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
+        dtype = self.x_embedder.weight.dtype
+        x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
+        blocks_BN6E, final_B2E = conditioning["blocks"], conditioning["final"]
+        starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
+        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
+        h = norm_modulate(x, *starts[0])
+        for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
+            x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
+        return {"image": self.final(h)}
+
+
+def _sincos(config: Config, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the sine-cosine position rows (L, E) of a latent (height, width); see `Model.positions`."""
+    base = config.sample_size // config.patch_size
+
+    def axis(size: int) -> Tensor:
+        index = torch.arange(size // config.patch_size, dtype=torch.float32, device=device)
+        return index / (len(index) / base) if config.pos_scaling == "interpolate" else index
+
+    height, width = size
+    return _layers.sincos_2d(axis(height), axis(width), config.width)
+
+
+def work(config: Config) -> Work:
+    """Return the planner's `Work`: two gated norms (4 E each) and bias + GELU (8 E) a block, widest inside the MLP."""
+    width, area = config.width, config.patch_size**2
+    blocks = Blocks(
+        count=config.num_layers,
+        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
+        passes=(4 * width, 4 * width, 8 * width),
+    )
+    return Work(
+        width=width,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=config.attention_head_dim,
+        blocks=(blocks,),
+        prepares=False,
+        once=((config.in_channels * area, width), (width, config.out_channels * area)),
+        table=(6 * config.num_layers + 2) * width,
+        live=12 * width,
+    )
+
+
+# Presets: random weights, for benchmarks and tests -------------------------------------------------------------
+
+_SIZES = {"s": (6, 64, 12), "b": (12, 64, 12), "l": (16, 64, 24), "xl": (16, 72, 28)}
+PRESETS: dict[str, Config] = {
+    f"dit-{size}/{patch}": Config(heads, head_dim, layers, patch)
+    for size, (heads, head_dim, layers) in _SIZES.items()
+    for patch in (2, 4, 8)
+}
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
+    """The fields of diffusers' config, with the values that this file implements."""
+
+    num_attention_heads: schemas.Heads | None = None
+    attention_head_dim: schemas.HeadDim | None = None
+    num_layers: schemas.Layers | None = None
+    patch_size: schemas.Patch | None = None
+    in_channels: schemas.Channels | None = None
+    out_channels: schemas.Channels | None = None
+    sample_size: schemas.Side | None = None
+    num_embeds_ada_norm: schemas.Classes = 1000
+    norm_eps: schemas.Epsilon = 1e-5
+    norm_num_groups: schemas.Width | None = None
+    attention_bias: bool | None = None
+    norm_type: Literal["ada_norm_zero"] | None = None
+    activation_fn: Literal["gelu-approximate"] | None = None
+    norm_elementwise_affine: schemas.No | None = None
+    upcast_attention: schemas.No | None = None
+    dropout: schemas.Zero | None = None
+    cross_attention_dim: None = None
+    num_vector_embeds: None = None
+    only_cross_attention: schemas.No | None = None
+    use_linear_projection: schemas.No | None = None
+    double_self_attention: schemas.No | None = None
+    # ours: diffusers computes with 1, "interpolate" and its own positions whatever a config says
+    freq_shift: schemas.ZeroOrOne | None = None
+    pos_scaling: Literal["interpolate", "none"] | None = None
+    pos_stored: bool | None = None
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
+    """Return (config, key map name) for a DiT checkpoint, else None; `ValueError` for a variant not implemented."""
+    if config is not None and is_diffusers(config):
+        names = ("DiTTransformer2DModel", "Transformer2DModel")
+        return (_from_diffusers(config), "diffusers") if config["_class_name"] in names else None
+    if any(key.startswith("blocks.0.attn.") for key in shapes):
+        return _from_shapes(shapes, config or {}), "original"
+    return None
+
+
+def _from_diffusers(config: Mapping[str, Any]) -> Config:
+    found = schemas.checked("a DiT config", config, Fields)
+    known = {f.name for f in fields(Config)} & {*Fields.__struct_fields__}
+    read = {key: value for key in known if (value := getattr(found, key)) is not None}
+    read.setdefault("out_channels", read.get("in_channels", Config.in_channels))
+    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": found.norm_eps}
+    made = replace(Config(**theirs | read), num_classes=found.num_embeds_ada_norm)
+    if made.width % 4 or made.sample_size % made.patch_size:
+        sizes = f"width {made.width}, sample_size {made.sample_size} and patch_size {made.patch_size}"
+        raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
+    check_outputs("DiT", made.in_channels, made.out_channels)
+    return made
+
+
+def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> Config:
+    """Return the sizes of an original checkpoint; its shapes tell all but the heads."""
+    width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
+    layers, final = count_layers(shapes, "blocks"), "final_layer.linear.weight"
+    args = said.get("args", {})
+    named = PRESETS.get(str(args.get("model")).lower())
+    if named is not None:
+        sizes = {"width": width, "layers": layers, "patch_size": patch}
+        confirm("DiT", {"width": named.width, "layers": named.num_layers, "patch_size": named.patch_size}, sizes)
+        confirm_heads("DiT", said, named)
+    heads = original_heads("DiT", width, layers, said, PRESETS.values())
+    side = _table_side(shapes, width) if "pos_embed" in shapes else 32 // patch
+    found = Config(
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
+        num_layers=layers,
+        patch_size=patch,
+        in_channels=channels,
+        out_channels=_layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
+        sample_size=side * patch,
+        num_classes=count_classes(shapes),
+        attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
+    )
+    confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})
+    check_outputs("DiT", found.in_channels, found.out_channels)
+    return _with_table(found, said["read"]("pos_embed")) if "pos_embed" in shapes else found
+
+
+def _table_side(shapes: Mapping[str, tuple[int, ...]], width: int) -> int:
+    """Return how many patches a side of the trained picture has; ValueError if the table is not one of a square."""
+    batch, tokens, columns = shape_of(shapes, "pos_embed", 3)
+    side = math.isqrt(tokens)
+    if (batch, side**2, columns) != (1, tokens, width) or not side:
+        got = f"a DiT with pos_embed of shape {(batch, tokens, columns)}"
+        raise ValueError(f"got {got}, expected (1, side x side, {width}): positions of a square, as wide as the model")
+    return side
+
+
+def _with_table(config: Config, table_1LE: Tensor) -> Config:
+    """Return the config of a model with this table of positions.
+
+    The sine-cosine table is computed, as it always was. One that only rounding has moved from it, by at most `MOVED`,
+    is a weight of the model, which continues it past its size as the sine-cosine one. Any other is a learned one.
+    """
+    computed = _sincos(config, (config.sample_size,) * 2, table_1LE.device)
+    apart = float((table_1LE[0].double() - computed).abs().max())
+    if apart <= ROUNDED:
+        return config
+    return replace(config, pos_stored=True, pos_scaling="none" if apart <= MOVED else "refuse")
+
+
+KEY_MAPS = {"original": _dit_keys.original, "diffusers": _dit_keys.diffusers}
+
+
+def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers.
+
+    The fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own. Raises
+    ValueError for learned positions, because diffusers' pictures would have nothing of them.
+    """
+    if config.pos_scaling == "refuse":
+        raise ValueError(
+            "got a DiT whose table of positions is not the sine-cosine one (pos_embed), expected that one: diffusers' "
+            "DiTTransformer2DModel computes its positions and cannot hold others; sample from the original file"
+        )
+    same = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size", "in_channels", "out_channels")
+    same = (*same, "sample_size", "attention_bias")
+    ours: dict[str, Any] = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
+    return "diffusers", {
+        "_class_name": "DiTTransformer2DModel",
+        **{name: getattr(config, name) for name in same},
+        "num_embeds_ada_norm": config.num_classes,
+        "norm_eps": config.mlp_norm_eps,
+        **(ours if ours != {"freq_shift": 1.0, "pos_scaling": "interpolate"} else {}),
+        **({"pos_stored": True} if config.pos_stored else {}),
+    }

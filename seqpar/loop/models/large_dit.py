@@ -1,0 +1,216 @@
+"""Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
+
+The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` files of Alpha-VLLM's
+LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original,
+but LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads,
+before the head split. Rotary angles follow the raster index of a token.
+Letters: see `seqpar.types.protocols`; F = feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.loading.keys import KeyMap
+from seqpar.loop.interface import Condition
+from seqpar.loop.models import _large_dit_files, _layers
+from seqpar.loop.models._label_dit import LabelDiT
+from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
+
+CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
+FINAL_NORM = Norm("layer", 1e-6)
+QK_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and variants of a Large-DiT; the defaults are those of the released ImageNet 3B model.
+
+    qk_norm_groups: QK-norm is over the heads of one group; a model trained on N model-parallel ranks has N groups.
+    """
+
+    width: int = 3072
+    num_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    feed_forward: int = 8192
+    patch_size: int = 2
+    in_channels: int = 4
+    out_channels: int = 8
+    sample_size: int = 32
+    num_classes: int = 1000
+    qk_norm: bool = True
+    norm_eps: float = 1e-5
+    block_norm: Literal["rms", "layer"] = "rms"
+    qk_norm_groups: int = 1
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Return D, the width of a head."""
+        return self.width // self.num_attention_heads
+
+    @property
+    def condition_width(self) -> int:
+        """Return the width of the condition from which adaLN computes its modulation."""
+        return min(self.width, CONDITION)
+
+
+class Block(nn.Module):
+    """A transformer block of attention and SwiGLU; each input is normalised and modulated, each output is gated."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.head_dim = config.width, config.attention_head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.modulation = nn.Linear(config.condition_width, 6 * width)
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, width + 2 * kv_width, bias=False)
+        self.q_norm = nn.LayerNorm(width) if config.qk_norm else None
+        self.k_norm = nn.LayerNorm(kv_width) if config.qk_norm else None
+        self.wo = nn.Linear(width, width, bias=False)
+        self.ffn_norm = nn.RMSNorm(width)
+        self.w13 = nn.Linear(width, 2 * config.feed_forward, bias=False)
+        self.w2 = nn.Linear(config.feed_forward, width, bias=False)
+        self.norm = (config.block_norm, config.norm_eps)
+        self.groups = config.qk_norm_groups
+
+    def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
+        """Return the preparation of q and k: LayerNorm over the whole width, then rotary on neighbouring pairs."""
+        if self.q_norm is None or self.k_norm is None or self.groups > 1:
+            return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
+        q, k = self.q_norm, self.k_norm
+        return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
+
+    def stream(self, h_BlE: Tensor, rotary: tuple[Tensor, Tensor]) -> Stream:
+        """Return the tokens on their way to attention; norms over groups of heads are applied here, by torch."""
+        (heads, kv_heads, _), prepare = self.heads, self.prepare(*rotary)
+        if self.groups == 1 or self.q_norm is None or self.k_norm is None:
+            return Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, prepare)
+        q, k, v = self.qkv(h_BlE).split([count * self.head_dim for count in self.heads], dim=-1)
+        q, k = self._grouped(q, self.q_norm), self._grouped(k, self.k_norm)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        return Given(q, k, v, prepare)
+
+    def _grouped(self, x_BlE: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Return LayerNorm over each group of heads."""
+        x = x_BlE.unflatten(-1, (self.groups, -1))
+        return torch.addcmul(norm.bias, F.layer_norm(x, x.shape[-1:], eps=QK_EPS).flatten(-2), norm.weight)
+
+    def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
+        """Return the shift, scale and norm that come before attention."""
+        return modulation_B6E[:, 0], modulation_B6E[:, 1], Norm(*self.norm, self.attention_norm.weight)
+
+    def forward(
+        self,
+        x_BlE: Tensor,
+        h_BlE: Tensor,
+        modulation_B6E: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        after: tuple[Tensor, Tensor, Norm],
+        attend: Attend,
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream x and its normalised, modulated form h after this block; see `dit.Block`."""
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        (out,) = attend((self.stream(h_BlE, rotary),))
+        inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
+        x, h = gate_norm_modulate(x_BlE, gate, self.wo(out.flatten(2)), *inside)
+        h = gated_linear(h, self.w13.weight, tokens=attend.tokens)
+        return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
+
+
+class Model(LabelDiT):
+    """The Large-DiT model; its condition is at most 1024 wide."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, config.condition_width, lambda: Block(config))
+
+    def positions(self, *size: int) -> Tensor:
+        """Return the rotary rows (L, D): cosines, then sines, of the raster index.
+
+        They have the bits of the original's table, which is computed in fp32 by `torch.polar` on the CPU: `torch.cos`
+        and other devices round otherwise, by up to 6e-8.
+        """
+        (height, width), patch, dim = size, self.config.patch_size, self.config.attention_head_dim
+        index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device="cpu")
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+        angles = torch.outer(index, 1.0 / _layers.MAX_PERIOD**exponent)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turns.real, turns.imag), dim=-1).to(self.x_embedder.weight.device)
+
+    def forward_tokens(
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
+        blocks: list[Any] = list(self.blocks)
+        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
+        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
+        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
+        rotary = positions["image"].chunk(2, dim=-1)
+        x = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
+        h = norm_modulate(x, *starts[0])
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
+            x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
+        return {"image": self.final(h)}
+
+
+def work(config: Config) -> Work:
+    """Return the planner's `Work`: two gated norms (4 E each) and SwiGLU (3 F) a block, widest there or at QKV."""
+    width, ffn, area = config.width, config.feed_forward, config.patch_size**2
+    kv_width = config.num_key_value_heads * config.attention_head_dim
+    blocks = Blocks(
+        count=config.num_layers,
+        gemms=((width, width + 2 * kv_width), (width, width), (width, 2 * ffn), (ffn, width)),
+        passes=(4 * width, 4 * width, 3 * ffn),
+    )
+    return Work(
+        width=width,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.attention_head_dim,
+        blocks=(blocks,),
+        prepares=True,
+        once=((config.in_channels * area, width), (width, config.out_channels * area)),
+        table=(6 * config.num_layers + 2) * width,
+        live=max(4 * width + 3 * ffn, 5 * width + 2 * kv_width),
+    )
+
+
+PRESETS: dict[str, Config] = {
+    "large-dit-600m": Config(1536, 16, feed_forward=4096),
+    "large-dit-3b": Config(3072, 32, feed_forward=8192),
+    "large-dit-7b": Config(4096, 32, feed_forward=11008),
+}
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
+    """Return (config, key map name) for the original files or ppdiffusers' folder, else None."""
+    found = _large_dit_files.sizes(shapes, config or {}, PRESETS)
+    return None if found is None else (Config(**found), "original")
+
+
+def _original_keys(config: Config) -> KeyMap:
+    return _large_dit_files.key_map(config.num_layers, config.qk_norm, config.out_channels, config.patch_size)
+
+
+KEY_MAPS = {"original": _original_keys}
+
+
+def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the key map and the config.json of a folder that `seqpar convert` writes."""
+    return "original", _large_dit_files.config_of(config)

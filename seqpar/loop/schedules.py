@@ -1,0 +1,283 @@
+"""Traces a diffusers scheduler to coefficients, so that its steps run on local tokens inside the CUDA graph.
+
+Most schedulers are linear: the next state is a weighted sum of the last states and model outputs, and the weights
+depend only on the step. Before the loop, a copy of the scheduler runs once on small random vectors in fp64, and least
+squares gives the weights. Noise that a scheduler draws in its step enters linearly, too; it is drawn before the loop,
+in the same order, and mixed into one tensor a step. The trace also tests whether the scheduler is linear: there are
+many more equations than weights, at several magnitudes, so that clipping, thresholding and constants leave a residual.
+When it wins: always; the alternative, stepping the gathered latents on every rank, waits for the host at every step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MOST = 4  # maximum number of states or outputs that a step may need, including the current one
+CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals that rounding alone causes, and that a row may have at most
+SHAPE = (2, 4, 4, 4)  # shape of the vectors, like small latents: 128 equations for at most about 20 weights
+MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' channels: a linear step is linear at each of them
+CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type}
+RANDOM = {
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.normal,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+}
+
+
+class NotLinearError(Exception):
+    """Raised if a working scheduler cannot be expressed by coefficients; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The coefficients of a run of S model evaluations, all fp64 on the CPU.
+
+    x_(i+1) = sum_j states_SP[i, j] x_(i-j) + sum_j outputs_SQ[i, j] o_(i-j) + sum_k noise_SK[i, k] z_k for the states
+    x, model outputs o and noise draws z; the model's input is inputs_S[i] x_i. draws: the dtype of each draw, None for
+    the dtype of the state. residual: the largest relative error of a row against the scheduler's own step.
+    """
+
+    inputs_S: Tensor
+    states_SP: Tensor
+    outputs_SQ: Tensor
+    noise_SK: Tensor
+    draws: tuple[torch.dtype | None, ...]
+    residual: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """The recorded run of a scheduler on the vectors.
+
+    scales: S factors of the model's input. states: S + 1. outputs: S. draws: all noise draws. drawn: the number of
+    draws before the first step and after each step, S + 1.
+    """
+
+    scales: Sequence[float]
+    states: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    draws: Sequence[Tensor]
+    drawn: Sequence[int]
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps vectors in fp64 where a scheduler casts them, and hands out known vectors where it draws noise.
+
+    casts: whether vectors are cast, so that the dtypes of the draws (None: that of the state) are the scheduler's.
+    """
+
+    def __init__(self, generator: torch.Generator, casts: bool = False) -> None:
+        super().__init__()
+        self.draws: list[Tensor] = []
+        self.dtypes: list[torch.dtype | None] = []
+        self._generator, self._casts = generator, casts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one of torch's functions, or its replacement: a cast keeps fp64, a random draw is recorded."""
+        kwargs = kwargs or {}
+        if func in RANDOM:
+            raise NotLinearError(f"it draws random numbers by torch's {func.__name__}")
+        if func in (torch.randn, torch.randn_like):
+            return self._draw(func, args, kwargs)
+        if not self._casts and func in CASTS and args[0].shape == SHAPE and args[0].dtype == torch.float64:
+            return args[0].clone()
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        shape = args[0].shape if func is torch.randn_like else kwargs.get("size", args[0] if args else ())
+        if tuple(shape) != SHAPE:
+            raise NotLinearError(f"it draws noise of another shape than the state ({tuple(shape)}, not {SHAPE})")
+        default = args[0].dtype if func is torch.randn_like else torch.get_default_dtype()
+        dtype = kwargs.get("dtype") or default
+        self.dtypes.append(None if dtype == torch.float64 else dtype)
+        self.draws.append(vector(self._generator).to(dtype if self._casts else torch.float64))
+        return self.draws[-1]
+
+
+def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedule:
+    """Return the coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
+
+    options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
+    Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
+    """
+    record = play(scheduler, options, begin)
+    rows, width = [], (1, 1)
+    for index in reversed(range(len(record.outputs))):  # many weights fit the short history of the first steps
+        row = solve(record, index, width)
+        width = max(width[0], len(row[0])), max(width[1], len(row[1]))
+        rows.insert(0, row)
+    noise = torch.zeros(len(rows), len(record.draws), dtype=torch.float64)
+    for index, row in enumerate(rows):
+        noise[index, record.drawn[index + 1] - len(row[2]) : record.drawn[index + 1]] = row[2]
+    return Schedule(
+        torch.tensor(record.scales, dtype=torch.float64),
+        torch.stack([padded(row[0], width[0]) for row in rows]),
+        torch.stack([padded(row[1], width[1]) for row in rows]),
+        noise,
+        drawn_dtypes(scheduler, options, begin) if record.draws else (),
+        max(row[3] for row in rows),
+    )
+
+
+def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
+    """Step a copy of the scheduler through its schedule on random vectors and record it."""
+    generator = torch.Generator().manual_seed(0)
+    scales, states, drawn, recorder = [], [vector(generator)], [0], Recorder(generator)
+    outputs = [vector(generator) for _ in scheduler.timesteps[begin:]]  # not in the recorder, which would record them
+    with recorder:
+        for seen, state in stepped(scheduler, options, begin, states[0], outputs):
+            scales.append(scale_of(seen, states[-1]))
+            states.append(state)
+            drawn.append(len(recorder.draws))
+    return Record(scales, states, outputs, recorder.draws, drawn)
+
+
+def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first."""
+    generator = torch.Generator().manual_seed(0)
+    state, output, recorder = vector(generator), vector(generator), Recorder(generator, casts=True)
+    with recorder:
+        list(stepped(scheduler, options, begin, state, repeat(output)))
+    return tuple(recorder.dtypes)
+
+
+def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> None:
+    """Raise ValueError, with the reason, if a scheduler cannot step whole latents identically on every rank.
+
+    This runs a copy of the scheduler on random latents; see `trace` for the arguments.
+    """
+    generator = torch.Generator().manual_seed(0)
+    state, *outputs = (torch.randn(SHAPE, generator=generator) for _ in [None, *scheduler.timesteps[begin:]])
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        list(stepped(scheduler, options, begin, state, outputs))
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ValueError("it draws from torch's global generator, whose numbers differ between ranks")
+
+
+def stepped(
+    scheduler: Any, options: Mapping[str, Any], begin: int, state: Tensor, outputs: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Step a copy of the scheduler from its evaluation `begin` on; yield the model's input and the next state.
+
+    Raises ValueError if a step returns no latents, or numbers that are not finite.
+    """
+    scheduler, dtype = copy.deepcopy(scheduler), state.dtype
+    if begin and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    for index, (t, output) in enumerate(zip(scheduler.timesteps[begin:], outputs, strict=False)):
+        seen = scheduler.scale_model_input(state, t) if hasattr(scheduler, "scale_model_input") else state
+        following = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
+        if following.shape != SHAPE or not following.is_floating_point():
+            shape = tuple(following.shape)
+            raise ValueError(f"step {index + 1} returns {following.dtype} of shape {shape}, not latents")
+        if not following.isfinite().all():
+            raise ValueError(f"step {index + 1} makes NaN or infinity from finite states and outputs")
+        state = following.to(dtype)
+        yield seen, state
+
+
+def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return (state weights, output weights, noise weights, residual) of one step, with the shortest history that fits.
+
+    width: the numbers of states and outputs that other rows need; a history within these is tried first.
+    """
+    best = float("inf")
+    fits: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    most = min(MOST, index + 1)
+    sizes = [(p, q) for p in range(1, most + 1) for q in range(1, most + 1)]
+    sizes.sort(key=lambda size: (max(size[0], width[0]) + max(size[1], width[1]), sum(size), size))
+    for draws in {1: None, most: None}:
+        first = record.drawn[index + 1 - draws]
+        for p, q in sizes:
+            columns = [
+                *(record.states[index - j] for j in range(p)),
+                *(record.outputs[index - j] for j in range(q)),
+                *record.draws[first : record.drawn[index + 1]],
+            ]
+            weights, residual = fit(columns, record.states[index + 1])
+            best = min(best, residual)
+            if residual <= ENOUGH:
+                fits.append((weights[:p], weights[p : p + q], weights[p + q :], residual))
+            if residual <= CLEAN:
+                return fits[-1]
+    if not fits:
+        raise NotLinearError(
+            f"step {index + 1} is not linear in the last {most} states and outputs (relative residual {best:.0e})"
+        )
+    return fits[0]
+
+
+def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
+    """Return the weights of the columns whose sum is closest to `wanted`, and the relative residual.
+
+    Negligible weights are set to 0.
+    """
+    scale = magnitudes()
+    matrix = torch.stack([(column / scale).flatten() for column in columns], dim=1)
+    target = (wanted / scale).flatten()
+    norms = matrix.norm(dim=0).clamp_min(1e-300)
+    weights = torch.linalg.lstsq(matrix / norms, target[:, None], driver="gelsd").solution[:, 0]
+    size = float(target.norm()) or 1.0
+    weights = torch.where(weights.abs() < 1e-13 * size, 0.0, weights) / norms
+    return weights, float((matrix @ weights - target).abs().max()) * len(target) ** 0.5 / size
+
+
+def scale_of(seen: Tensor, state: Tensor) -> float:
+    """Return the factor by which `scale_model_input` multiplies the state; NotLinearError if it does anything else."""
+    scale = float((seen / state).median())
+    if not torch.allclose(seen, scale * state, rtol=ENOUGH, atol=0):
+        raise NotLinearError("its scale_model_input is not a multiplication by a number")
+    return scale
+
+
+def step_options(scheduler: Any, **options: Any) -> dict[str, Any]:
+    """Return the options that are not None and that this scheduler's step accepts."""
+    accepted = inspect.signature(scheduler.step).parameters
+    return {name: value for name, value in options.items() if value is not None and name in accepted}
+
+
+def mixed_noise(
+    schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    """Return the noise term of every step, whole and on the CPU, from the same draws in the same order as diffusers."""
+    draws = [randn_tensor(shape, generator=generator, dtype=own or dtype).to(dtype) for own in schedule.draws]
+    mixed = []
+    for weights in schedule.noise_SK:
+        total = torch.zeros(shape, dtype=dtype)
+        for draw, weight in zip(draws, weights.tolist(), strict=True):
+            total = total + weight * draw if weight else total
+        mixed.append(total)
+    return mixed
+
+
+def vector(generator: torch.Generator) -> Tensor:
+    """Return a random vector of `SHAPE`, whose channels have several magnitudes."""
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64) * magnitudes()
+
+
+def magnitudes() -> Tensor:
+    """Return the magnitude of each channel of a vector."""
+    return torch.tensor(MAGNITUDES, dtype=torch.float64).view(1, -1, 1, 1)
+
+
+def padded(row: Tensor, width: int) -> Tensor:
+    """Return a row of coefficients, padded with zeros for the history that it does not need."""
+    return torch.nn.functional.pad(row, (0, width - len(row)))

@@ -1,0 +1,137 @@
+"""Starts and ends the process group of all ranks, and keeps the watch over them; `mesh` makes axes of it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.heartbeat import SignFiles
+from seqpar.mesh.watch import Watch
+
+MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
+
+
+def join(device: torch.device | None = None, deadlines: Deadlines | None = None) -> tuple[int, int]:
+    """Start the process group if torchrun or `seqpar` asks for one and none exists; return (rank, world size).
+
+    deadlines: see `Mesh.from_env`. Raises TimeoutError, which names the ranks that did not start in time.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return 0, 1
+        cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
+        limits = deadlines or Deadlines()
+        store, rank, world = _meet(limits)
+        _gather_all(store, rank, world, limits.first_s)
+        # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
+        backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limits.host_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if deadlines is not None and dist.get_world_size() > 1:
+        watch().deadlines = deadlines
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _meet(limits: Deadlines) -> tuple[Store, int, int]:
+    """Return the store by which ranks meet, this rank and their number; the store is a file in a folder of `seqpar`."""
+    folder = os.environ.pop(MEETING, None)
+    if folder is None:
+        return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _watched().folder = Path(folder)
+    return dist.FileStore(str(Path(folder, "store")), world), rank, world  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
+    """Wait until all ranks have started."""
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the ranks that torchrun starts again
+    keys = [f"seqpar/started/{run}/{other}" for other in range(world)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"rank {rank} waited {limit_s:g} s in vain for rank {', '.join(map(str, missing))} of {world} to start; it "
+            f"died, was not started, or starts too slowly: see its output, or wait longer with --first-deadline-s"
+        ) from error
+
+
+class _Watched:
+    """The watch of this process, and the process group of all ranks that it watches."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None  # private to the ranks of a job that meet in it
+        self.group: dist.ProcessGroup | None = None
+        self.watch: Watch | None = None
+        self.last_words: Callable[[str], NoReturn] | None = None
+        atexit.register(self.end)
+
+    def current(self) -> Watch:
+        """Return the watch of the process group that exists."""
+        group = dist.group.WORLD
+        if self.watch is None or self.group is not group:
+            self.end()
+            self.group = group
+            self.watch = Watch(dist.get_rank(), Deadlines(), self._store())
+            self.watch.last_words = self.last_words or self.watch.last_words
+            if group is not None:
+                self.watch.groups.append(group)
+        return self.watch
+
+    def _store(self) -> Store | None:
+        """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
+        if self.folder is not None:
+            return SignFiles(self.folder)
+        store: Any = dist.distributed_c10d._get_default_store()
+        under = getattr(store, "_underlying_non_prefix_store", store)
+        return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
+
+    def end(self) -> None:
+        """Tell the other ranks that this one leaves."""
+        if self.watch is not None:
+            self.watch.close()
+        self.group = self.watch = None
+
+
+@cache
+def _watched() -> _Watched:
+    """Return the only one of this process, as a process has one process group of all ranks."""
+    return _Watched()
+
+
+def watch() -> Watch:
+    """Return the watch over the ranks of this process's group of all ranks."""
+    return _watched().current()
+
+
+def last_words(tell: Callable[[str], NoReturn]) -> None:
+    """End this process by `tell`, which gets the error, if a watch cannot wake the main thread from a vain wait."""
+    _watched().last_words = tell
+
+
+def group_timeout() -> timedelta:
+    """Return the timeout of groups whose ranks exchange in calls only.
+
+    NCCL counts from when an exchange is queued, which may be long before it starts; there the watch keeps the deadline.
+    """
+    limits = watch().deadlines
+    on_gpus = "nccl" in dist.get_backend_config()
+    return timedelta(seconds=max(limits.host_s, limits.first_s) if on_gpus else limits.first_s)
+
+
+def close() -> None:
+    """Destroy the process group, if there is one, and tell the other ranks."""
+    _watched().end()
+    if dist.is_initialized():
+        dist.destroy_process_group()

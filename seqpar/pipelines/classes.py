@@ -1,0 +1,203 @@
+"""Makes pictures from class names: labels, noise, sampling, decoding. It checks everything before it loads weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Required, TypedDict, Unpack
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from seqpar.loading.names import BUILTIN
+from seqpar.loading.parts import part_of, read_pipeline, read_scheduler
+from seqpar.loading.vae import load_vae
+from seqpar.loop.blueprint import Blueprint, locate
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.models._label_dit import LabelDiT
+from seqpar.loop.request import Request
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import files as _files
+from seqpar.pipelines import labels as _labels
+from seqpar.pipelines.files import DDIM_DEFAULT
+from seqpar.pipelines.job import Job, generated
+from seqpar.pipelines.order import NO_IMAGES, NO_LORA, NO_VIDEOS, Order
+from seqpar.pipelines.own_loop import Loaded
+from seqpar.planner.plan import Plan
+from seqpar.types.guidance import Guidance
+from seqpar.types.pictures import check_pictures
+
+__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "check", "generate"]
+
+PIPELINES = ("DiTPipeline",)
+ASKED = "classes"
+MODELS = (LabelDiT,)
+GUIDANCE = 4.0  # scale if the user names none
+SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
+
+
+@dataclass(frozen=True)
+class Files(_files.Files):
+    """The checked files of a pipeline of classes; see `seqpar.pipelines.files.Files`.
+
+    labels: class number -> its names, of which captions show the first.
+    """
+
+    labels: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def locate(name: str | Path | Blueprint, heads: int | None = None) -> Files:
+        """Find and check the files of a model.
+
+        name, heads: see `seqpar.loop.blueprint.locate`; only a pipeline's folder has a decoder. Raises ValueError if a
+        file does not fit; reads only the headers of weight files.
+        """
+        blueprint = locate(name, heads)
+        path = blueprint.path
+        if path is None or not (path / "model_index.json").is_file():
+            return Files(blueprint)
+        index = read_pipeline(path)
+        vae = _files.checked_vae(path / "vae", blueprint) if part_of(index, "vae") else None
+        labels = _labels.listed(index, blueprint.config.num_classes)
+        return Files(blueprint, path, vae, labels, scheduling=read_scheduler(path / "scheduler"))
+
+    def class_ids(self, classes: Sequence[str | int]) -> list[int]:
+        """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
+
+        Raises ValueError for an unknown class, with similar names, and for a name of several classes, with their
+        numbers.
+        """
+        return _labels.class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
+
+    def class_name(self, number: int) -> str:
+        """Return the first name of a class, or its number if it has no name."""
+        return self.labels.get(number, (str(number),))[0]
+
+    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (height, width) of the latent of a picture; ValueError also for sizes that the model does not have."""
+        size = super().latent_size(pixels)
+        if pixels is not None:
+            self.blueprint.meta().check_size(*size)
+        return size
+
+
+class Asked(TypedDict, total=False):
+    """The settings of `Pipeline.latents`.
+
+    size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
+    (which is not changed), or None for the model's own. The others are those of `Request`, with the same meaning.
+    """
+
+    seed: int
+    size: tuple[int, int] | None
+    scheduler: Any
+    steps: Required[int]
+    guidance: Required[Guidance]
+    eta: float | None
+    respacing: str | None
+    clip_denoised: bool
+
+
+@dataclass(frozen=True)
+class Pipeline(Loaded):
+    """A loaded pipeline of a model of classes on a mesh; see `Loaded`."""
+
+    @staticmethod
+    def load(
+        files: Files,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        strategy: str = "auto",
+        local: str = "auto",
+        transport: str = "auto",
+        *,
+        plan: Plan | None = None,
+    ) -> Pipeline:
+        """Load the weights, those of the decoder in the same dtype; see `DistributedDiT` for the other arguments."""
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
+        if files.source is None or files.vae is None:
+            return Pipeline(dit, files, None)
+        vae = dit.mesh.together(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))
+        return Pipeline(dit, files, vae)
+
+    def latents(
+        self,
+        classes: Sequence[str | int],
+        *,
+        on_step: Callable[[int], None] = lambda index: None,
+        **asked: Unpack[Asked],
+    ) -> Tensor:
+        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments."""
+        return self.sampler(**vars(self.request(classes, **asked)), on_step=on_step)
+
+    def request(self, classes: Sequence[str | int], **asked: Unpack[Asked]) -> Request:
+        """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
+        mesh, settings = self.dit.mesh, dict[str, Any](asked)
+        seed, size, scheduler = settings.pop("seed", 0), settings.pop("size", None), settings.pop("scheduler", None)
+        run = settings.get("steps"), settings.get("guidance"), size, seed
+        mesh.together(lambda: check_pictures("classes", classes, *run))
+        kind = tuple[list[str | int], tuple[int, int] | None, int]
+        classes, size, seed = mesh.share((list(classes), size, seed), kind)
+        asked_of_0 = (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
+        named, name = mesh.share(asked_of_0, tuple[bool, str | None])
+        scheduler = self.files.scheduler(name) if named else scheduler
+        prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
+        height, width = self.files.latent_size(size)
+        self.dit.check_size(height, width)
+        load = partial(self.files.load_of, classes, settings["guidance"].on, settings["steps"], self.dit.dtype, size)
+        self.check_decodable(len(classes), (height, width), load)
+        generator = torch.Generator().manual_seed(seed)
+        noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
+        return Request(scheduler, noise, prompt, generator=generator, **settings)
+
+
+def generate(
+    classes: Sequence[str | int],
+    model: str | Path = "builtin",
+    *,
+    mesh: Mesh | None = None,
+    steps: int = 25,
+    guidance: float = 4.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Image.Image]:
+    """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
+    order: Any = Order(model, dtype, classes=classes, steps=steps, seed=seed)  # pyright: ignore
+    return generated(order, mesh, "classes", lambda: Guidance(guidance), _job)
+
+
+def check(order: Order, model: Path | Blueprint | Files) -> Job:
+    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+
+    model: what the order's name stands for, or the files of an earlier job, which are not read again.
+    """
+    reason = "expected none: this model makes pictures of classes (--classes)"
+    order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
+    order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
+    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
+    order.refuse(NO_LORA, lora=order.loras)
+    return _job(order, order.free_guidance(GUIDANCE), model)
+
+
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
+    """Return the job of an order whose flags are checked."""
+    files = model if isinstance(model, Files) else Files.locate(model, order.heads)
+    classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
+    pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
+    scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)
+    return Job.of(
+        Pipeline,
+        files,
+        order,
+        guidance or Guidance(GUIDANCE),
+        scheduler,
+        pictures,
+        settings={"classes": pictures, "scheduler": scheduler, "eta": order.eta, "respacing": order.respacing},
+        captions=[files.class_name(number) for number in pictures],
+        named={"classes": classes},
+        sheet=True,
+    )

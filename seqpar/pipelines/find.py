@@ -1,0 +1,49 @@
+"""The seam between the command line and the families of pipelines: what is asked for, and what a family answers.
+
+A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS`
+(the classes of native models that it runs without such a folder, with their subclasses), `ASKED` (the field of an order
+that says what its pictures show, "classes" or "prompts") and `check(order, model)`, which returns a `Job`; model: what
+the order's name stands for (`family_of`), or the `files` of an earlier job. What families share is in _files.py
+(checked files), _texts.py (prompts) and _loaded.py (loaded models). The file adapted.py takes the folders of all other
+diffusers pipelines.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from seqpar.loading.layout import pipeline_folder
+from seqpar.loading.names import resolve
+from seqpar.loading.parts import read_pipeline
+from seqpar.loading.presets import PRESETS, Preset
+from seqpar.loop.blueprint import Blueprint, locate
+
+ANY = "diffusers"  # all pipelines that have no file of their own
+FAMILIES = (ANY, "classes", "unidiffuser")
+
+
+def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | Blueprint | Preset]:
+    """Return the family of a model, and what its name stands for: a pipeline's folder, a file in one, or a preset.
+
+    A hub id is downloaded. heads: see `seqpar.loop.blueprint.locate`. The family is None for a native model that none
+    names: it can be planned (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this
+    name or no model of seqpar fits its files.
+    """
+    if name.lower() in PRESETS:
+        return _family(ANY), PRESETS[name.lower()]
+    path = resolve(name)
+    families = [_family(name) for name in FAMILIES]
+    folder = None if path is None else pipeline_folder(path)
+    if path is None or folder is None:
+        model = locate(name if path is None else path, heads)
+        return next((family for family in families if issubclass(model.module.Model, family.MODELS)), None), model
+    kind = read_pipeline(folder)["_class_name"]
+    known = next((family for family in families if kind in family.PIPELINES), None)
+    return known or _family(ANY), path
+
+
+def _family(name: str) -> Any:
+    return importlib.import_module(f"seqpar.pipelines.{name}")

@@ -1,0 +1,111 @@
+"""`load`: any diffusers pipeline with a transformer, from its folder or hub id, parallelized on all ranks.
+
+When it wins: against `from_pretrained` on every rank, which reads all files in each process and holds the text encoders
+on each GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import seqpar.attention
+import seqpar.local
+import seqpar.transports
+from seqpar.loading import lora as _lora
+from seqpar.loading.checkpoint import WEIGHTS
+from seqpar.loading.folder import kind_of, model_of
+from seqpar.loading.garbage import no_collection
+from seqpar.loading.known_parts import parts_of_folder
+from seqpar.loading.names import resolve
+from seqpar.loading.parts import read_pipeline
+from seqpar.loading.pipeline import Folder, load_pipeline
+from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.planner.plan import Plan
+from seqpar.transformer.parallelize import parallelize
+from seqpar.transformer.plain import expected
+from seqpar.transformer.state import keep_fp32
+from seqpar.types.plugins import plugin
+from seqpar.vae.pipeline import Wished, check_wish
+
+# what a caller chooses by the name of a file
+CHOICES = ((seqpar.attention, "strategy"), (seqpar.local, "local attention"), (seqpar.transports, "transport"))
+
+
+@no_collection()
+def load(
+    path_or_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+    strategy: str = "auto",
+    local: str = "auto",
+    transport: str = "auto",
+    vae: Wished = "auto",
+    loras: Sequence[str] = (),
+    fp32_state: bool = False,
+) -> Any:
+    """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
+
+    path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
+    takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. fp32_state:
+    whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
+
+    A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
+    ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
+    part that does not fit its files before weights are read.
+    """
+    ranks = mesh or Mesh.joined()
+    dtype = default_dtype(ranks.device) if dtype is None else dtype
+    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
+    pipe = load_pipeline(folder, dtype, ranks, look=expected)
+    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    if fp32_state:
+        _keep_fp32(pipe, ranks)
+    return pipe
+
+
+def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
+    """Let a pipeline keep its state in fp32; rank 0 prints why it does not."""
+    reason = keep_fp32(pipe)
+    if reason is not None and mesh.is_main:
+        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+
+
+def checked(
+    path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str], vae: Wished = "auto"
+) -> Folder:
+    """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
+
+    names: those of `CHOICES`, which must exist. vae: a way of decoding, which its VAE must have.
+    """
+    for (package, what), name in zip(CHOICES, names, strict=True):
+        if name != "auto":
+            plugin(package, name, what)
+    if dtype not in WEIGHTS:
+        raise ValueError(f"got dtype={dtype!r}, expected {', '.join(map(str, WEIGHTS))}")
+    path = resolve(path_or_id)
+    if path is None:
+        raise ValueError(f"got the preset {path_or_id}, expected a diffusers pipeline's folder or hub id")
+    path, file = (path.parent, path) if path.is_file() else (path, None)
+    index, adapters = read_pipeline(path), tuple(map(_lora.parse, loras))
+    kind = kind_of(index, path)
+    parts = parts_of_folder(path, index, file)
+    check_wish(kind.__name__, parts.vae, vae)
+    _lora.check(adapters, kind, model_of(index), parts.config)
+    return Folder(path, kind, index, parts.fitted, file, adapters)
+
+
+def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: Wished = "auto") -> str | None:
+    """Let a loaded pipeline compute as planned, with its state in fp32 if it can; return why it cannot, or None.
+
+    mesh: that of the plan. Every rank must call this at the same time.
+    """
+    sequence = plan.layout.sequence > 1
+    strategy = plan.strategy.name if sequence else "auto"
+    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
+    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
+    return keep_fp32(pipe)

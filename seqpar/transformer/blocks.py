@@ -1,0 +1,299 @@
+"""Puts the functions of `seqpar.families` in the place of a transformer's blocks, and diffusers' own back where they do
+not fit.
+
+A function computes on the weights of diffusers' modules: those of several layers that make one product become views of
+one matrix. It runs inside of all hooks, so that what others put around a block stays right.
+When it wins: always, by fused kernels; what a function does not take is computed by the block itself, and rank 0 says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from diffusers.hooks.hooks import ModelHook
+from torch import Tensor, nn
+
+from seqpar.families._block import DeclinedError, Matrices, Matrix
+from seqpar.families._home import HOME
+from seqpar.families._known import families
+from seqpar.kernels.gated_linear import why_not_faster
+from seqpar.transformer import adopt, plain, whole_queries
+from seqpar.transformer import lora as adapters
+from seqpar.transformer.attention import SplitAttention
+from seqpar.transformer.foreign import BY_TOKEN, Addition
+from seqpar.transformer.forward import Ranks
+
+T = TypeVar("T")
+NO_ROOM = "copies of their weights with merged adapters do not fit into the memory of every rank"
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
+    every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
+    return [
+        (path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(HOME)
+    ]
+
+
+class FusedBlocks:
+    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not.
+
+    lacks_memory: whether copies for merged adapters did not fit on this rank, where no function computes until all
+    ranks have ended them (`end_copies`).
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
+        self._module, self._ranks, self._on = module, ranks, on
+        self._every: list[tuple[str, nn.Module]] = []
+        self._copies: dict[tuple[nn.Module, str], Matrix] = {}
+        self._merges = True  # as long as the copies fit into the memory of every rank
+        self.lacks_memory = False
+        self.scale = 1.0
+        self.hooks: dict[nn.Module, BlockHook] = {}
+        self.reasons: dict[str, str] = {}
+
+    @property
+    def merged(self) -> bool:
+        """Return whether adapters are merged into copies of weights, at `scale`."""
+        return bool(self._copies)
+
+    def rescale(self, scale: float) -> None:
+        """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
+        if scale != self.scale:
+            self.scale = scale
+            if self._copies:
+                self._take_weights()
+
+    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, SplitAttention]) -> None:
+        """Look at the blocks anew; each has a hook, which knows whether a function computes it.
+
+        additions: what others have put onto the transformer's modules. attention: attention module -> what splits it.
+        """
+        every = self._every = blocks_of(self._module) if self._on else []
+        self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._ranks) for _, one in every}
+        self.reasons = _reasons(self._module, every, additions) if every else {}
+        for path, one in every:
+            self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
+            if (reason := self.hooks[one].why_not_joined()) is not None:
+                self.reasons.setdefault(path, reason)
+        self._merges = self._merges or not any(map(adapters.are_on, self.hooks))
+        self._settle()
+
+    def end_copies(self) -> None:
+        """Leave blocks with adapters to diffusers, until no adapter is active; every rank must call this at once."""
+        self._merges = False
+        self._settle()
+        torch.cuda.empty_cache()  # transports take memory that torch does not keep
+
+    def _settle(self) -> None:
+        """Let functions compute the blocks that they may, and say why they do not compute the others."""
+        if not self._merges:
+            self.reasons = dict.fromkeys(self._adapted(), NO_ROOM) | self.reasons
+        self._take_weights()
+        for why in dict.fromkeys(self.reasons.values()):
+            count = sum(why == other for other in self.reasons.values())
+            self._ranks.say(f"{count} of {len(self._every)} blocks are diffusers' own, because {why}")
+        every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
+        if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
+            self._ranks.say(f"activations are kernels of their own after cuBLAS's products: {why}")
+
+    def _adapted(self) -> list[str]:
+        return [path for path, one in self._every if adapters.are_on(one)]
+
+    def _take_weights(self) -> None:
+        """Let every block that fits compute with its weights, and the adapters on them, as they are now.
+
+        If the copies do not fit, none is kept, and no function computes on this rank until `end_copies`.
+        """
+        self.lacks_memory = False
+        try:
+            self._merge()
+        except torch.OutOfMemoryError:
+            if self.reasons.keys() >= set(self._adapted()):
+                raise  # there are no copies: the model itself does not fit
+            self._copies, self.lacks_memory = {}, True
+            for hook in self.hooks.values():
+                hook.take((), (), None)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute."""
+        blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
+        for path, one in self._every:
+            if path in self.reasons:
+                self.hooks[one].take((), (), None)
+            else:
+                blocks[type(one).__name__].append(one)
+        before, self._copies = self._copies, {}
+        for kind, mine in blocks.items():
+            matrices = [self._matrices(one, families()[kind].PRODUCTS[kind], before) for one in mine]
+            for index, one in enumerate(mine):
+                self.hooks[one].take(mine, matrices, index)
+
+    def _matrices(
+        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
+    ) -> Matrices:
+        """Return the matrices of a block: its layers' own weights, or copies with merged adapters.
+
+        before: the last copies, whose memory is written again, so that a change of scales alone keeps all addresses.
+        """
+        matrices = {}
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            for name, paths in products.items():
+                layers = [adapters.layer_at(block, path) for path in paths]
+                if None in layers:  # some sizes of a model have none
+                    continue
+                base: list[Any] = [adapters.base_of(layer) for layer in layers]
+                biases = [layer.bias for layer in base if layer.bias is not None]
+                matrices[name] = Matrix(adopt.rows([x.weight for x in base]), adopt.rows(biases) if biases else None)
+                if any(adapters.active(layer) for layer in layers):
+                    copy = adopt.with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
+                    matrices[name] = self._copies[block, name] = copy
+        return matrices
+
+    def text(self) -> str:
+        """Return what computes the blocks, as a text that must be equal on all ranks."""
+        if not self.hooks:
+            return "by its own modules"
+        own = next((f", {len(self.reasons)} by its own modules, because {why}" for why in self.reasons.values()), "")
+        return f"{len(self.hooks) - len(self.reasons)} blocks by fused kernels{own}"
+
+
+class BlockHook(ModelHook):
+    """Computes a block by a function of `seqpar.families`, in a body's call; a `seqpar.families._block.BlockCall`.
+
+    attention: the split attention of the block's attention module, or None.
+    """
+
+    def __init__(self, block: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        kind = type(block).__name__
+        self._ranks, self._function = ranks, families()[kind].BLOCKS[kind]
+        self._streams: tuple[str, ...] = families()[kind].STREAMS[kind]
+        self.attention: SplitAttention | None = None
+        self.blocks: Sequence[nn.Module] = ()
+        self.every: Sequence[Matrices] = ()
+        self.index: int | None = None
+
+    def take(self, blocks: Sequence[nn.Module], every: Sequence[Matrices], index: int | None) -> None:
+        """Compute with these matrices from now on; see `BlockCall`. No index: by the own forward."""
+        self.blocks, self.every, self.index = blocks, every, index
+
+    def why_not_joined(self) -> str | None:
+        """Return why the cuts of the transformer are not those for which the function is written, or None."""
+        joined = () if self.attention is None else self.attention.joint.streams
+        if joined == self._streams or len(joined) == len(self._streams) == 1:  # a single stream may have any name
+            return None
+        return f"the cuts do not join {' and '.join(self._streams)} in its attention"
+
+    @property
+    def matrices(self) -> Matrices:
+        """See `seqpar.families._block.BlockCall`."""
+        return self.every[self.index or 0]
+
+    def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns; by `own`, its forward, outside of a call, and while it is compiled."""
+        if self.index is None or torch.compiler.is_compiling() or self._ranks.now is None or self._is_cast():
+            return own(*args, **kwargs)
+        try:
+            return self._function(self, module, *args, **kwargs)
+        except DeclinedError as reason:
+            self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
+        return own(*args, **kwargs)
+
+    @property
+    def attend(self) -> Callable[..., tuple[Tensor, ...]]:
+        """See `seqpar.families._block.BlockCall`."""
+        assert self.attention is not None
+        return self.attention.of_streams
+
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+        """See `seqpar.families._block.BlockCall`."""
+        return self._ranks.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]
+
+    def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+        """See `seqpar.families._block.BlockCall`."""
+        assert self.attention is not None
+        total = self._now.lengths.get(self.attention.joint.streams[0], k_BlGD.shape[1])
+        return whole_queries.attended(self._ranks, q_BLHD, k_BlGD, v_BlGD, total)
+
+    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        """See `seqpar.families._block.BlockCall`."""
+        return self._now.once(name, of, make)
+
+    def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
+        """See `seqpar.families._block.BlockCall`."""
+        return self._ranks.spread(name, widths, make)
+
+    def hand_over(self, x_BlE: Tensor, made: Any) -> None:
+        """See `seqpar.families._block.BlockCall`."""
+        # what another block left, and nobody was given, would keep its memory until the end of the forward
+        self._now.handed = {key: left for key, left in self._now.handed.items() if left[2] is self}
+        self._now.handed[id(x_BlE)] = x_BlE, made, self
+
+    def handed(self, x_BlE: Tensor) -> Any:
+        """See `seqpar.families._block.BlockCall`."""
+        left = self._now.handed.pop(id(x_BlE), None)
+        # a skipped block passes x on as it was, but what was left beside it has that block's modulation
+        if left is None or left[2].every is not self.every or left[2].index + 1 != self.index:
+            return None
+        return left[1]
+
+    @property
+    def _now(self) -> Any:
+        return self._ranks.now
+
+    def _is_cast(self) -> bool:
+        """Return whether autocast asks for another dtype than that of the weights."""
+        kind = self._ranks.mesh.device.type
+        dtype = next(iter(self.matrices.values())).weight.dtype
+        return torch.is_autocast_enabled(kind) and dtype not in (torch.get_autocast_dtype(kind), torch.float64)
+
+
+def _reasons(
+    module: nn.Module, every: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
+) -> dict[str, str]:
+    """Return path -> reason for the blocks that no function may compute."""
+    if not type(module).__module__.startswith(HOME):
+        return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in every}
+    known = [*plain.differences(module), *_of_additions(additions, {path for path, _ in every})]
+    reasons = {}
+    for path, one in every:
+        inside = next((reason for where, reason in known if f"{where}.".startswith(f"{path}.")), None)
+        if reason := inside or _why_not(one) or families()[type(one).__name__].why_not(one):
+            reasons[path] = reason
+    return reasons
+
+
+def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for hooks and forwards of others, but those around a block that keep to its arguments."""
+    for one in additions:
+        if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN):
+            yield one.path, str(one)
+
+
+def _why_not(block: nn.Module) -> str | None:
+    """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
+    if block._compiled_call_impl is not None:
+        return "they are compiled"
+    first, dtypes = next(block.parameters()), set[torch.dtype]()
+    kind = type(block).__name__
+    known = {path for paths in families()[kind].PRODUCTS[kind].values() for path in paths}
+    for path, layer in adapters.layers(block):
+        if adapters.active(layer) and path not in known:
+            return f"an adapter is on {path}, which no product of theirs is made of"
+        if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
+            return reason
+    for _, one in adapters.without_adapters(block):
+        for weight in one._parameters.values():
+            if weight is None:
+                continue
+            if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize < 2:
+                return f"a weight is a {type(weight).__name__} of {weight.dtype}, as in a quantised model"
+            if weight.device != first.device or weight.device.type == "meta":
+                return "weights are not all on one device"
+            dtypes |= {weight.dtype} if isinstance(one, nn.Linear) else set()
+    return None if len(dtypes) == 1 else "linear layers have different dtypes"

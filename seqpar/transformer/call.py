@@ -1,0 +1,278 @@
+"""`Call`: what a diffusers transformer's `forward` is while it is parallelized.
+
+It takes rank 0's arguments, splits guidance's branches and the batch's rows over the mesh, runs a body on the ranks of
+the sequence axis, eagerly or as a CUDA graph, and returns complete results in diffusers' form on every rank.
+When it wins: it is how an unmodified pipeline runs on several GPUs, and in a graph on one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.utils.outputs import BaseOutput
+from torch import nn
+
+from seqpar.families._cuts import Cuts
+from seqpar.graphs.deferred import plain
+from seqpar.graphs.graphs import Capture, Graphs
+from seqpar.graphs.signature import Form, form_of
+from seqpar.mesh.boundary import CancelledError
+from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.body import Body
+from seqpar.transformer.guidance import Branches, Task
+from seqpar.transformer.masks import FullMasks
+from seqpar.transformer.rows import STATE, Split, as_dtype, cut_rows, joined_rows
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _untraced(function: FunctionT) -> FunctionT:
+    """Keep a compiler out of a function: it would take minutes for a transformer whose calls are graphs already."""
+    return cast(FunctionT, torch.compiler.disable(function))
+
+
+class Call:
+    """The forward of a parallelized transformer, for inference; every rank must make the same calls.
+
+    module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
+    capture: captures calls as CUDA graphs; None runs them eagerly. cuts: names the transformer's key masks, if any.
+    exact: whether rows of a batch stay together; see `Branches`.
+    Raises the same ValueError on every rank if the forms of their arguments differ, or their adapters, attention
+    processors, or what computes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        body: Body,
+        capture: Capture | None,
+        cuts: Cuts | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
+        self.label: str | None = None
+        self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
+        self.__name__ = "forward"
+        self._signature = inspect.signature(self.__wrapped__)
+        self._module, self._output = module, output_class(module)
+        self._state: Hashable = None
+        self._texts: Mapping[str, str] = {}
+        self._generation = 0
+        self._branches = Branches(mesh, self._computed, self._compare_alone, self._say, exact)
+        self._said: set[str] = set()
+        cuts = cuts or Cuts({}, {})
+        weighs = bool(cuts.weighed) and body.ranks.moves_only
+        self._masks, self._full = FullMasks(cuts, mesh.sequence.size, exact, weighs), 0
+        self._narrow: torch.dtype | None = None
+        self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.mesh.boundary`
+
+    @_untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the transformer's own forward returns, on every rank."""
+        self.pass_boundary()
+        arguments = self.named(args, kwargs)
+        return_dict = arguments.pop("return_dict", True)
+        with torch.inference_mode(False), torch.no_grad():
+            self._branches.pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
+            form = self.computed(self.rank_0s(arguments))
+            task = self._branches.task(form, self.label, self.body.foreign().coupled)
+            if task is None:
+                results = self._branches.promise(form, self.body.version(), self._texts).whole
+            else:
+                mine, splits, eagerly = self._rows(task)
+                mine = joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
+                results = self._branches.results(task, mine).whole
+        return self._output(*results) if return_dict else results
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names; those that are left out are missing."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        return arguments
+
+    @contextmanager
+    def labelled(self, label: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Remember the name that a pipeline gives to the calls it makes inside of its own context."""
+        before, self.label = self.label, label
+        try:
+            with context as value:
+                yield value
+        finally:
+            self.label = before
+
+    def keep_fp32(self, narrow: torch.dtype) -> None:
+        """Return results in fp32 from now on, and take latents of any dtype; call this before the first call.
+
+        narrow: the dtype of the weights, to which latents are converted.
+        """
+        self._narrow, self.body.returns_fp32 = narrow, True
+
+    def release(self) -> None:
+        """Free graphs and exchanges; every rank must call this at the same time."""
+        self._branches.cancel("got a result that was not read before release(), expected it to be read earlier")
+        self.graphs.release()
+        self.body.release()
+
+    def pass_boundary(self) -> None:
+        """Raise CancelledError, on all ranks alike, if the run is to end; then nothing of it is promised any more."""
+        if self.boundary is None:
+            return
+        try:
+            self.boundary()
+        except CancelledError:
+            self._branches.cancel("got a result of a run that was given up, expected none to be read")
+            raise
+
+    def check_delivered(self) -> None:
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        self.body.check_delivered()
+
+    def settle(self) -> None:
+        """Compute a call that was promised, before the module changes; every rank must call this at the same time."""
+        self._branches.settle()
+
+    # Rank 0's arguments ------------------------------------------------------------------------------------------
+
+    def rank_0s(self, arguments: dict[str, Any]) -> Form:
+        """Return rank 0's arguments on this rank's device, without padding that the cuts tell of.
+
+        Every rank must call this at the same time.
+        """
+        form = form_of(self._converted(arguments)).each(plain)
+        gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
+        state = self._looked()
+        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
+        shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
+        full = self._masks.among(form.tensors) if self.mesh.is_main else 0
+        self._full = self._compare({**shapes(form.tensors), **shown}, state, full)
+        if gradients:
+            raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
+        device = self.mesh.device
+        form = self._masks.cut(form, self._full)
+        return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _converted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with the latents in the dtype of the weights, if the state is kept in fp32."""
+        if (narrow := self._narrow) is None:
+            return arguments
+        return {name: as_dtype(x, narrow) if name in STATE else x for name, x in arguments.items()}
+
+    def computed(self, form: Form) -> Form:
+        """Return the arguments with which the body computes: those of the last `rank_0s` without full masks."""
+        return self._masks.dropped(form, self._full)
+
+    def _compare(self, form: Mapping[str, object], state: Hashable, full: int = 0) -> int:
+        """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
+
+        state: what `_looked` returned. full: which masks of the call are full; rank 0's number is returned.
+        """
+        is_first = self._state is None
+        waits = self._branches.waiting
+        moved = waits and not isinstance(state, ValueError) and self.body.version() != self._branches.version
+        every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, full])
+        ends = any(lacks for _, lacks, _ in every)
+        if ends or any(changed for changed, *_ in every):
+            self.mesh.together(lambda: _raised(state))
+            self._generation += 1  # addresses of weights may change on one rank only; all must capture again
+            if waits:
+                self._refuse_change()
+            if not is_first:
+                self._branches.pairs.changed()
+        if ends:
+            self.body.end_copies()
+            state = self._looked()
+        self._state = state
+        return every[0][-1]
+
+    def _refuse_change(self) -> None:
+        """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""
+        version, texts = self._branches.version, self._branches.texts
+        changed = sorted(name for name in texts if self._texts.get(name) != texts[name])
+        message = (
+            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that "
+            f"was to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
+        )
+        try:
+            self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))
+        except ValueError:
+            self._branches.cancel(message)
+            raise
+
+    def _looked(self) -> Hashable:
+        """Return the body's state, or the ValueError with which this rank, and maybe no other, refuses the call.
+
+        An error is raised only after ranks have compared their calls, because the others wait there.
+        """
+        try:
+            state = self.body.state()
+            self._refuse_offload(state != self._state)
+        except ValueError as error:
+            return error
+        if self.mesh.world.size > 1:
+            self._texts = self.body.told()
+        return state
+
+    def _refuse_offload(self, changed: bool) -> None:
+        """Raise ValueError if weights travel between host and GPU, whose addresses graphs and exchanges rely on.
+
+        changed: whether the weights' addresses have, without which diffusers' hooks are not searched for again.
+        """
+        offloaded = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
+        if offloaded:
+            raise ValueError(
+                f"got {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
+                f"GPU; call seqpar.release before enabling offload"
+            )
+
+    def _compare_alone(self) -> None:
+        """Compare the ranks before a promised call is computed, whose result was read before the next one came."""
+        state = self._looked()
+        self._compare({CALL: f"reads a result of {type(self._module).__name__}", **self._texts}, state)
+
+    # Results -----------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        """Print a message once, on rank 0."""
+        if self.mesh.is_main and message not in self._said:
+            print(f"seqpar: {message}", flush=True)
+        self._said.add(message)
+
+    def _computed(self, task: Task) -> Form:
+        """Compute a task on all ranks, as `__call__` does, which does it itself to be near to the kernels."""
+        mine, splits, eagerly = self._rows(task)
+        return joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
+
+    def _rows(self, task: Task) -> tuple[Form, list[Split], bool]:
+        """Return this rank's rows of a call, how they were split, and whether it runs eagerly.
+
+        With hooks of others it does, because a replay would not run them.
+        """
+        hooks = self.body.foreign().hooks
+        if hooks and self.graphs.captures:
+            self._say(f"calls run without CUDA graphs while {hooks[0]}")
+        eagerly = bool(hooks) or self._branches.pairs.restless
+        return *cut_rows(task.form.whole, task.axes), eagerly
+
+
+def _raised(state: Hashable) -> None:
+    """Raise the error that was found in place of a state."""
+    if isinstance(state, ValueError):
+        raise state
+
+
+def output_class(module: nn.Module) -> type[BaseOutput]:
+    """Return the class in which a transformer's forward returns its results, which its code names."""
+    forward = inspect.unwrap(type(module).forward)
+    named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
+    classes = [each for each in named if isinstance(each, type) and issubclass(each, BaseOutput)]
+    return classes[0] if classes else Transformer2DModelOutput

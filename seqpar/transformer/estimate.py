@@ -1,0 +1,138 @@
+"""Describes a diffusers transformer to the planner, so far as its modules tell.
+
+The planner needs what a token costs and how many tokens there are. A module's attention gives the heads, the linear
+layers of its blocks give the matrix products; the number of tokens is that of the size that the family is made for.
+Layouts are compared by these numbers, so they need not be exact.
+When it wins: it needs no description of each family; a file of `seqpar.families` has one, which says more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.families._known import described
+from seqpar.planner.plan import STEPS
+from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.transformer.blocks import blocks_of
+from seqpar.types.facts import Blocks, Work
+
+IMAGE_TOKENS = 4096  # 1024 x 1024 pixels, in latents of 1/8 and patches of 2 x 2
+VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels
+
+# layers whose rows are prompts or text tokens rather than image tokens
+_FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "text")
+
+
+def work_of(module: nn.Module) -> Work:
+    """Return what a token costs in a transformer, from its attention and the linear layers of its largest blocks.
+
+    Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, as diffusers' attention modules have.
+    """
+    blocks = _blocks(module)
+    attention = next(_attention(blocks[0]))
+    width, inner, heads = attention.to_q.in_features, attention.to_q.out_features, _heads(attention) or 1
+    head_dim = inner // heads
+    kv_heads = attention.to_k.out_features // head_dim
+    mine = list(_products(blocks[0]))
+    every = sum(a * b for block in blocks for a, b in _products(block))
+    layers = max(1, round(every / max(1, sum(a * b for a, b in mine))))
+    config: Any = getattr(module, "config", {})
+    latent = int(config.get("in_channels") or 16)
+    gemms = ((width, inner + 2 * kv_heads * head_dim), *mine)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width), given=True),),
+        prepares=True,
+        once=((latent, width), (width, latent)),
+        table=6 * width,
+        live=12 * width,
+    )
+
+
+def planned_work(module: Any, fused: bool = True) -> Work:
+    """Return what a token costs in a transformer, whose blocks functions of `seqpar.families` compute if they may.
+
+    These leave q, k and v to attention, and gate and norm in one pass. fused: whether they may.
+    """
+    if not fused or not blocks_of(module):
+        return work_of(module)
+    kinds = (kind.__name__ for kind in type(module).__mro__)
+    if (file := next((described()[kind] for kind in kinds if kind in described()), None)) is not None:
+        return file.work(module.config)
+    work = work_of(module)
+    passes = (4 * work.width, 4 * work.width)
+    return replace(work, blocks=tuple(replace(block, given=False, passes=passes) for block in work.blocks))
+
+
+def load_of(module: nn.Module, dtype: torch.dtype, guided: bool, others: tuple[int, ...] = ()) -> Load:
+    """Return the run for which a layout is chosen: one picture, or video, of the family's size.
+
+    others: tokens of the streams besides the state, for a `Work` that knows of them.
+    """
+    count = sum(x.numel() for x in module.parameters())
+    config: Any = getattr(module, "config", {})
+    latent = int(config.get("in_channels") or 16)
+    return Load(1, _tokens(config), guided, STEPS, dtype.itemsize, count, latent, 2, TABLE_BYTES, others)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of most weights; some models keep a few of them in fp32."""
+    counts: Counter[torch.dtype] = Counter()
+    for x in module.parameters():
+        counts[x.dtype] += x.numel() * x.is_floating_point()
+    return max(counts, key=counts.__getitem__)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the members of all lists of modules with attention, those with the most parameters first."""
+    lists = [list(child) for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
+    lists = [blocks for blocks in lists if next(_attention(blocks[0]), None) is not None]
+    if not lists:
+        raise ValueError(
+            f"got {type(module).__name__} without a list of blocks whose attention has heads, to_q and to_k, "
+            f"expected a transformer as diffusers writes them"
+        )
+    sized = sorted(lists, key=lambda blocks: -sum(x.numel() for block in blocks for x in block.parameters()))
+    return [block for blocks in sized for block in blocks]
+
+
+def _attention(block: nn.Module) -> Iterator[Any]:
+    for each in block.modules():
+        module: Any = each
+        if _heads(module) is not None and _is_linear(module, "to_q") and _is_linear(module, "to_k"):
+            yield module
+
+
+def _heads(attention: Any) -> int | None:
+    """Return the number of query heads of an attention module, by either of the names that diffusers uses."""
+    counts = (getattr(attention, name, None) for name in ("heads", "num_heads"))
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return hasattr(getattr(module, name, None), "out_features")
+
+
+def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v."""
+    for name, layer in block.named_modules():
+        skipped = name.endswith(("to_q", "to_k", "to_v")) or any(word in name.lower() for word in _FEW_ROWS)
+        if isinstance(layer, nn.Linear) and not skipped:
+            yield layer.in_features, layer.out_features
+
+
+def _tokens(config: Any) -> int:
+    size, patch = config.get("sample_size"), config.get("patch_size", 1)
+    if isinstance(size, int) and isinstance(patch, int):
+        return max(1, size // patch) ** 2
+    frames = isinstance(patch, (tuple, list)) and len(patch) == 3
+    return VIDEO_TOKENS if frames or config.get("patch_size_t") or config.get("sample_frames") else IMAGE_TOKENS

@@ -1,0 +1,187 @@
+"""What others have put onto a transformer's modules: hooks, replaced forwards, processors, quantised layers.
+
+Such code may read other batch rows or other tokens, and may keep something from one call to the next. Rows and calls
+can stay together: every rank then computes whole batches, at the time of the call. Tokens cannot, where ranks split
+them: what surely needs all tokens is refused, and what may need them is named, because nobody can tell from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import isclose
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.families import _processors as processors
+
+# where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
+PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "torch._dynamo.", "diffusers.hooks.layerwise_casting")
+# where hooks are defined that compute each token by itself: they skip layers, or extrapolate from earlier steps
+BY_TOKEN = (
+    "diffusers.hooks.faster_cache",
+    "diffusers.hooks.layer_skip",
+    "diffusers.hooks.mag_cache",
+    "diffusers.hooks.pyramid_attention_broadcast",
+    "diffusers.hooks.taylorseer_cache",
+)
+# hooks of diffusers that read the tokens of a rank as if they were all tokens
+READS_ALL_TOKENS = {
+    "FBCHeadBlockHook": "FirstBlockCache decides by a mean over a rank's own tokens what to compute again",
+    "SeaCacheRootHook": "SeaCache decides by a rank's own tokens what to compute again",
+    "SeaCacheLeaderBlockHook": "SeaCache decides by a rank's own tokens what to compute again",
+    "SmoothedEnergyGuidanceHook": "smoothed energy guidance blurs the queries of the whole picture",
+}
+DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
+SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Something of others. path: of the submodule, "" for the transformer itself. kind: what it is, with its name."""
+
+    path: str
+    kind: str
+    what: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind} is on {self.path or 'the transformer'}"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What `look` sees. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
+
+    unsplit: why tokens cannot be split, or None. named: what may need all tokens, as a text of limited length that is
+    equal on all ranks; "" for nothing.
+    """
+
+    hooks: tuple[Addition, ...] = ()
+    coupled: str | None = None
+    unsplit: str | None = None
+    named: str = ""
+
+
+def look(module: nn.Module) -> Foreign:
+    """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
+    hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
+    patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
+    for path, one in module.named_modules():
+        hooks += _hooks_on(path, one, type(one) in patched)
+        seated += _processors_on(path, one)
+        quantised += _quantised(path, one)
+    first = next(iter((*hooks, *seated, *quantised)), None)
+    coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
+    reasons = [*map(_reads_all_tokens, hooks), *(f"{one}, with one scale for all tokens" for one in quantised)]
+    unsplit = next((reason for reason in reasons if reason is not None), None)
+    may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
+    return Foreign(tuple(hooks), coupled, unsplit, _named(may_need_all))
+
+
+def refuse_split(module: nn.Module, foreign: Foreign) -> None:
+    """Raise ValueError for what would surely compute something else from a rank's own tokens."""
+    if foreign.unsplit is not None:
+        raise ValueError(
+            f"got {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
+            f"{foreign.unsplit}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
+        )
+
+
+def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
+    """Yield hooks, and a forward that is not of the module's class. patched: whether that of its class is another's.
+
+    Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
+    """
+    own = vars(one)
+    registry: Any = own.get("_diffusers_hook")
+    hooks = [] if registry is None else list(registry.hooks.values())
+    yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+    hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
+    yield from (Addition(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+    forward = _unhooked(_set_on(one))
+    plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
+    if path and "_hf_hook" in own:
+        yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
+    elif not plain and not _home(forward).startswith(PASSIVE):
+        yield Addition(path, f"forward {_name(forward)}", forward)
+    elif patched:
+        yield Addition(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
+
+
+def _is_patched(kind: type, method: str) -> bool:
+    """Return whether a method was put onto a class by code of another package than the class's.
+
+    A wrapper copies the names of what it wraps, but not the globals of the code.
+    """
+    code: Any = getattr(kind, method)
+    home = str(getattr(code, "__globals__", {}).get("__name__", kind.__module__))
+    owners = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return home.partition(".")[0] not in owners | {"torch", "diffusers", "accelerate", "peft", "seqpar"}
+
+
+def _set_on(one: nn.Module) -> Any:
+    """Return the forward that was set on an object; of a parallelized transformer, what it had before."""
+    before = vars(one).get(BEFORE)
+    return vars(one).get("forward") if before is None else before.attributes.get("forward")
+
+
+def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
+    """Yield a processor that may read other rows: a user's own, or one of perturbed attention."""
+    processor = processors.own_of(getattr(one, "processor", None))
+    if processor is None:
+        return
+    home, name = _home(processor), type(processor).__name__
+    known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
+    if not known or _is_patched(type(processor), "__call__"):
+        yield Addition(path, f"processor {name}", processor)
+
+
+def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
+    """Yield a layer of a block that is quantised with one scale for all rows and tokens of a call."""
+    if type(one).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
+        dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
+        if dtype != torch.float16:
+            yield Addition(path, f"dynamically quantised {type(one).__name__}", one)
+
+
+def _reads_all_tokens(addition: Addition) -> str | None:
+    hook, kind = addition.what, type(addition.what).__name__
+    if kind in READS_ALL_TOKENS:
+        return READS_ALL_TOKENS[kind]
+    if kind == "MagCacheHeadHook" and hook.config.calibrate:
+        return "MagCache measures its ratios on a rank's own tokens while it calibrates"
+    if kind.endswith("SkipHook") and not isclose(getattr(hook, "dropout", 1.0), 1.0):
+        return f"{addition} and draws random numbers for a rank's own tokens"
+    return None
+
+
+def _named(additions: Iterable[Addition]) -> str:
+    paths: dict[str, list[str]] = {}
+    for one in additions:
+        paths.setdefault(one.kind[:WIDTH], []).append(one.path)
+    shown = [f"{kind} on {_and_more(where)}" for kind, where in list(paths.items())[:SHOWN]]
+    return ", ".join([*shown, *([f"{len(paths) - SHOWN} others"] if len(paths) > SHOWN else [])])
+
+
+def _and_more(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _unhooked(forward: Any) -> Any:
+    """Return the forward inside of those that diffusers' hooks have put around it."""
+    while isinstance(forward, partial) and _home(forward.func) == "diffusers.hooks.hooks":
+        forward = vars(forward)["__wrapped__"]
+    return forward
+
+
+def _home(what: Any) -> str:
+    """Return the module in which a function or the class of an object is defined."""
+    return f"{getattr(what, '__module__', None)}"
+
+
+def _name(what: Any) -> str:
+    return getattr(what, "__qualname__", type(what).__name__)

@@ -1,0 +1,88 @@
+"""What a call of `parallelize` makes for its transformers: a mesh, process groups, and what release puts back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.planner.plan import Plan
+from seqpar.planner.settled import settled
+
+BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
+
+
+class Lease:
+    """What was made for the transformers of a call, which the release of the last one frees.
+
+    mesh: the mesh of the calls. groups: the process groups that were made for it; not those of a caller's mesh.
+    """
+
+    def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.mesh, self._groups = mesh, groups
+        self.ends = ExitStack()  # what is closed when the last transformer is released
+        self._users = 0
+
+    def join(self, module: nn.Module, names: Sequence[str]) -> Before:
+        """Count a transformer, and return what its release puts back of the attributes of these names."""
+        self._users += 1
+        return Before({name: x for name, x in vars(module).items() if name in names}, self)
+
+    def leave(self) -> None:
+        """Count a transformer's release; every rank must call this at the same time."""
+        self._users = max(0, self._users - 1)  # it is 0 before anyone has joined
+        if self._users:
+            return
+        self.ends.close()
+        if self._groups and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
+        for group in self._groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True)
+class Before:
+    """A transformer before `parallelize`: the attributes that were set on the object itself, and its call's lease."""
+
+    attributes: Mapping[str, Any]
+    lease: Lease
+
+
+def leased(plan: Plan, mesh: Mesh | None) -> Lease:
+    """Make the mesh of a plan, or take the caller's, and return what is made for it."""
+    settled_mesh = _with_host_group(settled(plan, mesh))
+    return Lease(settled_mesh, _new_groups(settled_mesh, mesh))
+
+
+def _with_host_group(mesh: Mesh) -> Mesh:
+    """Return a mesh whose ranks can compare small numbers on the host, where the process group has only NCCL.
+
+    Without it, the comparison that each call begins with would wait for the GPU.
+    """
+    if not _lacks_host(mesh):
+        return mesh
+    group: Any = dist.new_group(backend=BACKENDS)
+    return replace(mesh, world=replace(mesh.world, group=group))
+
+
+def _lacks_host(mesh: Mesh) -> bool:
+    if mesh.world.size == 1 or mesh.device.type == "cpu":
+        return False
+    return "cpu:" not in dist.get_backend_config(mesh.world.group)
+
+
+def _new_groups(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of a mesh that were made for it: not torch's default one, nor those of a caller."""
+    kept = [dist.group.WORLD, *((axis.group for axis in _axes(callers)) if callers else ())]
+    every = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
+    return [group for group in every.values() if not any(group is other for other in kept)]
+
+
+def _axes(mesh: Mesh) -> tuple[Axis, ...]:
+    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.replica, mesh.world

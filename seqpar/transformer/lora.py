@@ -1,0 +1,209 @@
+"""Finds and merges adapters (LoRA and its kin), and says as texts what must be equal on all ranks.
+
+peft wraps linear layers in a diffusers module by layers that hold low-rank factors, scales and flags. peft is imported
+only by those who use it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.families import _processors as processors
+from seqpar.transformer.foreign import Addition
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether this is one of peft's layers around a layer of the model."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # nobody has wrapped a layer before peft was imported
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """Return the model's own layer inside of an adapter's layer; other modules are returned as they are."""
+    return module.get_base_layer() if is_adapter(module) else module  # pyright: ignore[reportCallIssue]
+
+
+def without_adapters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the model's own modules, under the names that they have without adapters."""
+    yield prefix, module
+    for name, child in module.named_children():
+        yield from without_adapters(base_of(child), f"{prefix}.{name}" if prefix else name)
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, layer) of the adapters' layers, under the names of the layers that they wrap."""
+    for prefix, own in without_adapters(module):
+        for name, child in own.named_children():
+            if is_adapter(child):
+                yield f"{prefix}.{name}" if prefix else name, child
+
+
+def layer_at(module: nn.Module, path: str) -> Any:
+    """Return the layer, or the adapters' layer around it, at a path without these; None where the model has none."""
+    layer: Any = module
+    for name in path.split("."):
+        layer = None if layer is None else getattr(base_of(layer), name)
+    return layer
+
+
+# Merging -------------------------------------------------------------------------------------------------------
+
+
+def active(layer: nn.Module) -> tuple[str, ...]:
+    """Return the adapters that a layer of peft applies beside its base layer; fused ones are in the weights already."""
+    wrapper: Any = layer
+    if not is_adapter(layer) or wrapper.disable_adapters or wrapper.merged:
+        return ()
+    known = wrapper._get_available_adapters()
+    return tuple(name for name in wrapper.active_adapters if name in known)
+
+
+def are_on(module: nn.Module) -> bool:
+    """Return whether adapters are active on a layer of a module."""
+    return any(active(layer) for _, layer in layers(module))
+
+
+def why_not_merge(layer: nn.Module) -> str | None:
+    """Return why the active adapters of a layer cannot be merged into its weight, or None."""
+    wrapper: Any = layer
+    tuner = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+    kind = type(wrapper).__module__.removeprefix("peft.tuners.")
+    if not isinstance(wrapper.get_base_layer(), nn.Linear) or wrapper.get_base_layer() is not wrapper.base_layer:
+        return f"an adapter ({kind}) wraps a {type(wrapper.base_layer).__name__}, which is no linear layer"
+    if type(wrapper).merge is tuner.merge:
+        return f"adapters of the type {kind} cannot be merged into a weight"
+    variants = getattr(wrapper, "lora_variant", {})
+    for name in active(wrapper):
+        if name in variants and not wrapper.use_dora.get(name):
+            return f"adapter {name} is a {type(variants[name]).__name__}, which changes more than a weight"
+    return None
+
+
+def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a wrapped linear layer with its active adapters merged, in fp32 (fp64 for fp64).
+
+    The bias is None if the adapters do not change it. scale: multiplies the scales of the active adapters, as
+    diffusers' `joint_attention_kwargs={"scale": s}` does.
+    """
+    wrapper: Any = layer
+    base = wrapper.get_base_layer()
+    wide = torch.promote_types(base.weight.dtype, torch.float32)
+    if not _is_plain_lora(wrapper):
+        wrapper = copy.deepcopy(wrapper).to(wide)  # peft merges into this copy; the layer itself stays as it is
+        if hasattr(wrapper, "scale_layer"):
+            wrapper.scale_layer(scale)
+        wrapper.merge(adapter_names=list(active(wrapper)))
+        base = wrapper.get_base_layer()
+        return base.weight.data, None if base.bias is None else base.bias.data
+    return with_terms(base.weight, base.bias, [(term_of(wrapper, name), scale) for name in active(wrapper)])
+
+
+def _is_plain_lora(layer: Any) -> bool:
+    return all(why_not_plain(layer, name) is None for name in active(layer))
+
+
+@dataclass(frozen=True)
+class LoraTerm:
+    """What a LoRA adds to a linear layer at scale 1: factor * B A to its weight (F, E), factor * bias to its bias."""
+
+    a_RE: Tensor
+    b_FR: Tensor
+    bias_F: Tensor | None
+    factor: float
+
+
+def term_of(layer: Any, name: str) -> LoraTerm:
+    """Return what an adapter adds to its layer, for which `why_not_plain` has no reason."""
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    return LoraTerm(
+        a.weight.detach(), b.weight.detach(), None if b.bias is None else b.bias.detach(), layer.scaling[name]
+    )
+
+
+def why_not_plain(layer: Any, name: str) -> str | None:
+    """Return why an adapter is more than a matrix that is added to a weight, or None."""
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    if lora is None or type(layer) is not lora.Linear or layer.fan_in_fan_out:
+        return f"is of the type {type(layer).__module__.removeprefix('peft.tuners.')}"
+    return f"is a {type(layer.lora_variant[name]).__name__}" if name in layer.lora_variant else None
+
+
+def with_terms(
+    weight_FE: Tensor, bias_F: Tensor | None, terms: Sequence[tuple[LoraTerm, float]]
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias with terms of LoRAs, each at a scale, in fp32 (fp64 for fp64); no bias if none has one."""
+    wide = torch.promote_types(weight_FE.dtype, torch.float32)
+    weight, bias = weight_FE.to(wide, copy=True), None  # in its place: memory's rate is what limits this
+    for term, scale in terms:
+        factor = term.factor * scale
+        weight.addmm_(term.b_FR.to(wide), term.a_RE.to(wide), alpha=factor)
+        if term.bias_F is not None and bias_F is not None:
+            bias = (bias_F.to(wide) if bias is None else bias) + factor * term.bias_F.to(wide)
+    return weight, bias
+
+
+# The same on all ranks -----------------------------------------------------------------------------------------
+
+
+def texts(module: nn.Module, hooks: Iterable[Addition]) -> dict[str, str]:
+    """Return what must be equal on all ranks: the module's adapters and attention processors, as texts by their names.
+
+    hooks: those that others have put onto it. The texts are equal on ranks that made the same calls. This waits for the
+    device.
+    """
+    adapted = dict(layers(module))
+    attention: dict[str, Any] = {name: one for name, one in without_adapters(module) if hasattr(one, "processor")}
+    return {
+        "adapters": _counted({name: _applied(layer) for name, layer in adapted.items()}),
+        "scales of adapters": _counted({name: _scales(layer) for name, layer in adapted.items()}),
+        "values of adapters": _digest(_sums(adapted.values())),
+        "hooks": _counted({str(one): one.kind for one in hooks}),
+        "attention processors": _counted({name: type(one.processor).__name__ for name, one in attention.items()}),
+        "settings of attention processors": _counted(
+            {name: processors.settings(one.processor) for name, one in attention.items()}
+        ),
+    }
+
+
+def _applied(layer: Any) -> str:
+    """Return the names of the adapters that a layer applies."""
+    if layer.disable_adapters:
+        return "disabled"
+    return f"{'fused ' if layer.merged else ''}{' + '.join(layer.merged_adapters or active(layer)) or 'none active'}"
+
+
+def _scales(layer: Any) -> str:
+    scaling: Mapping[str, float] = getattr(layer, "scaling", {})
+    return " + ".join(f"{name} {value:.6g}" for name, value in scaling.items())
+
+
+def _sums(adapted: Iterable[nn.Module]) -> list[int]:
+    """Return a sum of the bits of each tensor of adapters, in integers, whose sum is the same in any order.
+
+    The first factors of LoRA are left out: they may be random as long as the second ones are zero.
+    """
+    every = [pair for layer in adapted for pair in layer.named_parameters()]
+    values = [x.detach() for name, x in every if "base_layer" not in name and "lora_A" not in name]
+    sums = [x.contiguous().view(_INTEGERS[x.itemsize]).sum(dtype=torch.int64) for x in values]
+    return torch.stack([x.to(sums[0].device) for x in sums]).tolist() if sums else []
+
+
+def _counted(texts: Mapping[str, str]) -> str:
+    """Return place -> text as one text: how often the most frequent ones are there, and a digest of all."""
+    most = Counter(text for text in texts.values() if text).most_common(3)
+    return f"{', '.join(f'{times} x {text}' for text, times in most)} ({_digest(texts)})" if most else "none"
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()

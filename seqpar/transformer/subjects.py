@@ -1,0 +1,104 @@
+"""What `parallelize` is given: a pipeline's transformers, whether they can be parallelized, and the plan for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from torch import nn
+
+from seqpar.families import _guided as _guided_
+from seqpar.families._cuts import Cuts
+from seqpar.families._find import cuts_of
+from seqpar.loading.variances import check_variances, learns_range
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh
+from seqpar.planner.plan import Plan, make
+from seqpar.planner.search import Wish
+from seqpar.transformer import estimate
+from seqpar.transformer.call import Call
+from seqpar.transformer.foreign import look
+from seqpar.vae import pipeline as sharing
+from seqpar.vae.pipeline import Wished
+
+
+def all_checked(
+    pipe_or_transformer: Any,
+    modules: Mapping[str, nn.Module],
+    cuts: Cuts | Mapping[str, Any] | None,
+    vae: Wished,
+    cfg: bool,
+    mesh: Mesh | None,
+) -> dict[str, Cuts]:
+    """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
+    if not isinstance(cfg, bool):
+        raise ValueError(f"got cfg={cfg!r}, expected True or False")
+    if not cfg and mesh is not None and mesh.cfg.size > 1:
+        raise ValueError(f"got cfg=False and a mesh with cfg={mesh.cfg.size}, expected one with cfg=1")
+    takes_variances(pipe_or_transformer)
+    sharing.check_wish(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
+    return {name: _checked(module, cuts) for name, module in modules.items()}
+
+
+def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
+    """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
+    name = type(module).__name__
+    if name == "OptimizedModule":
+        raise ValueError(
+            "got a compiled transformer, expected a plain one; call parallelize first and then, if at all, its "
+            "compile_repeated_blocks(): calls are CUDA graphs already"
+        )
+    if isinstance(vars(module).get("forward"), Call):
+        raise ValueError(
+            f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
+            f"can be called as it is; call seqpar.release to parallelize it in another way"
+        )
+    if getattr(module, "_parallel_config", None) is not None:
+        raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
+    if _is_offloaded(module):
+        raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
+    if next(module.parameters()).device.type == "meta":
+        raise ValueError(f"got {name} without weights (on the meta device), expected a loaded one")
+    return cuts_of(module, cuts)
+
+
+def takes_variances(pipe: Any) -> bool:
+    """Return whether a pipeline cuts the variances off that its scheduler needs; ValueError if its model has none."""
+    named = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
+    if not named or not learns_range(pipe.scheduler):
+        return False
+    check_variances(pipe.transformer.config)
+    return True
+
+
+def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether two branches of guidance can be expected that may be computed apart from each other.
+
+    In exact mode they are not, because many pipelines make them one batch, whose rows stay together then.
+    """
+    perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
+    apart = all(look(module).coupled is None for module in modules.values())
+    return apart and not perturbed and not exact.is_on() and _guided_.is_guided(next(iter(modules.values())))
+
+
+def planned(
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
+) -> Plan:
+    """Return the planner's plan for one picture of the first transformer's family.
+
+    native: whether functions of `seqpar.families` may compute.
+    """
+    guided = _guided(pipe_or_transformer, modules) and cfg if mesh is None else mesh.cfg.size > 1
+    module = next(iter(modules.values()))
+    dtype = estimate.dtype_of(module)
+    work = estimate.planned_work(module, native)
+    load = estimate.load_of(module, dtype, guided, work.joined)
+    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)

@@ -1,0 +1,570 @@
+"""Tests that blocks with fused kernels equal diffusers' own blocks, for every family in `seqpar/families`.
+
+The truth is the unchanged transformer in one process, without its roundings to fp32 (`StayDouble`); with them, it is
+1e-6 away. Every comparison also counts the calls of the functions: one that does not run cannot be right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import seqpar.families
+from seqpar.families import flux3, z_image
+from seqpar.families._cuts import Cuts, Joint
+from seqpar.families._find import CUTS
+from seqpar.families._known import families
+from seqpar.kernels import adaln, prepare
+from seqpar.transformer import adopt
+from seqpar.transformer.attention import SplitAttention
+from seqpar.transformer.blocks import BlockHook
+from seqpar.types.plugins import plugins
+from tests.support import families_page
+from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, short_truth, truth
+from tests.support.foreign import StayDouble
+from tests.support.meshes import LAYOUTS, TRANSPORTS
+from tests.support.pool import Pool
+from tests.transformer.test_body import body_of, error
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-12
+ROUNDED = 1e-6
+VISIBLE = 1e-3
+KINDS = {
+    "ChromaTransformer2DModel",
+    "CogVideoXTransformer3DModel",
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "Flux3Transformer2DModel",
+    "HunyuanVideo15Transformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "Krea2Transformer2DModel",
+    "LTX2VideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "ZImageTransformer2DModel",
+}
+FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS and tiny.splits]
+# each strategy on two ranks and on another number; every second model each, so that each meets all strategies
+CASES = [
+    (world, strategy, TRANSPORTS[(index // 2 + turn) % 2], (index + turn) % 2)
+    for index, strategy in enumerate(LAYOUTS)
+    for turn, world in enumerate((2, (4, 3, 1)[index % 3]))
+]
+FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
+# whose blocks join a text of any length: that of FLUX.3 and Krea 2 attends to itself, too, and CogVideoX 2B has the
+# positions of one length
+TEXTS = [
+    name
+    for name in FUSED
+    if not (
+        name == "cogvideox_2b"
+        or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "LTX", "Wan", "ZImage", "Flux3"))
+    )
+]
+Outputs = tuple[Tensor, ...]
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Count the calls of all functions of blocks, by the names of the blocks' classes."""
+    calls: list[str] = []
+
+    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(kind), function(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, file in families().items():
+            patch.setitem(file.BLOCKS, kind, counting(kind, file.BLOCKS[kind]))
+        yield calls
+
+
+def times(world: int) -> int:
+    """Return how often a transformer is called: on two ranks a second call follows, which uses the same buffers."""
+    return 2 if world == 2 else 1
+
+
+def fused(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, first: int
+) -> dict[str, tuple[Outputs, list[str]]]:
+    """Return the outputs of every second transformer on this rank, of its last call, and the functions of all."""
+    outputs: Outputs = ()
+    results = {}
+    for name in FUSED[first::2]:
+        with counted() as calls:
+            body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
+            with StayDouble():
+                for _ in range(times(world)):
+                    outputs = flat(body(MODELS[name].arguments(device)))
+            results[name] = tuple(x.clone() for x in outputs), list(calls)
+    return results
+
+
+def with_few(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, first: int
+) -> dict[str, tuple[Outputs, list[str]]]:
+    """Return the outputs of every second transformer with a text of two tokens, and the functions that were called."""
+    results = {}
+    for name in TEXTS[first::2]:
+        with counted() as calls:
+            body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
+            with StayDouble():
+                outputs = flat(body(few(MODELS[name].arguments(device))))
+            results[name] = tuple(x.clone() for x in outputs), list(calls)
+    return results
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport", "first"), FEW)
+def test_ranks_without_tokens_of_the_text_are_right(
+    ranks: Pool, world: int, strategy: str, transport: str, first: int
+) -> None:
+    for results in ranks.run(world, with_few, strategy, transport, first):
+        for name, (outputs, calls) in results.items():
+            assert error(outputs, short_truth(name, ranks.device)) < TOLERANCE, name
+            assert calls == blocks_named(name), name
+
+
+@cache
+def blocks_named(name: str) -> list[str]:
+    """Return the classes of all blocks that a function computes in a call of a model of `MODELS`."""
+    return blocks_of(MODELS[name])
+
+
+def blocks_of(tiny: Tiny) -> list[str]:
+    """Return the classes of all blocks that a function computes in a call."""
+    unused = tiny.unused or "none"
+    named = [(type(one).__name__, one) for path, one in tiny.build().named_modules() if not path.startswith(unused)]
+    return [kind for kind, one in named if kind in families() and families()[kind].why_not(one) is None]
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport", "first"), CASES)
+def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str, transport: str, first: int) -> None:
+    for results in ranks.run(world, fused, strategy, transport, first):
+        for name, (outputs, calls) in results.items():
+            assert error(outputs, truth(name, ranks.device)) < TOLERANCE, name
+            assert sorted(calls) == sorted(times(world) * blocks_named(name)), name
+
+
+def test_every_family_is_tested() -> None:
+    assert {kind for name in FUSED for kind in blocks_named(name)} == set(families())
+
+
+def cast(value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
+    """Return tensors of one dtype, in dictionaries and lists too, in another one; other values unchanged."""
+    if isinstance(value, dict):
+        return {key: cast(x, before, dtype) for key, x in value.items()}
+    if isinstance(value, list):
+        return [cast(x, before, dtype) for x in value]
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype == before else value
+
+
+def one_rank(module: Any, arguments: dict[str, Any], on: bool) -> Outputs:
+    """Return the outputs of a transformer on one rank, in fp64, computed with functions or by its own blocks."""
+    device = next(module.parameters()).device
+    body = body_of(module, 1, device, "ulysses", fused=on)
+    return tuple(x.clone().double() for x in flat(body(arguments)))
+
+
+def rms(got: Outputs, wanted: Outputs) -> float:
+    """Return the root mean square of the difference, relative to that of what is wanted."""
+    return max(((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.3 and Krea 2 round to fp32
+@pytest.mark.parametrize("name", FUSED)
+def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> None:
+    """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
+    tiny, device = MODELS[name], ranks.device
+    whole = [one_rank(tiny.build().to(device), tiny.arguments(device), on) for on in (True, False)]
+    assert 0 < error(*whole) < ROUNDED
+    given, errors = cast(tiny.arguments(device), torch.float64, torch.bfloat16), {True: 0.0, False: 0.0}
+    for seed in range(2):
+        narrow = {key: x.bfloat16() for key, x in tiny.build(seed).to(device).named_parameters()}
+        exact = tiny.build(seed).to(device)
+        for key, x in exact.named_parameters():
+            x.copy_(narrow[key])
+        wide = cast(given, torch.bfloat16, torch.float64)
+        wanted = tiny.whole(exact, wide, device)
+        for on in errors:
+            module = tiny.build(seed).to(device)
+            for key, x in module.named_parameters():
+                kept = any(word in key for word in module._keep_in_fp32_modules or ())
+                x.data = narrow[key].float() if kept else narrow[key]
+            errors[on] += rms(one_rank(module, given, on), wanted)
+    assert errors[True] <= 1.1 * errors[False], errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chroma",
+        "cogvideox",
+        "flux",
+        "hunyuan",
+        "hunyuan15_i2v",
+        "krea2",
+        "ltx_per_token",
+        "ltx2_3",
+        "sd3_dual",
+        "wan2.2",
+        "wan_vace",
+        "z_image",
+    ],
+)
+def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
+    launched: list[int] = []
+    for file in (adaln, prepare):
+        monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
+    few = {
+        "chroma": {"num_layers": 1, "num_single_layers": 1},
+        "cogvideox": {},
+        "flux": {"num_single_layers": 1},
+        "krea2": {},
+        "hunyuan": {"num_layers": 1, "num_single_layers": 1},
+        "hunyuan15_i2v": {"num_layers": 1},
+        "ltx_per_token": {"num_layers": 1},
+        "ltx2_3": {"num_layers": 2},
+        "sd3_dual": {},
+        "wan2.2": {"num_layers": 1},
+        "wan_vace": {"num_layers": 1, "vace_layers": [0]},
+        "z_image": {"n_layers": 1, "n_refiner_layers": 1},
+    }
+    tiny, device = replace(MODELS[name], batch=1, config={**MODELS[name].config, **few[name]}), ranks.device
+    scales = {"control_hidden_states_scale": torch.ones(1).double()} if name == "wan_vace" else {}
+    given = tiny.arguments(device) | scales
+    got = one_rank(tiny.build().float().to(device), cast(given, torch.float64, torch.float32), True)
+    assert rms(got, tiny.whole(None, given, device)) < VISIBLE
+    assert len(launched) > 3 * len(blocks_of(tiny))
+
+
+def test_one_timestep_for_all_pictures_counts_for_each(ranks: Pool) -> None:
+    """Reference images have the timestep of the second row then, in every picture."""
+    tiny, device = MODELS["qwen_edit"], ranks.device
+    given = tiny.arguments(device)
+    given |= {"timestep": given["timestep"][:1]}
+    assert len(given["hidden_states"]) > 1
+    with StayDouble():
+        got = one_rank(tiny.build().to(device), given, True)
+    assert error(got, tiny.whole(None, given, device)) < TOLERANCE
+
+
+def with_reference(device: torch.device | str) -> dict[str, Any]:
+    """Return arguments of Z-Image Omni, whose tokens of a reference image have another timestep."""
+    pictures, texts = (
+        [random(shape, seed + i) for i in range(2)] for shape, seed in (((4, 1, 6, 10), 1), ((5, 24), 7))
+    )
+    given = {"x": [pictures], "cap_feats": [texts], "t": torch.full((1,), 0.4).double(), "siglip_feats": [None]}
+    return moved({**given, "image_noise_mask": [[0, 1]]}, device)
+
+
+def of_omni(rank: int, world: int, device: torch.device) -> Outputs:
+    body = body_of(MODELS["z_image"].build().to(device), world, device, "ulysses", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(with_reference(device))))
+
+
+def test_pictures_with_two_timesteps_are_computed_by_diffusers_own(
+    ranks: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = MODELS["z_image"].whole(arguments=with_reference(ranks.device), device=ranks.device)
+    for world in (2, 1):
+        for outputs in ranks.run(world, of_omni):
+            assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+    assert capfd.readouterr().out.count("because its tokens have one of two timesteps") >= 1
+
+
+FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "a mask that is not passed on": (
+        SplitAttention,
+        "of_streams",
+        lambda own: lambda self, streams, beside=None, mask=None: own(self, streams, beside),
+    ),
+    "the first picture's rotary rows": (
+        z_image,
+        "by_head",
+        lambda own: lambda q, k, cos, sin: own(q, k, cos[:1], sin[:1]),
+    ),
+    "a branch without its norm": (z_image, "_branch_norm", lambda own: lambda norm: None),
+}
+
+
+def of_pictures(rank: int, world: int, device: torch.device, batch: int) -> Outputs:
+    """Return the outputs of Z-Image for so many pictures, whose texts differ in their lengths."""
+    tiny = replace(MODELS["z_image"], batch=batch)
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+
+
+@pytest.mark.parametrize(("world", "batch"), [(3, 1), (2, 3), (1, 3)])
+def test_pictures_have_rotary_rows_of_their_own(ranks: Pool, world: int, batch: int) -> None:
+    wanted = replace(MODELS["z_image"], batch=batch).whole(device=ranks.device)
+    for outputs in ranks.run(world, of_pictures, batch):
+        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    place, name, change = FAULTS[fault]
+    monkeypatch.setattr(place, name, change(getattr(place, name)))
+    got = of_pictures(0, 1, torch.device("cpu"), 2)
+    assert error(got, truth("z_image", "cpu")) > VISIBLE
+
+
+def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outputs:
+    """Return the outputs of HunyuanVideo by a user's cuts, whose attention takes the mask that blocks are given."""
+    tiny, known = MODELS["hunyuan"], CUTS["HunyuanVideoTransformer3DModel"]
+    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))))
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mask_that_blocks_are_given_counts(ranks: Pool, world: int) -> None:
+    for outputs in ranks.run(world, with_cuts_without_masks):
+        assert error(outputs, truth("hunyuan", ranks.device)) < TOLERANCE
+
+
+def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
+    tiny = MODELS["qwen"]
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(residuals(device))))
+
+
+def residuals(device: torch.device | str) -> dict[str, Any]:
+    """Return arguments with a ControlNet's residuals, which are added to the image between the blocks."""
+    given = MODELS["qwen"].arguments(device)
+    width = MODELS["qwen"].build().inner_dim
+    shape = (*given["hidden_states"].shape[:2], width)
+    return {**given, "controlnet_block_samples": [random(shape, 20 + i).to(device) for i in range(2)]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_added_between_blocks_counts(ranks: Pool, world: int) -> None:
+    """The input that a block has left for the next one is not used, because the next one is given another tensor."""
+    wanted = MODELS["qwen"].whole(arguments=residuals(ranks.device), device=ranks.device)
+    for outputs in ranks.run(world, with_residuals):
+        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+
+
+def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_of_this_shape(self: BlockHook, x: Tensor) -> Tensor | None:
+        left = self._ranks.now.handed.values() if self._ranks.now is not None else ()
+        return next((h for _, h, _ in left if h.shape == x.shape), None)
+
+    monkeypatch.setattr(BlockHook, "handed", any_of_this_shape)
+    given = residuals("cpu")
+    assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
+
+
+def with_a_block_skipped(
+    rank: int, world: int, device: torch.device, dual: tuple[int, ...]
+) -> tuple[float, float, int]:
+    """Return the error where the second of four blocks is skipped, how much that matters, and the functions' calls.
+
+    dual: the blocks with attention of the image alone.
+    """
+    tiny = replace(MODELS["sd3_dual"], config={**MODELS["sd3"].config, "num_layers": 4, "dual_attention_layers": dual})
+    whole, arguments = tiny.build().to(device), tiny.arguments(device)
+    every = tiny.whole(whole, arguments, device)
+    arguments |= {"skip_layers": [1]}
+    wanted = tiny.whole(whole, arguments, device)
+    with counted() as calls:
+        body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+        with StayDouble():
+            got = tuple(x.clone() for x in flat(body(arguments)))
+    return error(got, wanted), error(wanted, every), len(calls)
+
+
+@pytest.mark.parametrize(("world", "dual"), [(1, ()), (2, (0, 2)), (3, (1, 3))])
+def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: int, dual: tuple[int, ...]) -> None:
+    """The block before the skipped one has left it an input, for the very tensor that the next block is given."""
+    for wrong, matters, calls in ranks.run(world, with_a_block_skipped, dual):
+        assert wrong < TOLERANCE
+        assert matters > VISIBLE
+        assert calls == 3
+
+
+@pytest.mark.parametrize(
+    ("norm", "chunks", "why"),
+    [("rms_norm", True, "they compute their MLPs in chunks"), ("layer_norm", False, "q and k have a LayerNorm")],
+)
+def test_other_blocks_of_stable_diffusion_3_are_left_to_diffusers_own(norm: str, chunks: bool, why: str) -> None:
+    tiny, device = MODELS["sd3_dual"], torch.device("cpu")
+    tiny = replace(tiny, config={**tiny.config, "qk_norm": norm})
+    module = tiny.build()
+    if chunks:
+        module.enable_forward_chunking(1, 0)
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(tiny.arguments(device)))
+    assert error(got, tiny.whole()) < TOLERANCE
+    assert body.told()["computation"].endswith(f"2 by its own modules, because {why}")
+
+
+def test_weights_stay_diffusers_own() -> None:
+    """State dict and addresses stay as they are called; what is written in place, or replaced, is what computes."""
+    module, device = MODELS["qwen"].build(), torch.device("cpu")
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    attention: Any = module.transformer_blocks[1].attn
+    assert adopt.joined([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]) is not None
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+    attention.to_k.weight.mul_(-1.5)
+    attention.add_v_proj = torch.nn.Linear(attention.add_v_proj.in_features, attention.add_v_proj.out_features)
+    attention.add_v_proj.double().requires_grad_(False)
+    with StayDouble():
+        got = tuple(x.clone() for x in flat(body(MODELS["qwen"].arguments(device))))
+    assert body.told()["computation"] == "2 blocks by fused kernels"
+    body.release()
+    assert error(got, MODELS["qwen"].whole(module)) < TOLERANCE
+    assert error(got, truth("qwen", "cpu")) > VISIBLE
+
+
+def with_options(device: torch.device | str) -> dict[str, Any]:
+    """Return arguments with an option for attention processors, which changes nothing."""
+    return {**MODELS["qwen"].arguments(device), "attention_kwargs": {"attention_mask": None}}
+
+
+def declined(rank: int, world: int, device: torch.device) -> Outputs:
+    body = body_of(MODELS["qwen"].build().to(device), world, device, "ulysses", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(with_options(device))))
+
+
+def test_what_a_function_does_not_take_is_computed_by_diffusers_own(
+    ranks: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for world in (2, 1):
+        for outputs in ranks.run(world, declined):
+            assert error(outputs, truth("qwen", ranks.device)) < TOLERANCE
+    assert capfd.readouterr().out.count("because attention has the arguments attention_mask") >= 1
+
+
+STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
+
+
+def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
+    """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
+    tiny, told, options = (
+        MODELS[name],
+        [],
+        "attention_kwargs" if name in ("krea2", "qwen", "wan", "hunyuan15") else "joint_attention_kwargs",
+    )
+    module, whole = tiny.build().to(device), tiny.build().to(device)
+    with counted() as calls:
+        body = body_of(module, world, device, "ulysses", fused=True)
+        for action in STORY:
+            for one in (module, whole):
+                act(one, action)
+            given = tiny.arguments(device)
+            given |= {options: {"scale": 0.4}} if action == "a call's scale" else {}
+            calls.clear()
+            with StayDouble(), torch.no_grad():
+                got = tuple(x.clone() for x in flat(body(given)))
+                wanted = flat(whole(**copy.deepcopy(given), return_dict=False))
+            told.append((action, error(got, wanted), len(calls), body.told()["computation"]))
+    return told
+
+
+def act(module: Any, action: str) -> None:
+    """Do what a user does between two pictures."""
+    if action == "load":
+        for seed, (name, targets) in enumerate(
+            {"a": ["to_k", "to_out.0", "net.0.proj", "w3", "to_gate", "proj_out"], "b": ["to_k", "to_q"]}.items()
+        ):
+            module.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=targets), name)
+            for index, (key, weight) in enumerate(module.named_parameters()):
+                if f".{name}." in f"{key}.":
+                    weight.requires_grad_(False).copy_(0.3 * random(tuple(weight.shape), 1000 * seed + index))
+        module.double()
+    else:
+        actions: dict[str, Callable[[], object]] = {
+            "both": lambda: module.set_adapters(["a", "b"], [0.8, 0.5]),
+            "a call's scale": lambda: None,
+            "disable": lambda: module.disable_lora(),
+            "enable": lambda: module.enable_lora(),
+            "unload": lambda: module.unload_lora(),
+        }
+        actions[action]()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "hunyuan15"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")],
+)
+def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
+    count = len(blocks_named(name))
+    for told in ranks.run(world, story, name):
+        for action, wrong, calls, computation in told:
+            assert wrong < TOLERANCE, action
+            assert calls == count, action
+            assert computation.startswith(f"{count} blocks by fused kernels")
+
+
+def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.delitem(families()["WanTransformerBlock"].PRODUCTS["WanTransformerBlock"], "down")
+    module, whole = MODELS["wan"].build(), MODELS["wan"].build()
+    for one in (module, whole):
+        one.add_adapter(LoraConfig(r=3, target_modules=["net.2"], init_lora_weights=False), "a")
+        one.double()
+    whole.load_state_dict(module.state_dict())
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(MODELS["wan"].arguments(device)))
+    assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
+    assert body.told()["computation"].startswith("0 blocks by fused kernels, 2 by its own modules, because an adapter")
+
+
+def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
+    """Its forward and the arguments of its class are not known."""
+    whole, device = MODELS["wan"].build(), torch.device("cpu")
+    module = MODELS["wan"].build()
+    module.__class__ = type("Mine", (type(module),), {"__module__": "mine"})
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(MODELS["wan"].arguments(device)))
+    assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
+    assert body.told()["computation"].endswith("because Mine is no class of diffusers")
+
+
+def test_the_table_of_families_is_that_of_the_result_lines() -> None:
+    """And it has a row for every file of the folder."""
+    assert families_page.written() == families_page.PAGE.read_text()
+    assert {file for file, *_ in families_page.FAMILIES} == set(plugins(seqpar.families))
+
+
+def test_one_timestep_of_cogvideox_is_that_of_every_video(ranks: Pool) -> None:
+    tiny, device = MODELS["cogvideox"], ranks.device
+    arguments = tiny.arguments(device)
+    arguments["timestep"] = arguments["timestep"][:1]
+    wanted = tiny.whole(None, arguments, device)
+    body = body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)
+    with StayDouble():
+        assert error(flat(body(arguments)), wanted) < TOLERANCE
+
+
+def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = flux3._by_token, list[int]()
+    monkeypatch.setattr(flux3, "_by_token", lambda parts: (calls.append(len(parts)), own(parts))[1])
+    tiny, device = MODELS["flux3_reference"], ranks.device
+    with StayDouble():
+        body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)(tiny.arguments(device))
+    assert calls == [1, 1, 1, 2]  # of text, image and reference alone, then of all

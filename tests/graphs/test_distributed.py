@@ -1,0 +1,282 @@
+"""Tests that a sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven sizes, the cfg axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.loop.request import Request
+from seqpar.loop.run import begin
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Shard
+from seqpar.transports.collective.point_to_point import gather
+from tests.attention.test_strategies import counted_calls
+from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pairs import covering
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+
+TOLERANCE = 1e-10  # fp64, three layers, outputs of a few units
+
+
+def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    t = torch.tensor([960, 500, 3])[:batch].to(device)
+    return random((batch, 4, *size), 1, device), t, torch.tensor([2, 10, 7])[:batch].to(device)
+
+
+def oracle(batch: int, size: tuple[int, int], device: str) -> Tensor:
+    """Return diffusers' prediction on the same kind of device: its fp32 sinusoids differ between CPUs and GPUs."""
+    x, t, y = latents(batch, size, device)
+    return diffusers_dit().to(device)(x, timestep=t, class_labels=y).sample.cpu()
+
+
+def local(device: torch.device) -> str:
+    return "auto" if device.type == "cpu" else "reference"
+
+
+def forward(
+    rank: int, world: int, device: torch.device, strategy: str, batch: int, size: tuple[int, int], cfg: int = 1
+) -> Tensor:
+    mesh = mesh_for(strategy, world, device, cfg)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, strategy, local(device))
+    x, t, y = latents(batch, size, device)
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+# batch rows and sizes of latents: 9, 15 or 16 tokens, which do not divide by the ranks, like the three heads
+SIZES = [pytest.param(*case) for case in ((1, (8, 8)), (3, (6, 6)), (2, (10, 6)))]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "batch", "size"),
+    [*covering((2, 3, 4), LAYOUTS, turns=SIZES), *covering((1,), ("ulysses",), turns=SIZES)],
+    ids=str,
+)
+def test_sharded_dit_equals_diffusers(
+    ranks: Pool, world: int, strategy: str, batch: int, size: tuple[int, int]
+) -> None:
+    if size[0] != size[1]:  # diffusers supports square latents only, so our single rank is the oracle
+        truth = ranks.run(1, forward, "ulysses", batch, size)[0]
+    else:
+        truth = oracle(batch, size, ranks.device)
+    for got in ranks.run(world, forward, strategy, batch, size):
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
+    truth = oracle(3, (8, 8), ranks.device)
+    for got in ranks.run(world, forward, "ulysses", 3, (8, 8), 2):
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+def small_batch(rank: int, world: int, device: torch.device, cfg: int, data: int, batch: int) -> Tensor:
+    """Also called with one number as the timestep of all rows."""
+    mesh = make_mesh(device, cfg=cfg, data=data)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", local(device))
+    x, t, y = latents(batch, (8, 8), device)
+    found = dit(x, timestep=t, class_labels=y).sample
+    assert batch > 1 or torch.equal(found, dit(x, timestep=960, class_labels=y).sample)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "cfg", "data", "batch"), [(2, 2, 1, 1), (3, 1, 3, 1), (3, 1, 3, 2), (4, 2, 2, 3)], ids=str
+)
+def test_fewer_rows_than_ranks_that_share_the_batch(ranks: Pool, world: int, cfg: int, data: int, batch: int) -> None:
+    truth = oracle(batch, (8, 8), ranks.device)
+    for got in ranks.run(world, small_batch, cfg, data, batch):
+        assert got.shape == truth.shape
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+def planned(rank: int, world: int, device: torch.device) -> tuple[str, Tensor]:
+    dit = DistributedDiT(diffusers_dit().to(device), local=local(device))
+    x, t, y = latents(1, (8, 8), device)
+    return str(dit.mesh), dit(x, timestep=t, class_labels=y).sample
+
+
+def test_a_planned_mesh_takes_a_batch_of_one(ranks: Pool) -> None:
+    for mesh, got in ranks.run(2, planned):
+        assert mesh == "cfg 2"
+        assert (got - oracle(1, (8, 8), ranks.device)).abs().max() < TOLERANCE
+
+
+def rows_of(rank: int, world: int, device: torch.device) -> list[str]:
+    """What calls say whose inputs do not have a row an image; each rank would compute another part of the batch."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=2), "ulysses", local(device))
+    x, t, y = latents(3, (8, 8), device)
+    said = []
+    for given in ((x, t, y[:1]), (x, t[:2], y), (x, t, y[:0]), (x[:0], t[:0], y[:0])):
+        with pytest.raises(ValueError, match="one an image") as raised:
+            dit(given[0], timestep=given[1], class_labels=given[2])
+        said.append(str(raised.value))
+    return said
+
+
+def test_inputs_without_a_row_an_image_are_one_error_on_every_rank(ranks: Pool) -> None:
+    first, second = ranks.run(2, rows_of)
+    assert first == second
+    assert first[0] == "got class_labels of shape (1,), expected 3 rows, one an image"
+
+
+def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    mesh = make_mesh(device, cfg=1)
+    dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device), "collective")
+    x, t, y = latents(2, (6, 6), device)
+    tokens = dit.model.patchify(x)
+    attend, conditioning = dit.keeper.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
+    positions = dit.model.positions(6, 6)
+    mine = slice(0, 5) if rank == 0 else slice(5, 9)
+    streams, rows = {"image": tokens[:, mine]}, {"image": positions[mine]}
+    return counted_calls(lambda: dit.model.forward_tokens(streams, rows, conditioning, attend))
+
+
+def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
+    assert ranks.run(2, calls_per_block) == [{"all_to_all_single": 2}] * 2
+
+
+def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    inner = dit.model.forward_tokens
+
+    def lossy(streams, positions, conditioning, attend):
+        tokens = streams["image"] * (0.0 if rank == world - 1 else 1.0)
+        return inner({"image": tokens}, positions, conditioning, attend)
+
+    dit.model.forward_tokens = lossy
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    inner = dit.model.positions
+    dit.model.positions = lambda *size: inner(*size).roll(1, 0)
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+@pytest.mark.parametrize("wrong", [dropped_shard, shifted_positions])
+def test_negative_control_is_noticed(ranks: Pool, wrong) -> None:
+    truth = oracle(2, (8, 8), ranks.device)
+    for got in ranks.run(2, wrong):
+        assert (got - truth).abs().max() > 1e-3
+
+
+def test_call_says_what_is_wrong() -> None:
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    x, t, y = latents(1, (8, 8))
+    assert dit(x, timestep=960, class_labels=y, return_dict=False)[0].shape == (1, 8, 8, 8)
+    with pytest.raises(ValueError, match=r"got hidden_states of shape \(1, 3, 8, 8\), expected \(B, 4, H, W\)"):
+        dit(x[:, :3], timestep=t, class_labels=y)
+    with pytest.raises(ValueError, match="multiples of the patch size 2"):
+        dit(x[:, :, :7], timestep=t, class_labels=y)
+    with pytest.raises(ValueError, match="expected timestep, class_labels"):
+        dit(x, timestep=t)
+    with pytest.raises(ValueError, match="attention_mask"):
+        dit(x, timestep=t, class_labels=y, attention_mask=y)
+
+
+def test_unknown_strategy_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=f"got strategy 'uliss', expected one of {', '.join(sorted(LAYOUTS))}"):
+        DistributedDiT(diffusers_dit(), Mesh.single(), "uliss")
+
+
+def chosen(rank: int, world: int, device: torch.device, ring: int, heads: int) -> tuple[str, str]:
+    mesh = make_mesh(device, cfg=1, ring=ring)
+    dit = DistributedDiT(diffusers_dit(num_attention_heads=heads).to(device), mesh, local=local(device))
+    return dit.strategy.name, dit.strategy.why
+
+
+@pytest.mark.parametrize(
+    ("ring", "heads", "name"), [(1, 4, "ulysses"), (1, 3, "kv_gather"), (4, 4, "ring"), (2, 4, "usp")]
+)
+def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int, name: str) -> None:
+    answers = ranks.run(4, chosen, ring, heads)
+    assert {answer[0] for answer in answers} == {name}
+    assert all(answer[1] for answer in answers)
+
+
+def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> bool:
+    """Return whether our loop and a call work in either order, although they share exchange buffers."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    scheduler = DDIMScheduler(clip_sample=False)
+
+    def loop() -> None:
+        result = sample(dit, scheduler, x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))
+        result *= 2
+
+    def call() -> None:
+        dit(x, timestep=t, class_labels=y).sample.mul_(2)
+
+    for step in (loop, call) if first == "loop" else (call, loop):
+        step()
+    return True
+
+
+@pytest.mark.parametrize("first", ["loop", "call"])
+def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool, first: str) -> None:
+    assert all(ranks.run(2, loop_then_call, first))
+
+
+def in_inference_mode(rank: int, world: int, device: torch.device, strategy: str) -> bool:
+    dit = DistributedDiT(diffusers_dit().to(device), mesh_for(strategy, world, device), strategy, local(device))
+    x, t, y = latents(2, (8, 8), device)
+    with torch.inference_mode():
+        first = dit(x, timestep=t, class_labels=y).sample.clone()
+    return torch.equal(first, dit(x, timestep=t, class_labels=y).sample)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_buffers_made_in_inference_mode_serve_outside(ranks: Pool, strategy: str) -> None:
+    assert all(ranks.run(2, in_inference_mode, strategy))
+
+
+def test_inputs_that_require_gradients_are_refused() -> None:
+    x, t, y = latents(1, (8, 8))
+    with pytest.raises(ValueError, match="expected none: a sharded model is for inference"):
+        DistributedDiT(diffusers_dit(), Mesh.single())(x.requires_grad_(), timestep=t, class_labels=y)
+
+
+def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Step a run by hand and return its tokens, a prediction for them, and the latents."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, _, y = latents(2, (8, 8), device)
+    request = Request(DDIMScheduler(clip_sample=False), x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))
+    run = begin(dit, request)
+    prediction = run.predict()["image"]
+    assert run.tokens.shape == prediction.shape == (2, 8, 16)
+    whole = gather(prediction, dit.mesh.sequence, Shard(16, world).sizes, dim=1)
+    return run.latents()["image"], dit.model.unpatchify(whole, 8, 8)
+
+
+def test_a_run_predicts_from_its_first_moment(ranks: Pool) -> None:
+    x, _, y = latents(2, (8, 8))
+    where = torch.device(ranks.device)
+    truth = (
+        diffusers_dit()
+        .to(where)(x.to(where), timestep=torch.tensor([500, 500], device=where), class_labels=y.to(where))
+        .sample[:, :4]
+    )
+    for state, prediction in ranks.run(2, by_hand):
+        assert torch.equal(state, x)
+        assert (prediction - truth.cpu()).abs().max() < TOLERANCE
+
+
+def on_data_axis(rank: int, world: int, device: torch.device) -> Tensor:
+    mesh = make_mesh(device, data=2, cfg=2)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
+    x, t, y = (torch.cat((z, z))[:5] for z in latents(3, (8, 8), device))
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+def test_data_and_cfg_axes_split_the_batch_of_a_call(ranks: Pool) -> None:
+    truth = oracle(3, (8, 8), ranks.device)
+    for got in ranks.run(4, on_data_axis):
+        assert (got - torch.cat((truth, truth))[:5]).abs().max() < TOLERANCE

@@ -1,0 +1,98 @@
+"""A name that may be a hub id is asked for once, in one line, and not at all where the hub's switch says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from seqpar.cli.args import Args
+from seqpar.cli.job import checked
+from seqpar.loading import hub
+from seqpar.mesh.mesh import Mesh
+from tests.support.pool import Pool
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], list[Any]]:
+    """A hub that answers with an error, or knows every name; and the questions that it was asked."""
+
+    def answers(error: BaseException | None) -> list[Any]:
+        questions = list[Any]()
+
+        def model_info(self: object, name: str, timeout: float) -> None:
+            questions.append((name, timeout))
+            if error is not None:
+                raise error
+
+        def snapshot(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+            if local_files_only and name != "owner/kept":
+                raise LocalEntryNotFoundError("many\nlines\nof the hub")
+            questions.append(name)
+            return "/there"
+
+        monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+        monkeypatch.setattr(hub, "snapshot_download", snapshot)
+        return questions
+
+    return answers
+
+
+def test_a_name_is_asked_for_once_with_a_short_time_out(asked: Callable[[Any], list[Any]]) -> None:
+    for error in (ConnectionError("no route\nand more"), TimeoutError("slow"), None):
+        questions = asked(error)
+        if error is None:
+            assert hub.download("owner/new", ["dit"]) == Path("/there")
+        else:
+            with pytest.raises(ValueError, match=r"^got model 'owner/new': there is no such path.*gave no answer.*\)$"):
+                hub.download("owner/new", ["dit"])
+        assert questions[0] == ("owner/new", hub.ASK_S)
+        assert len(questions) == (1 if error is not None else 2)
+        assert hub.download("owner/kept", ["dit"]) == Path("/there")  # from the cache, without a network
+
+
+def test_the_hubs_switch_leaves_it_unasked(asked: Callable[[Any], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = asked(None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE says not to ask the hub"):
+        hub.download("owner/new", ["dit"])
+    assert hub.download("owner/kept", ["dit"]) == Path("/there")
+    assert questions == ["owner/kept"]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b/c", "nothing-there", ".hidden/x", "x" * 10**5])
+def test_what_cannot_be_a_hub_id_is_not_asked_for(asked: Callable[[Any], list[Any]], name: str) -> None:
+    questions = asked(None)
+    with pytest.raises(ValueError, match=r"there is no such path; presets with random weights: dit$") as error:
+        hub.download(name, ["dit"])
+    assert not questions
+    assert len(str(error.value)) < 500
+
+
+def told(rank: int, world: int, device: torch.device, log: str) -> str:
+    """The error of a model that the hub does not know; each question is a line of the log."""
+
+    def model_info(self: object, name: str, timeout: float) -> None:
+        with open(log, "a") as file:
+            file.write(f"{name}\n")
+        raise ConnectionError("no route")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub.HfApi, "model_info", model_info)
+        try:
+            checked(Args(model="owner/none-of-this-name"), Mesh.joined(device))
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_ranks_together_ask_once(ranks: Pool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, told, str(tmp_path / "log"))
+    assert one == other
+    assert "and the hub gave no answer (no route)" in one
+    assert (tmp_path / "log").read_text() == "owner/none-of-this-name\n"

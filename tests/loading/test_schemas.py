@@ -1,0 +1,219 @@
+"""Tests that configs of any content are read or refused by one short message, and that published ones are read.
+
+What is refused is refused before anything is allocated: a config is a file of strangers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqpar.loading import jsons, parts
+from seqpar.loop import blueprint as find
+from seqpar.loop.models import dit, large_dit, uvit
+
+THEIRS: Any = diffusers
+Read = Callable[[Mapping[str, Any]], object]
+
+DIT = {
+    "_class_name": "DiTTransformer2DModel",
+    **{"activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 72, "dropout": 0.0},
+    **{"in_channels": 4, "norm_elementwise_affine": False, "norm_eps": 1e-05, "norm_num_groups": 32},
+    **{"norm_type": "ada_norm_zero", "num_attention_heads": 16, "num_embeds_ada_norm": 1000, "num_layers": 28},
+    **{"out_channels": 8, "patch_size": 2, "sample_size": 32, "upcast_attention": False, "num_vector_embeds": None},
+}
+UVIT = {
+    "_class_name": "UniDiffuserModel",
+    **{"activation_fn": "gelu", "attention_head_dim": 64, "clip_img_dim": 512, "in_channels": 4, "num_layers": 30},
+    **{"num_attention_heads": 24, "num_text_tokens": 77, "out_channels": 4, "patch_size": 2, "sample_size": 64},
+    **{"text_dim": 64, "use_data_type_embedding": True, "dropout": 0.0, "block_type": "unidiffuser"},
+}
+LARGE_DIT = {
+    "_class_name": "DiTLLaMA2DModel",
+    **{"num_attention_heads": 32, "attention_head_dim": 96, "num_layers": 2, "patch_size": 2, "in_channels": 4},
+    **{"out_channels": 8, "n_kv_heads": None, "num_classes": 1000, "norm_eps": 1e-5, "qk_norm": True},
+    **{"sample_size": 32, "learn_sigma": True, "mlp_ratio": 4.0, "multiple_of": 256, "class_dropout_prob": 0.1},
+}
+VAE = {
+    "_class_name": "AutoencoderKL",
+    **{"act_fn": "silu", "block_out_channels": [128, 256, 512, 512], "in_channels": 3, "out_channels": 3},
+    **{"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4},
+    **{"latent_channels": 16, "latents_mean": None, "layers_per_block": 2, "norm_num_groups": 32, "sample_size": 1024},
+    **{"scaling_factor": 0.3611, "shift_factor": 0.1159, "force_upcast": 1.0, "use_quant_conv": False},
+}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": True}
+FLOW |= {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+DPM = {"_class_name": "DPMSolverMultistepScheduler", "lambda_min_clipped": float("-inf"), "solver_order": 2}
+DPM |= {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+SHAPES = {
+    "x_embedder.weight": (3072, 16),
+    "layers.0.attention.wk.weight": (3072, 3072),
+    "layers.0.feed_forward.w1.weight": (8192, 3072),
+    "layers.1.feed_forward.w1.weight": (8192, 3072),
+    "final_layer.linear.weight": (32, 3072),
+    "y_embedder.embedding_table.weight": (1001, 1024),
+    "layers.0.attention.q_norm.weight": (3072,),
+}
+READERS: dict[str, tuple[Read, Mapping[str, Any]]] = {
+    "dit": (lambda config: dit.recognise({}, config), DIT),
+    "uvit": (lambda config: uvit.recognise({}, config), UVIT),
+    "large_dit": (lambda config: large_dit.recognise(SHAPES, config), LARGE_DIT),
+    "vae": (lambda config: parts.check_autoencoder(config, "config.json"), VAE),
+    "flow": (parts.check_scheduler, FLOW),
+    "dpm": (parts.check_scheduler, DPM),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_negative_control_published_configs_are_read(name: str) -> None:
+    read, config = READERS[name]
+    read(json.loads(json.dumps(config)))
+
+
+def test_negative_control_every_scheduler_of_diffusers_has_defaults_that_are_read() -> None:
+    kinds = [getattr(THEIRS, name) for name in dir(THEIRS) if name.endswith("Scheduler")]
+    kinds = [kind for kind in kinds if hasattr(kind, "from_config")]
+    assert len(kinds) > 40
+    for kind in kinds:
+        parameters = inspect.signature(kind.__init__).parameters.items()
+        parts.check_scheduler({name: each.default for name, each in parameters if each.default is not each.empty})
+
+
+# What any field may hold in the file of a stranger
+ODD = ["x", "", [], {}, -1, 1.5, 10**12, 10**400, float("nan"), float("inf"), -(10**9), [10**12] * 3, {"a": [None]}]
+NUMBERS = (*range(2, 10), *range(10, 200, 7), 1024, 4096, 10**6)
+# fields of other packages' classes that are checked here; the rest is left to these packages
+CHECKED = {"vae": parts.Autoencoder.__struct_fields__, "flow": (), "dpm": ()}
+# values of `ODD` that are right
+FREE = {("shift_factor", "-1"), ("shift_factor", "1.5"), ("scaling_factor", "1.5")}
+FREE |= {("mlp_ratio", "-1"), ("mlp_ratio", "1.5")}
+
+
+def test_a_value_of_the_wrong_kind_in_any_field_is_refused_by_name() -> None:
+    refused, accepted = 0, []
+    for name, (read, config) in READERS.items():
+        for key in (key for key in config if not key.startswith("_") and key in CHECKED.get(name, (key,))):
+            for value in ODD:
+                if (key, repr(value)) in FREE:
+                    continue
+                message = refusal(read, {**config, key: value})
+                refused += message is not None
+                if message is None or not re.match(rf"got .* with .*{key}", message) or len(message) > 300:
+                    accepted.append((key, value, message))
+    assert not accepted
+    assert refused > 600
+
+
+def refusal(read: Read, config: Mapping[str, Any]) -> str | None:
+    """Return the message with which a config is refused, or None if it is read."""
+    try:
+        read(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(NUMBERS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+CHANGES = st.lists(st.tuples(st.integers(0, 30), ANY), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, database=None)
+@given(st.sampled_from(sorted(READERS)), CHANGES, st.lists(st.integers(0, 30), max_size=2))
+def test_a_mutated_config_is_read_or_refused_by_one_short_message(
+    name: str, changes: list[tuple[int, Any]], dropped: list[int]
+) -> None:
+    read, config = READERS[name]
+    keys = [*config, "unknown"]
+    changed = {**config, **{keys[index % len(keys)]: value for index, value in changes}}
+    for index in dropped:
+        changed.pop(keys[index % len(keys)], None)
+    message = refusal(read, json.loads(json.dumps(changed)))
+    if message is not None:
+        assert message.startswith("got ")
+        assert len(message) < 400
+    elif isinstance(found := read(changed), tuple):  # a model's config: bounded, so that a model can be described
+        sizes = [value for value in vars(found[0]).values() if isinstance(value, int)]
+        assert all(0 <= size <= 1 << 24 for size in sizes)
+        assert found[0].num_layers <= 4096
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write(text: str | bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def sparse(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "no regular file"),
+    "a folder": (Path.mkdir, "no regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "there is no such file"),
+    "a link to nothing": (lambda path: path.symlink_to(path.with_name("gone")), "there is no such file"),
+    "a terabyte": (sparse, r"it has more than \d+ bytes"),
+    "nothing": (write(""), "Expecting value"),
+    "bytes": (write(b"\xff\xfe\x00"), "codec can't decode"),
+    "a number": (write("3"), "holding a int"),
+    "a list": (write("[{}]"), "holding a list"),
+    "brackets": (write("[" * 1_000_000), "recursion"),
+    "a long number": (write('{"a": ' + "9" * 5000 + "}"), "digits"),
+}
+
+
+@pytest.mark.parametrize("read", [jsons.read_json, jsons.read_index])
+def test_a_file_that_is_no_config_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    tracemalloc.start()
+    started = time.process_time()
+    for index, (make, message) in enumerate(FILES.values()):
+        path = tmp_path / f"{index}.json"
+        make(path)
+        with pytest.raises(ValueError, match=message) as error:
+            read(path)
+        assert str(path) in str(error.value)
+    assert time.process_time() - started < 2
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+INDICES: list[Any] = [[], {"a": 1}, {}, None, "x", {"a": None}, {"a": ["b"]}, {"a": {"b": "c"}}]
+INDICES += [{"a": name} for name in ("../x.bin", "/etc/passwd", "..", ".", "", "b\0.bin", "x.json", "a/b.bin", "a\\b")]
+
+
+def test_an_index_that_leaves_its_folder_or_names_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    for places in INDICES:
+        path.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(ValueError, match=r"expected a weight_map of keys to names of weight files beside it"):
+            jsons.read_index(path)
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "model-1.safetensors"}}))
+    assert jsons.read_index(path) == {"a": "model-1.safetensors"}
+
+
+def test_a_preset_that_two_models_name_is_an_error_of_the_developer() -> None:
+    models = [SimpleNamespace(__name__=name, PRESETS={preset: 0}) for name, preset in (("a", "x"), ("b", "y"))]
+    assert [*find.presets(models)] == ["x", "y"]
+    for taken in ("x", "Y"):
+        with pytest.raises(RuntimeError, match=f"got preset '{taken}' of c, expected a new name in small letters"):
+            find.presets([*models, SimpleNamespace(__name__="c", PRESETS={taken: 0})])

@@ -1,0 +1,159 @@
+"""Tests of the mesh: which ranks share an axis, and which sizes are refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar.cli.exits import Kind, kind_of
+from seqpar.mesh.mesh import Mesh, fill, pick_device
+from seqpar.mesh.messages import SMALL
+from tests.support.pool import Pool
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "guidance", "expected"),
+    [
+        (1, {}, True, (1, 1, 1, 1)),
+        (4, {}, False, (1, 1, 1, 4)),
+        (4, {}, True, (1, 2, 1, 2)),
+        (3, {}, True, (1, 1, 1, 3)),
+        (8, {"ring": 2}, True, (1, 2, 2, 2)),
+        (8, {"data": 2, "cfg": 1, "ulysses": 2, "ring": 2}, True, (2, 1, 2, 2)),
+    ],
+)
+def test_fill_chooses_what_is_not_given(
+    world: int, given: dict[str, int], guidance: bool, expected: tuple[int, ...]
+) -> None:
+    sizes = {"data": 1, "cfg": None, "ring": 1, "ulysses": None} | given
+    assert fill(world, **sizes, guidance=guidance) == expected  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "message"),
+    [
+        (4, {"ulysses": 3}, "ulysses=3 = 3 ranks for 4"),
+        (4, {"data": 3}, "= 3 ranks for 4"),
+        (4, {"ring": 8}, "for 4 process"),
+        (2, {"ring": 0}, "got ring=0"),
+        (6, {"cfg": 3}, "two branches"),
+    ],
+)
+def test_fill_says_what_does_not_multiply(world: int, given: dict[str, int], message: str) -> None:
+    sizes = {"data": 1, "cfg": None, "ring": 1, "ulysses": None} | given
+    with pytest.raises(ValueError, match=message):
+        fill(world, **sizes, guidance=False)  # pyright: ignore[reportArgumentType]
+
+
+def places(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    mesh = Mesh.from_env(cfg=2, ring=world // 2, ulysses=1, device=device)
+    return {name: getattr(mesh, name).rank for name in ("data", "cfg", "ring", "ulysses", "sequence", "world")}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_order_is_data_cfg_ring_ulysses(ranks: Pool, world: int) -> None:
+    for rank, place in enumerate(ranks.run(world, places)):
+        cfg, ring = divmod(rank, world // 2)
+        assert place == {"data": 0, "cfg": cfg, "ring": ring, "ulysses": 0, "sequence": ring, "world": rank}
+
+
+def replicas(rank: int, world: int, device: torch.device) -> list[tuple[int, list[int]]]:
+    kinds = ((2, 2), (1, 2), (2, 1))
+    meshes = [Mesh.from_env(data=data, cfg=cfg, device=device) for data, cfg in kinds]
+    seen = []
+    for mesh in meshes:
+        ranks = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.replica.size)]
+        dist.all_gather(ranks, torch.tensor([rank]), group=mesh.replica.group)
+        seen.append((mesh.replica.rank, [int(each) for each in ranks]))
+    return seen
+
+
+def test_a_replica_is_the_ranks_that_share_pictures(ranks: Pool) -> None:
+    for rank, seen in enumerate(ranks.run(4, replicas)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert seen == [(rank % 2, pair), (rank, [0, 1, 2, 3]), (rank % 2, pair)]
+
+
+FULL = (errno.ENOSPC, os.strerror(errno.ENOSPC), "x.png")
+
+
+def agree(rank: int, world: int, device: torch.device) -> list[tuple[str, Kind, str]]:
+    """Return the class, the blame and the text of errors of one rank, by `together` and by `of_rank_0`."""
+    mesh, found = Mesh.from_env(device=device), []
+    errors = ValueError("only here"), FileNotFoundError("no file"), TimeoutError("late"), OSError(*FULL)
+    for error, ways in product(errors, ((mesh.together, 1), (partial(mesh.of_rank_0, kind=str), 0))):
+
+        def work(error: Exception = error, wrong: int = ways[1]) -> None:
+            if rank == wrong:
+                raise error
+
+        with pytest.raises((ValueError, OSError)) as caught:
+            ways[0](work)
+        found.append((type(caught.value).__name__, kind_of(caught.value), str(caught.value)))
+    return found
+
+
+def test_an_error_on_one_rank_is_raised_on_all_with_the_same_blame(ranks: Pool) -> None:
+    kinds: dict[str, tuple[str, Kind]] = {
+        "only here": ("ValueError", "mistake"),
+        "no file": ("ValueError", "mistake"),
+        "late": ("TimeoutError", "failure"),
+        str(OSError(*FULL)): ("OSError", "failure"),
+    }
+    wanted = [(*kind, f"rank {rank}: {text}") for text, kind in kinds.items() for rank in (1, 0)]
+    assert ranks.run(2, agree) == [wanted] * 2
+
+
+def objects(rank: int, world: int, device: torch.device) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:
+    """Exchange objects around the size that travels in one exchange; one rank's may be short and another's long."""
+    mesh, sizes = Mesh.from_env(device=device), (0, SMALL - 40, SMALL, 5 * SMALL)
+    every = [mesh.collect((rank, bytes(size if rank else 3)), tuple[int, bytes]) for size in sizes]
+    shared = [mesh.share((rank, bytes(size)), tuple[int, bytes]) for size in sizes]
+    return [(r, len(x)) for r, x in shared], [[(r, len(x)) for r, x in one] for one in every]
+
+
+def test_objects_of_any_size_are_exchanged(ranks: Pool) -> None:
+    sizes = (0, SMALL - 40, SMALL, 5 * SMALL)
+    wanted = [(0, size) for size in sizes], [[(0, 3), (1, size)] for size in sizes]
+    assert ranks.run(2, objects) == [wanted] * 2
+
+
+def from_rank_0(rank: int, world: int, device: torch.device, fails: bool) -> list[str]:
+    mesh, told = Mesh.from_env(device=device), []
+
+    def work() -> str:
+        told.append("ran")
+        if fails:
+            raise OSError("no file")
+        return f"rank {rank}"
+
+    try:
+        return [*told, mesh.of_rank_0(work, str), *told]
+    except ValueError as error:
+        return [str(error), *told]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_work_of_rank_0_counts_on_all_ranks(ranks: Pool, world: int) -> None:
+    where = "rank 0: " if world > 1 else ""
+    assert ranks.run(world, from_rank_0, False) == [["rank 0", "ran"], ["rank 0"]][:world]
+    assert ranks.run(world, from_rank_0, True) == [[f"{where}no file", "ran"], [f"{where}no file"]][:world]
+
+
+def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=r"got 2 processes on a machine with 1 GPU"):
+        pick_device(2)
+
+
+def test_a_mesh_takes_the_name_of_a_device() -> None:
+    assert {mesh.device for mesh in (Mesh.from_env(device="cpu"), Mesh.joined("cpu"))} == {torch.device("cpu")}

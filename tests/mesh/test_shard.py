@@ -1,0 +1,41 @@
+"""Tests that shards cover all items once, in order, in balanced sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar.mesh.shard import JointShard, Shard, check_tokens
+
+
+@given(st.integers(0, 500), st.integers(1, 17))
+def test_shard_covers_all_items_once_in_balanced_slices(total: int, parts: int) -> None:
+    shard = Shard(total, parts)
+    items = [item for part in range(parts) for item in range(total)[shard.slice(part)]]
+    assert items == list(range(total))
+    assert max(shard.sizes) - min(shard.sizes) <= 1
+    assert list(shard.sizes) == sorted(shard.sizes, reverse=True)
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 7))
+def test_joint_shard_adds_its_streams(text: int, image: int, parts: int) -> None:
+    joint = JointShard((Shard(text, parts), Shard(image, parts)))
+    assert joint.total == text + image == sum(joint.sizes)
+    assert joint.sizes == tuple(a + b for a, b in zip(Shard(text, parts).sizes, Shard(image, parts).sizes, strict=True))
+
+
+@pytest.mark.parametrize(("total", "parts"), [(-1, 2), (3, 0)])
+def test_shard_refuses_nonsense(total: int, parts: int) -> None:
+    with pytest.raises(ValueError, match="expected total >= 0"):
+        Shard(total, parts)
+
+
+def test_fewer_tokens_than_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got 3 tokens for 4 ranks"):
+        check_tokens(Shard(3, 4), 4)
+
+
+def test_joint_shard_refuses_streams_over_different_ranks() -> None:
+    with pytest.raises(ValueError, match="same number of parts"):
+        JointShard((Shard(4, 2), Shard(4, 3)))

@@ -1,0 +1,296 @@
+"""Tests that diffusers' transformers with their tokens split over ranks equal the same transformers in one process.
+
+The truth is the unchanged module with its own attention processors; only its roundings to fp32 are left out on both
+sides (`StayDouble`). What remains is the order of sums, 1e-15 of the largest value, so 1e-12 leaves no room for errors.
+Among the models are those on which diffusers' own context parallelism (0.42.1) is wrong or fails: masks with token
+counts that the ranks do not divide (qwen_masked: padding in the middle of its sequence), LTX with a mask or with a
+timestep for each token, and heads that the ranks do not divide (all of them).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from torch import Tensor
+
+from seqpar.families._cuts import CutTokens
+from seqpar.families._find import cuts_of
+from seqpar.planner.plan import Choice
+from seqpar.transformer.body import Body
+from seqpar.transformer.forward import Ranks
+from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, short_truth, truth
+from tests.support.foreign import StayDouble
+from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
+from tests.support.pool import Pool
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
+
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+CPU = torch.device("cpu")
+WORLDS = {"wan_like_lengths": 3}
+# each model on two ranks, which divide no number of tokens or heads, and on one, three or four; strategies take turns
+CASES = [
+    case
+    for index, name in enumerate(SPLIT)
+    for case in (
+        (2, [*LAYOUTS][index % len(LAYOUTS)], name),
+        (WORLDS.get(name, (4, 3, 1)[index % 3]), [*LAYOUTS][(index // 3 + 1) % len(LAYOUTS)], name),
+    )
+]
+Outputs = tuple[Tensor, ...]
+
+
+def body_of(
+    module: Any,
+    world: int,
+    device: torch.device,
+    strategy: str,
+    transport: str = "collective",
+    cuts: Any = None,
+    fused: bool = False,
+    exact: bool = False,
+) -> Body:
+    """Return a body on the mesh on which a strategy is tested."""
+    choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
+    plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
+    return Body(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused)
+
+
+def called(body: Body, arguments: Mapping[str, Any]) -> Outputs:
+    """Return the outputs of a call, kept from being overwritten by the next one."""
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(arguments)))
+
+
+def split(
+    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str = "collective"
+) -> Outputs:
+    """Return the outputs of a split transformer on this rank, of its second call."""
+    tiny = MODELS[name]
+    body = body_of(tiny.build().to(device), world, device, strategy, transport)
+    called(body, tiny.arguments(device))
+    return called(body, tiny.arguments(device))
+
+
+def error(got: Outputs, wanted: Outputs) -> float:
+    """Return the largest difference relative to the largest value."""
+    errors = [(mine - other).abs().max() / other.abs().max() for mine, other in zip(got, wanted, strict=True)]
+    return torch.stack(errors).max().item()
+
+
+@pytest.mark.parametrize(("world", "strategy", "name"), CASES)
+def test_a_split_transformer_equals_the_whole_one(ranks: Pool, world: int, strategy: str, name: str) -> None:
+    for got in ranks.run(world, split, name, strategy):
+        assert error(got, truth(name, ranks.device)) < TOLERANCE
+
+
+WAYS = [
+    (strategy, transport, *((2, "sd3_dual"), (3, "flux"), (4, "qwen_masked"))[index % 3])
+    for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
+]
+
+
+@pytest.mark.parametrize(("strategy", "transport", "world", "name"), WAYS)
+def test_a_split_transformer_is_right_by_every_strategy_and_transport(
+    ranks: Pool, strategy: str, transport: str, world: int, name: str
+) -> None:
+    for got in ranks.run(world, split, name, strategy, transport):
+        assert error(got, truth(name, ranks.device)) < TOLERANCE
+
+
+JOINT = ("flux", "flux2", "qwen", "qwen_masked", "qwen_edit", "sd3_dual", "cogvideox", "mochi")
+FEW = [
+    (3 + index % 2, strategy, transport, JOINT[index % len(JOINT)])
+    for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
+]
+
+
+def with_few(rank: int, world: int, device: torch.device, strategy: str, transport: str, name: str) -> Outputs:
+    """Return the outputs of a split transformer in its second call with a text of two tokens."""
+    tiny = MODELS[name]
+    arguments = few(tiny.arguments(device))
+    body = body_of(tiny.build().to(device), world, device, strategy, transport)
+    called(body, arguments)
+    return called(body, arguments)
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport", "name"), FEW)
+def test_ranks_without_tokens_of_the_text_are_right(
+    ranks: Pool, world: int, strategy: str, transport: str, name: str
+) -> None:
+    for got in ranks.run(world, with_few, strategy, transport, name):
+        assert error(got, short_truth(name, ranks.device)) < TOLERANCE
+
+
+def left(rank: int, world: int, device: torch.device) -> int:
+    """Return how many more `Ranks` exist after models were split, called and dropped without a release."""
+    before = existing(Ranks)
+    for name in ("flux", "qwen", "sd3_dual", "wan", "hunyuan", "lumina2"):  # of one code each
+        called(body_of(MODELS[name].build().to(device), world, device, "ulysses"), MODELS[name].arguments(device))
+    return existing(Ranks) - before
+
+
+def test_a_dropped_transformer_leaves_no_exchanges(ranks: Pool) -> None:
+    """Qwen-Image's rotary embedding outlives its transformer in a cache of diffusers; our hook on it must not."""
+    assert ranks.run(2, left) == [0, 0]
+
+
+# Negative controls ---------------------------------------------------------------------------------------------
+
+
+def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: str) -> Outputs:
+    """Return what a split transformer returns if its cuts or its mask are wrong."""
+    tiny = MODELS[name]
+    body, right = body_of(tiny.build().to(device), world, device, "ulysses"), Ranks.cut
+    arguments = tiny.arguments(device)
+
+    def wrong(self: Ranks, x: Tensor, cut: CutTokens) -> Tensor:
+        mine = right(self, x, cut)
+        rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
+        if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):
+            return x.narrow(cut.dim, 0, mine.shape[cut.dim])  # the tokens of rank 0
+        return mine
+
+    if mistake == "mask":
+        mask = next(key for key in arguments if key.endswith("mask"))
+        arguments[mask] = arguments[mask].roll(1, dims=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "cut", wrong)
+        return called(body, arguments)
+
+
+MISTAKES = (
+    *(("text", name) for name in ("flux", "sd3")),
+    *(("rotary", name) for name in ("flux", "hunyuan", "cogvideox")),
+    *(("mask", name) for name in ("qwen_masked", "hunyuan", "mochi", "lumina2")),
+)
+
+
+@pytest.mark.parametrize(("mistake", "name"), MISTAKES)
+def test_negative_control_wrong_cuts_and_masks_are_noticed(ranks: Pool, name: str, mistake: str) -> None:
+    for got in ranks.run(2, mistaken, name, mistake):
+        assert error(got, truth(name, ranks.device)) > VISIBLE
+
+
+# The module stays the caller's ---------------------------------------------------------------------------------
+
+
+def changed(rank: int, world: int, device: torch.device, name: str) -> list[float]:
+    """Return the errors of a module that is called whole between split calls, changed, released and split again."""
+    tiny = MODELS[name]
+    module, arguments = tiny.build().to(device), tiny.arguments(device)
+    whole, own = tiny.whole(module, arguments), [one.processor for one in module.modules() if hasattr(one, "processor")]
+    body = body_of(module, world, device, "ulysses")
+    found = [error(called(body, arguments), whole), error(tiny.whole(module, arguments), whole)]
+    if hasattr(module, "fuse_qkv_projections"):
+        module.fuse_qkv_projections()  # on some models this sets other processors
+        found.append(error(called(body, arguments), whole))
+        module.unfuse_qkv_projections()
+    found.append(error(called(body, arguments), whole))
+    body.release()
+    again = [one.processor for one in module.modules() if hasattr(one, "processor")]
+    assert all(mine is other for mine, other in zip(own, again, strict=True))
+    found.append(error(tiny.whole(module, arguments), whole))
+    return [*found, error(called(body, arguments), whole)]
+
+
+@pytest.mark.parametrize("name", ["flux", "cogvideox", "qwen_masked"])
+def test_the_module_runs_whole_outside_of_calls_and_after_release(ranks: Pool, name: str) -> None:
+    for errors in ranks.run(2, changed, name):
+        assert max(errors) < TOLERANCE
+    single = changed(0, 1, CPU, name)
+    assert max(single) < TOLERANCE
+
+
+def lengths(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return the errors of calls with more lengths of texts than exchanges are kept for, and of the first one again."""
+    tiny = MODELS["qwen"]
+    body, found, releases = body_of(tiny.build().to(device), world, device, "ulysses"), [], []
+    for length in [*range(2, 21), 2]:
+        arguments = {**tiny.arguments(device), "encoder_hidden_states": random((1, length, 24), length, device)}
+        got = called(body, arguments)
+        found += [error(got, tiny.whole(None, arguments, device))] if length in (2, 20) else []
+        releases.append(body.state())
+    assert releases[0] != releases[-1]
+    return found
+
+
+def test_texts_of_ever_new_lengths_do_not_fill_the_memory(ranks: Pool) -> None:
+    for errors in ranks.run(2, lengths):
+        assert max(errors) < TOLERANCE
+
+
+def with_pictures(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return the errors of FLUX with an IP-adapter, set before and after the transformer is split."""
+    tiny, found = MODELS["flux"], []
+    arguments = tiny.arguments(device)
+    arguments["joint_attention_kwargs"] = {"ip_hidden_states": [random((2, 4, 16), 20, device)]}
+    for after in (False, True):
+        module = tiny.build().to(device)
+        body = body_of(module, world, device, "ulysses") if after else None
+        for block in module.transformer_blocks:
+            torch.manual_seed(3)
+            made = FluxIPAdapterAttnProcessor(module.inner_dim, 16).double().to(device).requires_grad_(False)
+            block.attn.set_processor(made)
+        body = body or body_of(module, world, device, "ulysses")
+        got = called(body, arguments)
+        body.release()
+        found.append(error(got, tiny.whole(module, arguments)))
+    assert error(got, tiny.whole(device=device)) > VISIBLE
+    return found
+
+
+def test_an_ip_adapter_reads_its_pictures_whole_on_every_rank(ranks: Pool) -> None:
+    for errors in ranks.run(3, with_pictures):
+        assert max(errors) < TOLERANCE
+
+
+# Costs ---------------------------------------------------------------------------------------------------------
+
+
+def collectives(rank: int, world: int, device: torch.device, name: str) -> dict[str, int]:
+    """Return the collectives of a call after the first one."""
+    tiny = MODELS[name]
+    body = body_of(tiny.build().to(device), world, device, "ulysses")
+    called(body, tiny.arguments(device))
+    return counted_calls(lambda: body(tiny.arguments(device)))
+
+
+@pytest.mark.parametrize(
+    ("name", "attentions"), [("flux", 4), ("qwen_masked", 2), ("wan", 2), ("ltx", 2), ("pixart", 2)]
+)
+def test_an_attention_takes_two_collectives_and_cross_attention_none(ranks: Pool, name: str, attentions: int) -> None:
+    for counts in ranks.run(3, collectives, name):
+        assert sum(counts.values()) == 2 * attentions + 1, counts  # and one gather of the output
+
+
+def compiled(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return the errors of a split transformer whose blocks are compiled, more of them than may be recompiled.
+
+    The last rank has no tokens of the text.
+    """
+    tiny = replace(MODELS["qwen"], config={**MODELS["qwen"].config, "num_layers": 4})
+    module, arguments = tiny.build().to(device), few(tiny.arguments(device))
+    with torch.no_grad():
+        whole = flat(module(**arguments, return_dict=False))
+    torch._dynamo.reset()
+    body = body_of(module, world, device, "ulysses")
+    with torch._dynamo.config.patch(recompile_limit=3):
+        module.compile_repeated_blocks(fullgraph=True, backend="eager")
+        found = [error(flat(body(arguments)), whole) for _ in range(2)]
+    torch._dynamo.reset()
+    return found
+
+
+def test_compiled_blocks_are_split(ranks: Pool) -> None:
+    """Those that are compiled before the transformer is split are among the tests of processors."""
+    for errors in ranks.run(3, compiled):
+        assert max(errors) < TOLERANCE

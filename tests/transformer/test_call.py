@@ -1,0 +1,314 @@
+"""Tests of a transformer's call: whose arguments count, who computes which branch and rows, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import accelerate.hooks
+import pytest
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import Tensor
+
+import seqpar
+from seqpar.graphs.deferred import Promise
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.call import Call
+from seqpar.transformer.parallelize import INSTALLED
+from tests.support import pipelines
+from tests.support.calls import Recorder, Toy
+from tests.support.diffusers_tiny import MODELS, moved
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import random
+from tests.support.pool import Pool
+
+
+def arguments(rows: int, seed: int) -> dict[str, Any]:
+    """Return arguments of every kind; as many ids as rows, which must not be taken for rows."""
+    return {
+        "hidden_states": random((rows, 3, 4), seed),
+        "timestep": random((rows,), seed + 1),
+        "encoder_hidden_states": random((rows, 2, 4), seed + 2),
+        "txt_ids": random((rows, 3), seed + 3),
+        "img_shapes": [(1, row) for row in range(rows)],
+        "attention_kwargs": {"a": [random((1,), seed + 4)][0], "b": {"scale": 0.5}},
+    }
+
+
+def truth(given: dict[str, Any], device: torch.device | str = "cpu") -> Tensor:
+    """Return what the unchanged module computes on a device, in host memory."""
+    return Toy()(**moved(given, device), return_dict=False)[0].cpu()
+
+
+def toy(mesh: Mesh) -> tuple[Call, Recorder]:
+    module = Toy()
+    body = Recorder(module)
+    stands_in: Any = body
+    return Call(module, mesh, stands_in, None), body
+
+
+def by_rows(
+    rank: int, world: int, device: torch.device, rows: int, axes: dict[str, int]
+) -> tuple[list[Any], list[int]]:
+    """Return the results of two calls, in which other ranks pass other values, and the rows that this rank computed."""
+    call, body = toy(make_mesh(device, **axes))
+    results = [call(**arguments(rows, 10 * step + 100 * rank), return_dict=False)[0] for step in range(2)]
+    return [x + 0 for x in results], body.calls
+
+
+ROWS = [
+    (2, 4, {"cfg": 2}, [[2, 2], [2, 2]]),
+    (2, 3, {"cfg": 2}, [[2, 2], [1, 1]]),
+    (2, 1, {"cfg": 2}, [[1, 1], [1, 1]]),
+    (4, 5, {"data": 2, "cfg": 2}, [[2, 2], [1, 1], [1, 1], [1, 1]]),
+    (4, 3, {"data": 2, "cfg": 2}, [[2, 2], [2, 2], [1, 1], [1, 1]]),
+    (3, 2, {"cfg": 1}, [[2, 2]] * 3),
+]
+
+
+@pytest.mark.parametrize(("world", "rows", "axes", "computed"), ROWS, ids=str)
+def test_rows_are_split_and_rank_0s_arguments_count(
+    ranks: Pool, world: int, rows: int, axes: dict[str, int], computed: list[list[int]]
+) -> None:
+    answers = ranks.run(world, by_rows, rows, axes)
+    assert [mine for _, mine in answers] == computed
+    for results, _ in answers:
+        wanted = (truth(arguments(rows, 10 * step), ranks.device) for step in range(2))
+        assert all(torch.equal(x, other) for x, other in zip(results, wanted, strict=True))
+
+
+def guided(rank: int, world: int, device: torch.device, how: str) -> tuple[list[Tensor], list[int]]:
+    """Return the results of three steps of two calls each, and the number of calls that this rank had computed then.
+
+    how: "guided" as pipelines do it; "read" reads the first result before the second call; "off" makes no second call;
+    "sliced" takes a part of the first result before the second call; "unread" never reads the result of a first call.
+    """
+    call, body = toy(make_mesh(device, cfg=2))
+    results, counts = [], []
+    for step in range(3):
+        call.label = "cond"
+        cond = call(**arguments(2, 100 * step), return_dict=False)[0]
+        cond = cond[:, :2] if how == "sliced" else cond
+        if how == "read":
+            results.append(cond * 1)
+        if how not in ("off", "unread"):
+            call.label = "uncond"
+            uncond = call(**arguments(2, 100 * step + 50), return_dict=False)[0]
+            results.append(uncond * 1)
+        if how != "unread" or step == 2:
+            results.append(cond * 1)
+        counts.append(len(body.calls))
+    return results, counts
+
+
+@pytest.mark.parametrize(
+    ("how", "counts"),
+    [
+        ("guided", [2, 3, 4]),  # the first calls of a kind are computed at once; then each half computes one branch
+        ("sliced", [2, 3, 4]),
+        ("read", [2, 4, 6]),
+        ("off", [1, 2, 3]),
+        ("unread", [1, 2, 3]),  # calls of one branch are not promised: nothing tells that a second one will come
+    ],
+)
+def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Pool, how: str, counts: list[int]) -> None:
+    for results, counted in ranks.run(2, guided, how):
+        assert counted == counts
+        expected = []
+        for step in range(3):
+            cond, uncond = (truth(arguments(2, 100 * step + more), ranks.device) for more in (0, 50))
+            expected += {
+                "guided": [uncond, cond],
+                "sliced": [uncond, cond[:, :2]],
+                "read": [cond, uncond, cond],
+                "off": [cond],
+                "unread": [cond] if step == 2 else [],
+            }[how]
+        assert len(results) == len(expected)
+        assert all(torch.equal(got, wanted) for got, wanted in zip(results, expected, strict=True))
+
+
+def promised(rank: int, world: int, device: torch.device) -> list[Any]:
+    """Return what a promise is before and after it is read, and what reading it after a release raises."""
+    call, body = toy(make_mesh(device, cfg=2))
+    paired(call)
+    kept = call(**arguments(1, 1)).sample
+    known = (type(kept) is Promise, kept.shape, kept.dtype, kept.device.type, len(body.calls))
+    copied = copy.deepcopy(kept)
+    plain = (type(copied), type(kept + 1), type(torch.cat([kept])), len(body.calls))
+    paired(call)
+    lost = call(**arguments(1, 2)).sample
+    call.release()
+    with pytest.raises(RuntimeError) as raised:
+        lost.sum()
+    return [known, plain, copied, str(raised.value)]
+
+
+def paired(call: Call) -> None:
+    """Make the two calls of a step, as pipelines do, after which the next step's first call is promised."""
+    for call.label in ("cond", "uncond"):
+        call(**arguments(1, 0)).sample.sum()
+    call.label = "cond"
+
+
+def test_a_promise_is_a_tensor_that_is_computed_when_it_is_read(ranks: Pool) -> None:
+    for known, plain, copied, told in ranks.run(2, promised):
+        assert known == (True, (1, 3, 4), torch.float64, ranks.device, 2)
+        assert plain == (Tensor, Tensor, Tensor, 3)
+        assert torch.equal(copied, truth(arguments(1, 1), ranks.device))
+        assert told == "got a result that was not read before release(), expected it to be read earlier"
+
+
+def changing(rank: int, world: int, device: torch.device, how: str) -> tuple[str, Tensor]:
+    """Return the error where a module changes under a promise, and the result of the step that follows.
+
+    how: "second" changes it on one rank before the second call, "read" before the result is read alone.
+    """
+    call, body = toy(make_mesh(device, cfg=2))
+    paired(call)
+    first = call(**arguments(1, 1)).sample
+    if rank == 1:
+        body.state_ = "changed"
+    with pytest.raises(ValueError, match="got Toy with other weights") as raised:
+        first.sum() if how == "read" else call(**arguments(1, 2))
+    with pytest.raises(RuntimeError, match="call parallelize with cfg=False"):
+        first.sum()
+    return str(raised.value), call(**arguments(1, 3)).sample + 0
+
+
+@pytest.mark.parametrize("how", ["second", "read"])
+def test_a_change_under_a_promise_is_one_error_on_all_ranks(ranks: Pool, how: str) -> None:
+    answers = ranks.run(2, changing, how)
+    assert len({message for message, _ in answers}) == 1
+    assert all(torch.equal(x, truth(arguments(1, 3), ranks.device)) for _, x in answers)
+
+
+def differing(rank: int, world: int, device: torch.device, what: str) -> str:
+    """Return the error of a call whose arguments differ between ranks in one point."""
+    call, _ = toy(make_mesh(device, cfg=1))
+    given = arguments(2, 0)
+    if rank == 1:
+        given |= {
+            "shape": {"hidden_states": random((2, 5, 4), 0)},
+            "value": {"attention_kwargs": {**given["attention_kwargs"], "b": {"scale": 0.7}}},
+            "missing": {"txt_ids": None},
+            "nesting": {"img_shapes": [[1, 0], [1, 1]]},
+            "gradients": {"timestep": given["timestep"].requires_grad_()},
+        }[what]
+    with pytest.raises(ValueError, match="got ") as raised:
+        call(**given)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("shape", ["hidden_states", "(2, 5, 4)", "(2, 3, 4)"]),
+        ("value", ["attention_kwargs['b']['scale']", "0.7", "0.5"]),
+        ("missing", ["arguments", "txt_ids"]),
+        ("nesting", ["nesting"]),
+        ("gradients", ["requires_grad", "timestep"]),
+    ],
+)
+def test_arguments_of_another_form_end_in_one_error(ranks: Pool, what: str, names: list[str]) -> None:
+    messages = ranks.run(3, differing, what)
+    assert len(set(messages)) == 1
+    assert all(name in messages[0] for name in names)
+
+
+def test_a_call_has_the_forms_of_the_transformers_own() -> None:
+    call, body = toy(Mesh.single())
+    given = arguments(2, 0)
+    full = call(given["hidden_states"], given["timestep"])
+    assert isinstance(full, Transformer2DModelOutput)
+    assert type(full.sample) is Tensor
+    assert isinstance(call(given["hidden_states"], timestep=given["timestep"], return_dict=False), tuple)
+    assert inspect.signature(call) == inspect.signature(body.module.forward)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        call(given["hidden_states"], given["timestep"], txt_id=None)
+    with torch.inference_mode():
+        inside = call(**given).sample
+    assert not inside.is_inference()
+    assert torch.equal(inside, truth(given))
+    with pytest.raises(ValueError, match="got timestep that requires gradients, expected none"):
+        call(**{**given, "timestep": given["timestep"].clone().requires_grad_()})
+
+
+# The module stays in place -------------------------------------------------------------------------------------
+
+
+def small() -> Any:
+    return seqpar.parallelize(pipelines.flux().transformer, Mesh.single(), native=False)
+
+
+def test_the_module_stays_diffusers_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    module = small()
+    assert (
+        capfd.readouterr().out
+        == "seqpar: FluxTransformer2DModel runs on one rank (by its own modules; attention sdpa)\n"
+    )
+    assert type(module).__name__ == "FluxTransformer2DModel"
+    assert module.config.num_layers == module.config["num_layers"] == 2
+    assert (module.dtype, module.device.type) == (torch.float64, "cpu")
+    module.save_pretrained(tmp_path)
+    other = type(module).from_pretrained(tmp_path, torch_dtype=torch.float64)
+    assert all(torch.equal(x, other.state_dict()[name]) for name, x in module.state_dict().items())
+    with module.cache_context("cond"):
+        assert module.forward.label == "cond"
+    assert module.forward.label is None
+
+
+def test_release_restores_the_module() -> None:
+    tiny = MODELS["flux"]
+    module = tiny.build()
+    before = set(vars(module))
+    with pytest.raises(ValueError, match="is not parallelized"):
+        seqpar.release(module)
+    for _ in range(2):
+        seqpar.parallelize(module, Mesh.single())
+        with pytest.raises(ValueError, match="is parallelized already, expected a plain one"):
+            seqpar.parallelize(module, Mesh.single())
+        assert len(module(**tiny.arguments()).sample) == 2
+        seqpar.release(module)
+        assert not set(INSTALLED) & set(vars(module))
+    copied = copy.deepcopy(module)
+    assert all(torch.equal(x, y) for x, y in zip(tiny.whole(copied), tiny.whole(), strict=True))
+    assert before <= set(vars(module))
+
+
+def test_a_pipelines_decoder_is_restored() -> None:
+    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
+    assert "decode" in vars(pipe.vae)
+    assert seqpar.release(pipe) is None
+    assert "decode" not in vars(pipe.vae)
+    assert "forward" not in vars(pipe.transformer)
+
+
+def test_what_would_break_is_refused_in_a_sentence() -> None:
+    module = small()
+    for work in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match="to copy or pickle, expected a plain one"):
+            work(module)
+    given = MODELS["flux"].arguments()
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook())
+    with pytest.raises(ValueError, match="whose weights are offloaded between calls, expected them on the GPU"):
+        module(**given)
+    with pytest.raises(ValueError, match="has hooks on its forward"):
+        seqpar.release(module)
+    accelerate.hooks.remove_hook_from_module(module)
+    seqpar.release(module)
+
+
+def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> None:
+    module = pipelines.flux().transformer
+    with pytest.raises(ValueError, match="got AutoencoderKL, which has no known cuts of its tokens"):
+        seqpar.parallelize(pipelines.decoder(0), Mesh.single())
+    with pytest.raises(ValueError, match="got dict without transformer or transformer_2, expected a diffusers"):
+        seqpar.parallelize({}, Mesh.single())
+    with pytest.raises(ValueError, match="got strategy 'other', expected one of"):
+        seqpar.parallelize(module, Mesh.single(), strategy="other")
+    assert "forward" not in vars(module)

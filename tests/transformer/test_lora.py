@@ -1,0 +1,307 @@
+# pyright cannot infer the types of diffusers' and peft's modules
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+"""Tests LoRA and its kin, merged for fused blocks and by diffusers' own, against diffusers with peft's layers."""
+
+from __future__ import annotations
+
+import copy
+import timeit
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from seqpar.transformer.body import Body
+from seqpar.transformer.changes import Changes
+from tests.support.meshes import mesh_for, random
+from tests.support.pool import Pool
+from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
+ATTENTION = ["to_q", "to_v", "to_out.0", "add_k_proj"]
+EVERYTHING = [*ATTENTION, "proj_out", "proj_mlp", "linear", "net.0.proj", "x_embedder", "linear_1"]
+
+
+def add(module: Any, name: str, config: Any = None, seed: int = 0) -> None:
+    """Add an adapter with random weights, the same on every rank."""
+    module.add_adapter(config or LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION), name)
+    for index, (key, weight) in enumerate(module.named_parameters()):
+        if f".{name}." in f"{key}.":
+            weight.requires_grad_(False)
+            weight.copy_(1 + 0.3 * random(tuple(weight.shape), 1000 * seed + index)) if "ia3" in key else weight.copy_(
+                0.3 * random(tuple(weight.shape), 1000 * seed + index)
+            )
+    module.double()
+
+
+def made(kind: str, module: nn.Module, world: int, device: torch.device) -> Body:
+    """Return a body whose blocks are fused, or diffusers' own."""
+    return body_of(module, "ulysses", mesh_for("ulysses", world, device), kind == "fused")
+
+
+def step(name: str, module: Any) -> None:
+    """Do what a user does between two pictures."""
+    steps: dict[str, Callable[[], object]] = {
+        "load": lambda: (add(module, "a", seed=1), add(module, "b", seed=2)),
+        "one": lambda: module.set_adapters(["a"], [1.0]),
+        "both": lambda: module.set_adapters(["a", "b"], [0.8, 0.5]),
+        "scale": lambda: module.set_adapters(["a", "b"], [0.3, 0.5]),
+        "disable": lambda: module.disable_lora(),
+        "enable": lambda: module.enable_lora(),
+        "fuse": lambda: module.fuse_lora(lora_scale=0.7),
+        "fuse safely": lambda: module.fuse_lora(safe_fusing=True),
+        "unfuse": lambda: module.unfuse_lora(),
+        "delete": lambda: module.delete_adapters("b"),
+        "unload": lambda: module.unload_lora(),
+    }
+    steps[name]()
+
+
+STORY = ("load", "one", "both", "scale", "disable", "enable", "delete", "unload")
+
+
+def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[float], bool, float]:
+    """Return the error after each step, whether unloading restored the bits, and how much adapters change."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    whole = copy.deepcopy(module)
+    body = made(kind, module, world, device)
+    before, found, states = ours(body, given), [], [body.state()]
+    largest = 0.0
+    for name in STORY:
+        step(name, module)
+        step(name, whole)
+        assert body.state() != states[-1], name
+        got, truth = ours(body, given), theirs(whole, given)
+        assert body.state() == body.state()
+        found.append(error(got, truth))
+        largest = max(largest, error(got, before))
+        states.append(body.state())
+    return found, torch.equal(ours(body, given), before), largest
+
+
+@pytest.mark.parametrize(("world", "kind"), [(2, "fused"), (3, "generic")])
+def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, world: int, kind: str) -> None:
+    for errors, restored, largest in ranks.run(world, told, kind):
+        assert max(errors) < TOLERANCE
+        assert restored
+        assert largest > 1e-2
+
+
+def fusing(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
+    """Return the errors of fused, unfused and unloaded adapters; peft replaces the data (safely), or fuses in place."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    whole = copy.deepcopy(module)
+    body = made(kind, module, world, device)
+    ours(body, given)
+    found = []
+    for name in ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload"):
+        step(name, module)
+        step(name, whole)
+        found.append(error(ours(body, given), theirs(whole, given)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fused", "generic"])
+def test_fusing_and_unfusing(ranks: Pool, kind: str) -> None:
+    for errors in ranks.run(2, fusing, kind):
+        assert max(errors) < TOLERANCE
+
+
+def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
+    """Return the errors of calls with scales in `joint_attention_kwargs`, then without; last, of a wrong one."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    whole = copy.deepcopy(module)
+    body = made(kind, module, world, device)
+    for one in (module, whole):
+        add(one, "a", LoraConfig(r=3, target_modules=EVERYTHING), 1)
+    found = []
+    for scale in (0.25, 2.0, None, 0.25):
+        scaled_by = {**given, "joint_attention_kwargs": {"scale": scale}}
+        plain = given if scale is None else scaled_by  # diffusers' own layers take no None
+        found.append(error(ours(body, plain), theirs(whole, plain)))
+        assert body.state() == body.state()
+    return [*found, error(ours(body, given), theirs(whole, scaled_by))]
+
+
+@pytest.mark.parametrize("kind", ["fused", "generic"])
+def test_a_scale_in_the_call(ranks: Pool, kind: str) -> None:
+    """The last number is a negative control: a scale that is not applied is noticed."""
+    for *errors, control in ranks.run(2, scaled, kind):
+        assert max(errors) < TOLERANCE
+        assert control > 1e-3
+
+
+KINDS = {
+    "lora with bias": LoraConfig(r=2, target_modules=ATTENTION, lora_bias=True),
+    "rslora": LoraConfig(r=2, target_modules=EVERYTHING, use_rslora=True),
+    "dora": LoraConfig(r=2, target_modules=[*ATTENTION, "norm1.linear"], use_dora=True),
+    "loha": LoHaConfig(r=2, target_modules=EVERYTHING),
+    "lokr": LoKrConfig(r=2, target_modules=EVERYTHING),
+    "ia3": IA3Config(target_modules=ATTENTION, feedforward_modules=["to_out.0"]),
+    "oft": OFTConfig(r=0, oft_block_size=5, target_modules=["to_out.0"]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_adapters_are_merged(name: str) -> None:
+    module, given = tiny(), arguments("dev")
+    body = made("fused", module, 1, torch.device("cpu"))
+    before = ours(body, given)
+    kept = {key: x.clone() for key, x in module.state_dict().items()}
+    add(module, "a", KINDS[name], 1)
+    truth = theirs(module, given)
+    assert error(ours(body, given), truth) < (1e-12 if name != "dora" else 1e-9)
+    assert error(before, truth) > 1e-3
+    module.unload_lora()
+    assert all(torch.equal(x, kept[key]) for key, x in module.state_dict().items())
+    assert torch.equal(ours(body, given), before)
+
+
+def test_a_layer_that_an_adapter_saves_whole_is_computed() -> None:
+    module, given = tiny(), arguments("dev")
+    module.add_adapter(LoraConfig(r=2, target_modules=ATTENTION, modules_to_save=["proj_out"]), "a")
+    body = made("fused", module, 1, torch.device("cpu"))
+    assert error(ours(body, given), theirs(module, given)) < TOLERANCE
+
+
+def test_a_body_that_does_not_follow_is_noticed() -> None:
+    """Negative control: with a frozen watch the error of a changed scale is far above the tolerance."""
+    module, given = tiny(), arguments("dev")
+    body = made("fused", module, 1, torch.device("cpu"))
+    step("load", module)
+    step("both", module)
+    ours(body, given)
+    seen = body._watch.count()
+    body._watch.count = lambda: seen
+    step("scale", module)
+    assert error(ours(body, given), theirs(module, given)) > 1e-3
+
+
+def test_changed_scales_keep_the_addresses() -> None:
+    """Merged weights are written where captured calls read them."""
+    module, given = tiny(), arguments("dev")
+    body = made("fused", module, 1, torch.device("cpu"))
+    step("load", module)
+    step("both", module)
+    ours(body, given)
+    installed: Any = body._installed
+    fused = installed.fused
+    weights = {name: x.weight.data_ptr() for name, x in fused._copies.items()}
+    step("scale", module)
+    assert error(ours(body, given), theirs(module, given)) < TOLERANCE
+    assert all(x.weight.data_ptr() == weights[name] for name, x in fused._copies.items())
+
+
+# Files and pipelines -------------------------------------------------------------------------------------------
+
+
+def pipeline(module: nn.Module) -> FluxPipeline:
+    """Return a pipeline of nothing but this transformer, which is enough to load LoRAs."""
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    return FluxPipeline(scheduler, None, None, None, None, None, module)
+
+
+def saved(folder: Path, seed: int) -> str:
+    """Write a LoRA as users download it, and return its folder."""
+    module = tiny()
+    add(module, "default", LoraConfig(r=2, target_modules=EVERYTHING), seed)
+    FluxPipeline.save_lora_weights(folder / str(seed), get_peft_model_state_dict(module))
+    return str(folder / str(seed))
+
+
+@pytest.mark.parametrize("kind", ["fused", "generic"])
+def test_a_pipelines_loras(tmp_path: Path, kind: str) -> None:
+    """Load two from files, weigh them, fuse, unfuse, exchange one, and unload, all by the pipeline's own methods."""
+    module, given = tiny(), arguments("dev")
+    paths = [saved(tmp_path, seed) for seed in (1, 2)]
+    body = made(kind, module, 1, torch.device("cpu"))
+    before = ours(body, given)
+    pipe = pipeline(module)
+    results = [before]
+
+    def check() -> None:
+        results.append(ours(body, given))
+        assert error(results[-1], theirs(module, given)) < TOLERANCE
+
+    for path, name in zip(paths, "ab", strict=True):
+        pipe.load_lora_weights(path, adapter_name=name)
+        check()
+    pipe.set_adapters(["a", "b"], [0.7, 0.2])
+    check()
+    pipe.fuse_lora(adapter_names=["a"])
+    check()
+    pipe.unfuse_lora()
+    check()
+    pipe.delete_adapters("b")
+    check()
+    pipe.load_lora_weights(paths[1], adapter_name="a", hotswap=True)
+    check()
+    pipe.disable_lora()
+    check()
+    pipe.enable_lora()
+    check()
+    assert all(error(x, y) > 1e-4 for x, y in pairwise(results[:5]))
+    pipe.unload_lora_weights()
+    assert error(ours(body, given), before) < 1e-12  # unfusing rounds
+    check()
+
+
+def test_a_body_made_with_loaded_adapters() -> None:
+    module, given = tiny(), arguments("dev")
+    plain = theirs(module, given)
+    step("load", module)
+    step("both", module)
+    body = made("fused", module, 1, torch.device("cpu"))
+    assert error(ours(body, given), theirs(module, given)) < TOLERANCE
+    module.unload_lora()
+    assert error(ours(body, given), plain) < TOLERANCE
+
+
+def test_bf16_is_rounded_once() -> None:
+    """Merged weights are those of fp32 sums; peft's own products round three times."""
+    module = tiny(torch.bfloat16)
+    module.add_adapter(LoraConfig(r=3, target_modules=ATTENTION), "a")
+    for index, (key, weight) in enumerate(module.named_parameters()):
+        if "lora_" in key:
+            weight.requires_grad_(False).copy_(0.1 * random(tuple(weight.shape), index))
+    given, wide = arguments("dev", torch.bfloat16), arguments("dev")
+    wide |= {name: x.double() for name, x in given.items() if isinstance(x, Tensor)}
+    wide |= {name: (given[name].bfloat16() * 1000).double() / 1000 for name in ("timestep", "guidance")}
+    truth = theirs(copy.deepcopy(module).double(), wide)
+    with torch.no_grad():
+        plain = (module(**given).sample.double() - truth).norm().item()
+    mine = (made("fused", module, 1, torch.device("cpu"))(given)[0].double() - truth).norm().item()
+    assert mine <= 1.25 * plain
+
+
+# What calls compare -------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_quick_and_counts_only_changes() -> None:
+    """FLUX.1's number of blocks, without and with an adapter on each layer; the limits are far above what it takes."""
+    module = tiny(num_layers=19, num_single_layers=38)
+    plain = Changes(module)
+    assert quickest(plain) < 500e-6
+    step("load", module)
+    changes = Changes(module)
+    first = changes.count()
+    assert quickest(changes) < 10e-3
+    assert changes.count() == first
+    text = changes.texts()
+    module.transformer_blocks[18].attn.to_q.scale_layer(0.5)
+    assert changes.count() == first + 1
+    assert changes.texts() != text
+    module.transformer_blocks[18].attn.to_q.lora_B["a"].weight.mul_(2)
+    assert changes.count() == first + 2 == changes.count()
+
+
+def quickest(changes: Changes) -> float:
+    """Return the seconds of the quickest of some comparisons."""
+    return min(timeit.repeat(changes.count, number=1, repeat=20))

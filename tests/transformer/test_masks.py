@@ -1,0 +1,410 @@
+"""Tests masks that a pipeline passes to attention: by keys they are split, others are right on one rank and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar.families._find import CUTS, cuts_of
+from seqpar.graphs.deferred import Promise
+from seqpar.graphs.signature import form_of
+from seqpar.local import reference, sdpa
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.call import Call
+from seqpar.transformer.masks import FullMasks
+from seqpar.types.masks import key_bias
+from tests.support.calls import Captures
+from tests.support.diffusers_tiny import MODELS, flat, padded
+from tests.support.foreign import InDouble, StayDouble, in_double
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for, random
+from tests.support.pool import Pool
+from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+
+KEYS = 22  # the text and image tokens of the tiny FLUX, in a batch of two
+LEFT_OUT = torch.arange(KEYS)[None] % torch.tensor([[5], [7]]) == 1
+
+
+def left_out(number: float) -> Tensor:
+    """Return a mask that adds a number to the scores of keys that are left out, in row 1 all those of rank 1 of 2."""
+    keys = torch.arange(KEYS)
+    of_rank_1 = ((keys >= 4) & (keys < 7) | (keys >= 15)) & (torch.arange(2)[:, None] == 1)
+    return torch.zeros(2, 1, 1, KEYS).double().masked_fill((LEFT_OUT | of_rank_1)[:, None, None], number)
+
+
+def queries() -> Tensor:
+    """Return a mask that lets each token read those before it, as regions of a prompt do in both directions."""
+    return torch.ones(1, 1, KEYS, KEYS).tril().log().double()
+
+
+# mask -> (its tensor, whether several ranks can split it)
+MASKS: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "bool": (lambda: ~LEFT_OUT[:, None, None], True),
+    "expanded": (lambda: (~LEFT_OUT)[:, None, None].expand(2, 5, KEYS, KEYS), True),
+    "numbers": (lambda: random((2, 1, 1, KEYS), 3) * 3, True),
+    "one row": (lambda: random((1, KEYS), 3) * 3, True),
+    "infinite": (lambda: left_out(-torch.inf), True),
+    "lowest": (lambda: left_out(torch.finfo(torch.float64).min), True),
+    "queries": (queries, False),
+    "queries without a batch": (lambda: queries()[0, 0], False),
+}
+
+
+def masked(rank: int, world: int, device: torch.device, names: Sequence[str], strategy: str) -> list[Outputs | str]:
+    """Return what a split FLUX returns with each of some masks, or its message."""
+    body, answers = body_of(MODELS["flux"].build().to(device), world, device, strategy), list[Outputs | str]()
+    for name in names:
+        try:
+            answers.append(called(body, with_mask(name, device)))
+        except ValueError as refused:
+            answers.append(str(refused))
+    return answers
+
+
+def with_mask(name: str, device: torch.device | str) -> dict[str, Any]:
+    """Return a call's arguments with a mask."""
+    mask = MASKS[name][0]().to(device)
+    if name == "expanded":  # a copy to another device is whole
+        mask = mask[:, :1, :1].expand(MASKS[name][0]().shape)
+    return {**MODELS["flux"].arguments(device), "joint_attention_kwargs": {"attention_mask": mask}}
+
+
+@cache
+def truth(name: str, device: str) -> Outputs:
+    """Return what the whole transformer returns with a mask, in host memory; it matters."""
+    whole = MODELS["flux"].whole(arguments=with_mask(name, device), device=device)
+    assert error(whole, MODELS["flux"].whole(device=device)) > VISIBLE
+    return tuple(x.cpu() for x in whole)
+
+
+WAYS = [
+    (1, "ulysses", ("queries", "queries without a batch", "infinite")),
+    *((world, strategy, tuple(MASKS)) for world, strategy in ((2, "ring"), (3, "ulysses"))),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "names"), WAYS, ids=str)
+def test_masks_are_right_or_refused_on_every_rank(
+    ranks: Pool, world: int, strategy: str, names: tuple[str, ...]
+) -> None:
+    for answers in ranks.run(world, masked, names, strategy):
+        for name, got in zip(names, answers, strict=True):
+            if isinstance(got, str):
+                assert (world > 1, MASKS[name][1]) == (True, False), got
+                assert "a mask that differs between queries or heads cannot be split" in got
+            else:
+                assert error(got, truth(name, ranks.device)) < TOLERANCE, name
+
+
+def flagged(rank: int, world: int, device: torch.device, name: str) -> float:
+    """Return the error of a model whose padding is flagged by numbers in place of bool."""
+    tiny = MODELS[name]
+    arguments = tiny.arguments(device)
+    key = next(key for key in arguments if key.endswith("mask"))
+    arguments[key] = arguments[key].double()
+    return error(
+        called(body_of(tiny.build().to(device), world, device, "ulysses"), arguments), tiny.whole(device=device)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(("world", "name"), [(1, "mochi"), (2, "qwen_masked"), (2, "mochi")])
+def test_padding_that_is_flagged_by_numbers_is_left_out(ranks: Pool, name: str, world: int) -> None:
+    assert max(ranks.run(world, flagged, name)) < TOLERANCE
+
+
+def test_the_reference_adds_a_bias_as_kernels_do() -> None:
+    q, k, v = (random((2, 5, 3, 4), seed) for seed in range(3))
+    for bias in (random((2, 5), 4), key_bias(LEFT_OUT[:, :5], torch.float64)):
+        got, wanted = (local.attend(q, k, v, bias) for local in (reference, sdpa))
+        assert max((x - y).abs().max().item() for x, y in zip(got, wanted, strict=True)) < TOLERANCE
+
+
+# Masks that leave no key out ---------------------------------------------------------------------------------------
+
+NAMES = {
+    "qwen_masked": "encoder_hidden_states_mask",
+    "mochi": "encoder_attention_mask",
+    "ltx": "encoder_attention_mask",
+}
+
+
+def padding(name: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return a mask that leaves no key of a tiny model's text out, and one that does."""
+    partial = MODELS[name].arguments(device)[NAMES[name]]
+    return torch.ones_like(partial), partial
+
+
+@cache
+def by_one(name: str, full: bool, device: str) -> Outputs:
+    """Return what the whole transformer returns with a full mask, or with its partial one, in host memory."""
+    arguments = {**MODELS[name].arguments(device), NAMES[name]: padding(name, device)[not full]}
+    return tuple(x.cpu() for x in MODELS[name].whole(arguments=arguments, device=device))
+
+
+FAULTS: dict[str, Callable[[FullMasks, str, Tensor], int]] = {
+    "every mask is full": lambda self, name, mask: 1,
+    "writes are not seen": lambda self, name, mask: self._known.setdefault(mask, (0, int(bool(mask.all()))))[1],
+}
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(FullMasks, "_known_code", FAULTS[fault])
+        yield
+
+
+@contextmanager
+def reads() -> Iterator[list[Tensor]]:
+    """Note which tensors the host asks whether they are true, which waits for a GPU."""
+    asked, ask = list[Tensor](), Tensor.__bool__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "__bool__", lambda x: (asked.append(x), ask(x))[1])
+        yield asked
+
+
+# the call's mask, what is written to it before -> whether rank 0's is full, how often rank 0 reads it
+STORY = {
+    ("none", None): (True, 0),
+    ("mask", "full"): (True, 1),
+    ("mask", None): (True, 0),
+    ("copy", None): (True, 1),
+    ("mask", "partial"): (False, 1),
+    ("mask", "partial again"): (False, 1),
+    ("mask", "full again"): (True, 1),
+}
+
+
+def story(
+    rank: int, world: int, device: torch.device, name: str, fault: str | None = None
+) -> tuple[list[Outputs], list[int], int]:
+    """Return the results of the calls of `STORY`, how often the host read a mask in each, and the number of graphs.
+
+    The masks of ranks but the first are partial where rank 0's are full, and full where they are partial.
+    """
+    tiny, captures = MODELS[name], Captures()
+    module, (full, partial) = tiny.build().to(device), padding(name, device)
+    body: Any = InDouble(body_of(module, world, device, "ulysses", fused=True))
+    call = Call(module, mesh_for("ulysses", world, device), body, captures, cuts_of(module))
+    masks: dict[str, Any] = {"none": None, "mask": full.clone(), "copy": (partial, full)[rank == 0].clone()}
+    results, counts = list[Outputs](), list[int]()
+    with planted(fault):
+        for which, written in (one for one in STORY if one[0] != "none" or name != "mochi"):
+            if written is not None:
+                masks["mask"].copy_((partial, full)[written.startswith("full") == (rank == 0)])
+            with reads() as asked:
+                outputs = call(**{**tiny.arguments(device), NAMES[name]: masks[which]}, return_dict=False)
+            results.append(tuple(x.clone() for x in outputs))
+            counts.append(len(asked))
+    call.release()
+    return results, counts, len(captures.made)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "qwen_masked"), (2, "qwen_masked"), (3, "qwen_masked"), (2, "mochi"), (2, "ltx")]
+)
+def test_a_mask_that_leaves_no_key_out_is_dropped_as_rank_0_decides(ranks: Pool, world: int, name: str) -> None:
+    steps = [steps for step, steps in STORY.items() if step[0] != "none" or name != "mochi"]
+    for rank, (results, counts, graphs) in enumerate(ranks.run(world, story, name)):
+        for (full, _), outputs in zip(steps, results, strict=True):
+            assert error(outputs, by_one(name, full, ranks.device)) < TOLERANCE
+            assert not full or all(map(torch.equal, outputs, results[0]))
+        assert counts == [read if rank == 0 else 0 for _, read in steps]
+        assert graphs == 2  # with a mask and without one
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_a_dropped_mask_shows(ranks: Pool, fault: str) -> None:
+    results, _, _ = story(0, 1, torch.device(ranks.device), "qwen_masked", fault)
+    assert error(tuple(x.cpu() for x in results[4]), by_one("qwen_masked", False, ranks.device)) > VISIBLE
+
+
+def guided(rank: int, world: int, device: torch.device, first: bool) -> tuple[list[Outputs], list[bool]]:
+    """Return the results of both branches in each step, one with a full mask, and which first ones were promised."""
+    tiny = MODELS["qwen_masked"]
+    module, masks = tiny.build().to(device), padding("qwen_masked", device)
+    seqpar.parallelize(module, make_mesh(device, cfg=2))
+    in_double(module)
+    results, promised = list[Outputs](), list[bool]()
+    for _ in range(3):  # the first shows pairs of calls, which the next ones promise
+        given, step = tiny.arguments(device), list[Any]()
+        for branch, full in (("cond", first), ("uncond", not first)):
+            mask = masks[full != (rank == 0)]
+            with module.cache_context(branch), StayDouble():
+                step += module(**{**given, NAMES["qwen_masked"]: mask}, return_dict=False)
+        promised.append(isinstance(step[0], Promise))
+        results.append(tuple(x + 0 for x in step))
+    seqpar.release(module)
+    return results, promised
+
+
+@pytest.mark.parametrize(("world", "first"), [(2, True), (4, False)])
+def test_branches_of_which_one_has_a_full_mask_are_computed_together(ranks: Pool, world: int, first: bool) -> None:
+    wanted = [*by_one("qwen_masked", first, ranks.device), *by_one("qwen_masked", not first, ranks.device)]
+    assert error((wanted[0],), (wanted[1],)) > VISIBLE
+    for results, promised in ranks.run(world, guided, first):
+        assert max(error(step, tuple(wanted)) for step in results) < TOLERANCE
+        assert promised == [False, True, True]
+
+
+# Padding that is left out ------------------------------------------------------------------------------------------
+
+# model, batch -> how many tokens of its text are computed, whether keys are masked
+CUT = {
+    ("hunyuan", 1): (19, False),
+    ("hunyuan", 2): (19, True),
+    ("hunyuan15", 1): (8, False),
+    ("hunyuan15", 2): (8 + 2, True),
+    ("hunyuan15_i2v", 1): (3 + 8, False),
+    ("hunyuan15_i2v", 3): (3 + 4 + 8, True),
+    ("krea2", 1): (5, False),
+    ("krea2", 2): (5, True),
+}
+
+
+def with_padding(name: str, batch: int, device: torch.device | str) -> dict[str, Any]:
+    """Return arguments whose texts have padding at their end, and in the middle for Krea 2."""
+    arguments = replace(MODELS[name], batch=batch).arguments(device)
+    if name == "hunyuan":
+        arguments["encoder_hidden_states"] = random((batch, 23, 24), 2, device)
+        arguments["encoder_attention_mask"] = (padded(batch, 20).long() @ torch.eye(20, 23).long()).to(device)
+    if name == "krea2":
+        arguments["encoder_attention_mask"][:, 2:4] = False
+    return arguments
+
+
+def cut_off(rank: int, world: int, device: torch.device) -> dict[tuple[str, int], tuple[float, int, bool]]:
+    """Return, for each case of `CUT`, the error of a second call, the text's tokens, and whether keys were masked."""
+    results = {}
+    for name, batch in CUT:
+        module, arguments = MODELS[name].build().to(device), with_padding(name, batch, device)
+        body = body_of(module, world, device, "kv_gather", fused=batch < 3)
+        within: Any = InDouble(body)
+        call = Call(module, mesh_for("kv_gather", world, device), within, Captures(), cuts_of(module))
+        whole, last = MODELS[name].whole(None, arguments, device), body.ranks
+        outputs = [flat(call(**arguments, return_dict=False)) for _ in range(2)][-1]
+        results[name, batch] = error(outputs, whole), last.last.lengths.get("text", 0), bool(last.last.masks)
+        call.release()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_padding_of_texts_is_not_computed(ranks: Pool, world: int) -> None:
+    for results in ranks.run(world, cut_off):
+        for which, (wrong, text, masked) in results.items():
+            assert wrong < TOLERANCE, which
+            assert (text, masked) == CUT[which], which
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_padding_between_tokens_that_have_places_stays(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Tokens that come closer together would get another's place; the fault leaves their places unread."""
+    tiny, arguments = MODELS["krea2"], with_padding("krea2", 1, "cpu")
+    arguments["position_ids"][:7, 1] = torch.arange(7)
+    module = tiny.build()
+    if fault:
+        monkeypatch.setattr(FullMasks, "_equal_rows", lambda self, rows: 7)
+    body = body_of(module, 1, torch.device("cpu"), "ulysses")
+    call = Call(module, Mesh.single(), InDouble(body), Captures(), cuts_of(module))  # pyright: ignore[reportArgumentType]
+    wrong = error(flat(call(**arguments, return_dict=False)), tiny.whole(None, arguments))
+    assert (wrong > VISIBLE) if fault else (wrong < TOLERANCE)
+    assert (body.ranks.last.lengths["text"], bool(body.ranks.last.masks)) == ((5, False) if fault else (7, True))
+    call.release()
+
+
+@pytest.mark.parametrize("name", ["krea2", "hunyuan"])
+def test_as_many_tokens_of_a_text_stay_as_ranks_need(name: str) -> None:
+    arguments, tokens = MODELS[name].inputs(1), 9
+    arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"][:, :1].repeat_interleave(tokens, dim=1)
+    arguments["encoder_attention_mask"] = (torch.arange(tokens) < 5)[None]
+    if name == "krea2":
+        arguments["position_ids"] = torch.zeros(tokens + 15, 3)
+    form, cuts = form_of(arguments), CUTS[MODELS[name].kind]
+    for ranks, exact in ((1, False), (6, False), (1, True), (6, True)):
+        masks, stay = FullMasks(cuts, ranks, exact), tokens if exact else max(5, ranks)
+        short = masks.cut(form, masks.among(form.tensors)).whole
+        assert short["encoder_hidden_states"].shape[1] == stay
+        assert short["encoder_attention_mask"].tolist() == [[True] * 5 + [False] * (stay - 5)]
+        assert name != "krea2" or len(short["position_ids"]) == stay + 15
+
+
+def test_masks_with_a_dim_between_leave_the_same_keys_out() -> None:
+    """Such a mask is no text that would be valid as a whole; diffusers takes none, and we know what it means."""
+    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
+    mask, wanted = arguments["encoder_attention_mask"], MODELS["krea2"].whole(None, arguments)
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    for shape in ((1, 1, 7), (1, 1, 1, 7)):
+        with StayDouble():
+            got = flat(module(**{**arguments, "encoder_attention_mask": mask.view(shape)}, return_dict=False))
+        assert error(got, wanted) < TOLERANCE
+    seqpar.release(module)
+
+
+@pytest.mark.parametrize("padding", [0.0, -1e9])
+def test_floating_masks_whose_padding_would_be_left_out_are_refused(padding: float) -> None:
+    """Numbers that are added to scores are 0 for a token, which nothing tells from padding."""
+    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
+    valid = arguments["encoder_attention_mask"]
+    arguments["encoder_attention_mask"] = torch.where(valid, float(padding == 0), padding).double()
+    seqpar.parallelize(module, Mesh.single())
+    with pytest.raises(ValueError, match="got a floating encoder_attention_mask"):
+        module(**arguments, return_dict=False)
+    seqpar.release(module)
+
+
+def numbered(name: str) -> tuple[str, Tensor]:
+    """Return the name of a model's mask, and a floating one with 0.5 for padding, or 0 for Krea 2."""
+    mask = "attention_mask" if name == "chroma" else "encoder_attention_mask"
+    tokens = MODELS[name].arguments()[mask]
+    return mask, torch.where(tokens != 0, 1.0, 0.0 if name == "krea2" else 0.5).double()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ltx", None),
+        ("ltx2", None),
+        ("chroma", "got attention_mask with numbers other than 0 and 1"),
+        ("krea2", "got a floating encoder_attention_mask"),
+    ],
+)
+def test_masks_of_other_numbers_are_right_or_refused(name: str, told: str | None) -> None:
+    """LTX takes them as what is added to scores; without a zero they must not count as masks that leave no key out."""
+    tiny, (mask, numbers) = MODELS[name], numbered(name)
+    module, arguments = tiny.build(), {**tiny.arguments(), mask: numbers}
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    if told is not None:
+        with pytest.raises(ValueError, match=told):
+            module(**arguments, return_dict=False)
+    else:
+        with StayDouble():
+            got = flat(module(**arguments, return_dict=False))
+        assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
+        assert error(got, tiny.whole(arguments={**arguments, mask: None})) > VISIBLE
+    seqpar.release(module)
+
+
+def test_additive_masks_of_ltx_are_right() -> None:
+    tiny = MODELS["ltx"]
+    module, arguments = tiny.build(), tiny.arguments()
+    text = arguments["encoder_hidden_states"].shape[1]
+    arguments["encoder_attention_mask"] = random((2, 1, text), 5).abs() * -3 - 0.1
+    seqpar.parallelize(module, Mesh.single())
+    in_double(module)
+    with StayDouble():
+        got = flat(module(**arguments, return_dict=False))
+    assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
+    seqpar.release(module)

@@ -1,0 +1,301 @@
+"""Tests that real diffusers pipelines make diffusers' pictures after `parallelize`, whatever is asked of them.
+
+The truth is the unchanged pipeline in one process; both sides keep fp64 where diffusers rounds to fp32. In every test
+other ranks are given other seeds: all ranks must end with rank 0's picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor
+
+import seqpar
+from seqpar.transformer.parallelize import transformers_of
+from tests.support import ltx_pipelines, pipelines
+from tests.support.diffusers_tiny import moved
+from tests.support.foreign import StayDouble, in_double
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import random
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-10
+VISIBLE = 1e-4
+SIZE = {"height": 20, "width": 12}  # 15 tokens for FLUX
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and its call.
+
+    seeds: one, or one for each picture. change: changes the pipeline before the call. output: what the call returns,
+    "pt" for pictures or "latent".
+    """
+
+    pipe: Callable[[], Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (1,)
+    prompt: str | list[str] | None = "a red cat on the sea"
+    change: Callable[[Any], None] = lambda pipe: None
+    output: str = "latent"
+
+    def pictures(self, pipe: Any, rank: int = 0, steps: int = 3) -> Tensor:
+        """Return the pictures of a call; ranks other than 0 ask with other seeds."""
+        generator = pipelines.seeded(*(seed + 100 * rank for seed in self.seeds))
+        common = {"num_inference_steps": steps, "output_type": self.output, "generator": generator, **SIZE}
+        prompt = {} if self.prompt is None else {"prompt": self.prompt}
+        with StayDouble():
+            result = pipe(**prompt, **{**common, **moved(dict(self.arguments), pipe.device)})
+        pictures = result[0] if isinstance(result, tuple) else result[next(iter(result))]
+        return torch.as_tensor(pictures)
+
+
+def brighter(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Change the latents of rank 0 after the first step, which must reach all ranks; others get zeros."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0  # noqa: TID251
+    if step == 0:
+        given["latents"] = given["latents"] * 0.5 if rank == 0 else torch.zeros_like(given["latents"])
+    return given
+
+
+def stopping(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Stop after the second step."""
+    pipe._interrupt = step == 1
+    return given
+
+
+def unipc(pipe: Any) -> None:
+    """Replace the scheduler by one with history."""
+    pipe.scheduler = pipelines.THEIRS.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    )
+
+
+def heun(pipe: Any) -> None:
+    """Replace the scheduler by one with two evaluations a step."""
+    pipe.scheduler = pipelines.THEIRS.FlowMatchHeunDiscreteScheduler()
+
+
+def perturbed(kind: str, plain: Callable[[], Any], layers: str) -> Callable[[], Any]:
+    """Return what makes a pipeline of a class with perturbed attention in some layers, of another one's parts."""
+
+    def make() -> Any:
+        parts = {name: part for name, part in plain().components.items() if part is not None}
+        return pipelines.quiet(getattr(pipelines.THEIRS, kind)(**parts, pag_applied_layers=layers))
+
+    return make
+
+
+SHORT = {"max_sequence_length": 16}
+NEGATIVE = {"negative_prompt": "blurry", "true_cfg_scale": 2.5, **SHORT}
+TWO = ["a red cat", "the old blue house"]
+VIDEO = {"height": 48, "width": 80, "num_frames": 5, **SHORT}
+PIXART = {"height": 24, "width": 16, "use_resolution_binning": False, "clean_caption": False, **SHORT}
+EMBEDDED = {
+    "prompt_embeds": random((1, 7, pipelines.WIDTH), 1),
+    "prompt_embeds_mask": torch.ones(1, 7, dtype=torch.int64),
+    "negative_prompt_embeds": random((1, 5, pipelines.WIDTH), 2),
+    "negative_prompt_embeds_mask": torch.ones(1, 5, dtype=torch.int64),
+}
+LAYERS = {
+    "prompt_embeds": random((1, 7, 3, pipelines.WIDTH), 1),
+    "prompt_embeds_mask": torch.tensor([[True, True, True, False, False, True, True]]),
+    "negative_prompt_embeds": random((1, 7, 3, pipelines.WIDTH), 2),
+    "negative_prompt_embeds_mask": torch.tensor([[True, False, False, False, False, True, True]]),
+}
+# texts of 7 and 4 tokens with padding behind them, without glyphs
+HUNYUAN = {
+    **{f"{name}prompt_embeds": random((1, 12, pipelines.WIDTH), seed) for seed, name in enumerate(("", "negative_"))},
+    **{f"{name}prompt_embeds_mask": torch.arange(12)[None] < tokens for tokens, name in ((7, ""), (4, "negative_"))},
+    **{f"{name}prompt_embeds_2": random((1, 6, 8), seed) for seed, name in enumerate(("", "negative_"), 2)},
+    **{f"{name}prompt_embeds_mask_2": torch.zeros(1, 6, dtype=torch.int64) for name in ("", "negative_")},
+}
+FLUX_EMBEDDED = {
+    "prompt_embeds": random((2, 9, pipelines.WIDTH), 3),
+    "pooled_prompt_embeds": random((2, pipelines.WIDTH), 4),
+    "negative_prompt_embeds": random((2, 9, pipelines.WIDTH), 5),
+    "negative_pooled_prompt_embeds": random((2, pipelines.WIDTH), 6),
+    "true_cfg_scale": 2.0,
+}
+PICTURE = random((1, 3, 20, 12), 7).sigmoid()
+# calls of one pipeline each, in this order; the first ones are decoded too, and no call follows a change
+FLUX = {
+    "flux": Case(pipelines.flux, SHORT, output="pt"),
+    "flux, true guidance": Case(pipelines.flux, NEGATIVE, output="pt"),
+    "guidance off, several pictures": Case(pipelines.flux, {**SHORT, "num_images_per_prompt": 3}),
+    "several pictures": Case(pipelines.flux, {**NEGATIVE, "num_images_per_prompt": 2}),
+    "given embeddings": Case(pipelines.flux, FLUX_EMBEDDED, prompt=None),
+    "a callback changes latents": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": brighter}),
+    "interrupt": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": stopping}),
+}
+SD3 = {
+    "sd3": Case(pipelines.sd3, SHORT, output="pt"),
+    "guidance off, one call": Case(pipelines.sd3, {**SHORT, "guidance_scale": 1.0}),
+    "two prompts, doubled batch": Case(pipelines.sd3, {**SHORT, "negative_prompt": ["old", "blurry"]}, prompt=TWO),
+    "a callback changes latents, one call": Case(pipelines.sd3, {**SHORT, "callback_on_step_end": brighter}),
+    "two evaluations a step": Case(pipelines.sd3, SHORT, change=heun),
+}
+PIXARTS = {
+    "pixart": Case(pipelines.pixart, PIXART, output="pt"),
+    "a list of generators": Case(pipelines.pixart, {**PIXART, "num_images_per_prompt": 3}, seeds=(1, 2, 3)),
+}
+WAN = {
+    "wan": Case(pipelines.wan, VIDEO, output="pt"),
+    "guidance off, two calls": Case(pipelines.wan, {**VIDEO, "guidance_scale": 1.0}),
+    "return_dict=False": Case(pipelines.wan, {**VIDEO, "return_dict": False}),
+    "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
+}
+OTHERS = {
+    "cogvideox": Case(pipelines.cogvideox, {**SHORT, "height": 16, "width": 24, "num_frames": 9}),
+    "chroma": Case(pipelines.chroma, {**SHORT, "negative_prompt": "blurry", "guidance_scale": 3.0}),
+    "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
+    "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
+    "krea 2": Case(pipelines.krea2, {**LAYERS, "guidance_scale": 3.0}, prompt=None),
+    "hunyuan-video 1.5": Case(pipelines.hunyuan_video15, {**HUNYUAN, "num_frames": 5}, prompt=None),
+    "image to image": Case(
+        lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
+    ),
+}
+PAG = {"pag_scale": 2.0}
+SD3_PAG = perturbed("StableDiffusion3PAGPipeline", pipelines.sd3, "transformer_blocks.1")
+PIXART_PAG = perturbed("PixArtSigmaPAGPipeline", pipelines.pixart, "transformer_blocks.1")
+PAGS = {
+    "perturbed sd3": Case(SD3_PAG, {**SHORT, **PAG}),
+    "perturbed sd3, several pictures": Case(SD3_PAG, {**SHORT, **PAG, "num_images_per_prompt": 2}),
+    "perturbed sd3, without guidance": Case(SD3_PAG, {**SHORT, **PAG, "guidance_scale": 1, "num_images_per_prompt": 2}),
+    "perturbed pixart": Case(PIXART_PAG, {**PIXART, **PAG}),
+    "perturbed pixart, several pictures": Case(PIXART_PAG, {**PIXART, **PAG, "num_images_per_prompt": 2}),
+}
+SMALL_VIDEO = {"height": 32, "width": 64, "num_frames": 5}
+LTX = {
+    "ltx": Case(ltx_pipelines.ltx, {**SMALL_VIDEO, **SHORT}),
+    # guidance by the text, by a block without attention, and by video and sound apart
+    "ltx-2": Case(
+        ltx_pipelines.ltx2,
+        {**SMALL_VIDEO, **ltx_pipelines.LTX2_TEXTS, "spatio_temporal_guidance_blocks": [1]},
+        prompt=None,
+    ),
+}
+CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS | LTX
+
+
+@cache
+def true_picture(name: str, device: str) -> Tensor:
+    """Return the pictures of the unchanged pipeline, computed in one process on "cpu" or "cuda", in host memory."""
+    pipe = CASES[name].pipe().to(device)
+    CASES[name].change(pipe)
+    return CASES[name].pictures(pipe).cpu()
+
+
+def sharded(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor]:
+    """Return this rank's pictures of calls of one pipeline after `parallelize`, which follow a call of two steps."""
+    pipe = CASES[names[0]].pipe()
+    seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
+    for module in transformers_of(pipe).values():
+        in_double(module)
+    CASES[names[0]].pictures(pipe, rank, steps=2)
+    made = []
+    for name in names:
+        CASES[name].change(pipe)
+        made.append(CASES[name].pictures(pipe, rank))
+    return made
+
+
+LAYOUTS = [
+    *((2, 2, tuple(group)) for group in (FLUX, SD3, PIXARTS, WAN)),
+    *((2, 2, (name,)) for name in OTHERS),
+    (3, 1, ("flux", "flux, true guidance")),
+    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image", *LTX)),
+    (2, 2, ("ltx-2",)),
+    (4, 2, ("flux, true guidance",)),
+    (4, 2, ("sd3",)),
+    (1, 1, ("flux",)),
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "names"), LAYOUTS, ids=str)
+def test_calls_of_a_pipeline_make_diffusers_pictures(ranks: Pool, world: int, cfg: int, names: tuple[str, ...]) -> None:
+    for rank, calls in enumerate(ranks.run(world, sharded, names, cfg)):
+        for name, pictures in zip(names, calls, strict=True):
+            if rank == 0 or CASES[name].output == "pt":  # latents that are not decoded stay a rank's own
+                assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE, name
+
+
+def refused(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor] | str:
+    """Return this rank's pictures after `parallelize`, or the message of the ValueError."""
+    try:
+        return sharded(rank, world, device, names, cfg)
+    except ValueError as error:
+        return str(error)
+
+
+PERTURBED = [
+    (2, 2, tuple(PAGS)[:3]),
+    (2, 2, tuple(PAGS)[3:]),
+    (3, 1, ("perturbed sd3, several pictures",)),
+    (3, 1, ("perturbed pixart",)),
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "names"), PERTURBED, ids=str)
+def test_perturbed_attention_is_right_or_refused(ranks: Pool, world: int, cfg: int, names: tuple[str, ...]) -> None:
+    """Its processors read the rows of all branches, so that every rank computes them; tokens cannot be split."""
+    for rank, calls in enumerate(ranks.run(world, refused, names, cfg)):
+        if isinstance(calls, str):
+            assert world > cfg
+            assert "PAG" in calls
+        elif rank == 0:
+            for name, pictures in zip(names, calls, strict=True):
+                assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE, name
+
+
+def planned(
+    rank: int, world: int, device: torch.device, name: str, options: dict[str, Any], computed: bool
+) -> tuple[Tensor | None, str]:
+    """Return this rank's pictures, where the planner decides on the mesh, or None unless computed; and the mesh."""
+    pipe = seqpar.parallelize(CASES[name].pipe(), **options)
+    in_double(pipe.transformer)
+    return CASES[name].pictures(pipe, rank) if computed else None, str(pipe.transformer.forward.mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "mesh", "computed"),
+    [
+        ("flux", {}, "ulysses 2", True),  # guidance is an input, so there is no second branch
+        ("sd3", {}, "cfg 2", False),
+        ("wan", {"strategy": "kv_gather"}, "ulysses 2", False),  # a named strategy needs ranks that share a sequence
+        ("flux, true guidance", {"native": False, "transport": "peer"}, "ulysses 2", True),
+        ("perturbed pixart", {"strategy": "auto", "cfg": True}, "ulysses 2", False),
+        ("sd3", {"cfg": False}, "ulysses 2", False),
+        ("wan", {"cuts": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2", True),
+    ],
+)
+def test_the_planner_decides_on_what_is_not_given(
+    ranks: Pool, name: str, options: dict[str, Any], mesh: str, computed: bool
+) -> None:
+    for pictures, made in ranks.run(2, planned, name, options, computed):
+        assert made == mesh
+        assert (pictures is not None) is computed
+        if computed:
+            assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE
+
+
+def test_negative_control_options_and_seeds_are_visible(ranks: Pool) -> None:
+    def far(name: str, other: str) -> bool:
+        return bool((true_picture(name, ranks.device) - true_picture(other, ranks.device)).abs().max() > VISIBLE)
+
+    assert far("return_dict=False", "guidance off, two calls")
+    assert far("return_dict=False", "another scheduler")
+    pipe, plain = pipelines.flux(), replace(CASES["flux"], output="latent")
+    latents, guided = plain.pictures(pipe), replace(plain, arguments=NEGATIVE).pictures(pipe)
+    assert (latents - guided).abs().max() > VISIBLE
+    assert (latents - plain.pictures(pipe, rank=1)).abs().max() > VISIBLE
+    for name in ("a callback changes latents", "interrupt"):
+        assert (guided - true_picture(name, "cpu")).abs().max() > VISIBLE, name

@@ -1,0 +1,331 @@
+"""Tests of `verify`: faults that are planted into the ranks' run are found and named, and correct runs hold."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import Guidance
+from seqpar.cli.args import Args
+from seqpar.cli.sample import run
+from seqpar.local import sdpa
+from seqpar.loop.blueprint import Blueprint
+from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.loop import digest
+from seqpar.loop.models import large_dit
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import unidiffuser
+from seqpar.pipelines.classes import Files, Pipeline
+from seqpar.planner.search import Wish
+from seqpar.transformer.state import keep_fp32
+from seqpar.verifying import blocks, own_loop
+from seqpar.verifying.blocks import TokenShare, blocks_of
+from seqpar.verifying.one_rank import widened
+from seqpar.verifying.verify import Verdict, VerificationError, other_weights, verify
+from tests.loop.models.test_large_dit import TINY, ours
+from tests.support import pipelines
+from tests.support.diffusers_tiny import MODELS
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.verifying.faults import (
+    Fault,
+    after,
+    ending,
+    guidance_of_pipeline_off,
+    guidance_off,
+    head_of_kernel_off,
+    head_off,
+    lost_in_block_5_of_step_2,
+    lost_shard,
+    none,
+    reference_off,
+    rotary_off_by_one,
+    stale_flag,
+    swapped_branches,
+)
+
+LABELS = {"guidance": Guidance(4.0), "size": (40, 40)}  # 25 tokens, which ranks share unevenly
+TEXT = 16  # tokens of a prompt, where pipelines have hundreds by default
+Layout = tuple[str, int, str]
+"""Strategy, size of the cfg axis, transport."""
+
+
+def labels(rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, config: Any = None) -> Any:
+    """Return a pipeline of the built-in model, or of a tiny Large-DiT with this config, without a decoder."""
+    strategy, cfg, transport = layout
+    files = Files.locate("builtin") if config is None else Files(Blueprint("tiny", large_dit, config), None, None, {})
+    model = files.blueprint.build(dtype, device) if config is None else ours(config, device).to(dtype)
+    dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, transport=transport)
+    return Pipeline(dit, files, None)
+
+
+def evaluations_of(fault: Fault) -> int:
+    """Return how many evaluations are compared: one for faults that its first step shows."""
+    return 2 if fault in (none, lost_in_block_5_of_step_2, guidance_of_pipeline_off) else 1
+
+
+def verified(
+    rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, fault: Fault, tiny: bool = False
+) -> str:
+    """Return what is found; every rank must find the same."""
+    pipeline, verdicts = labels(rank, world, device, layout, dtype, TINY if tiny else None), list[Verdict]()
+    size = (48, 48) if tiny else LABELS["size"]  # the tiny model takes multiples of 16, these are 9 tokens
+    asked = {**LABELS, "size": size, "evaluations": evaluations_of(fault)}
+    shown, ended = ending(rank, fault, lambda: verdicts.append(verify(pipeline, ["3"], **asked)))
+    assert bool(shown) is (rank == 0)
+    if ended:
+        return ended
+    assert verdicts[0].blocks >= 2
+    return f"holds {verdicts[0].ratio:.2f}" if verdicts[0].ratio < 1.6 else str(verdicts[0])
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+HEADS = [("ring", 1, "peer"), ("kv_first", 1, "peer"), ("ulysses", 2, "collective")]
+GUIDED = [("ring", 1, "collective"), ("ulysses", 2, "peer")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "fault", "found"),
+    [
+        (("ulysses", 1, "peer"), BF16, none, "holds"),
+        (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
+        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1"),
+        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "attention in blocks.4 of step 2 on rank "),
+        (("ulysses", 1, "peer"), BF16, stale_flag, "attention in blocks.0 of step 1 on rank "),
+        *((layout, BF16, head_off, "attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ") for layout in HEADS),
+        (("ulysses", 1, "collective"), BF16, head_of_kernel_off, "attention in blocks.0 of step 1 on rank "),
+        *((layout, BF16, guidance_off, "the state after the prediction of step 1 on rank ") for layout in GUIDED),
+        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_first_block_and_step_that_are_wrong_are_named(
+    ranks: Pool, layout: Layout, dtype: torch.dtype, fault: Fault, found: str
+) -> None:
+    answers = ranks.run(2, verified, layout, dtype, fault, fault is rotary_off_by_one)
+    assert answers[0] == answers[1]
+    assert found in answers[0], answers[0]
+
+
+def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tuple[Any, dict[str, Any]]:
+    """Return a tiny pipeline, ours or a parallelized one of diffusers, and the arguments of a run."""
+    (strategy, _, transport), (name, how) = layout, kind.split()
+    pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
+    if how == "ours":
+        settings = {"prompts": ["a red cat"], "guidance": Guidance(4.0), "size": (32, 48)}
+        return unidiffuser.Pipeline.of(pipe, mesh, wish=Wish(strategy=strategy, transport=transport)), settings
+    pipe.to(BF16)
+    seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how != "generic")
+    if how == "fp32":
+        assert keep_fp32(pipe) is None
+    guided = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
+    sizes = {"height": 32, "width": 48, "max_sequence_length": TEXT}
+    return pipe, {"prompt": "a red cat", "output_type": "latent", **sizes, **guided}
+
+
+def called(
+    rank: int, world: int, device: torch.device, kind: str, layout: Layout, fault: Fault
+) -> tuple[str, str, str, str]:
+    """Return what is found in two steps of a run without and with a fault, and digests of the run before and after."""
+    pipe, asked = pipe_of(kind, mesh_for(layout[0], world, device, layout[1]), device, layout)
+    ours = hasattr(pipe, "latents")
+
+    def seeded() -> dict[str, Any]:
+        return asked if ours else {**asked, "generator": torch.Generator().manual_seed(1)}
+
+    def latents() -> str:
+        return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
+
+    def verified(fault: Fault) -> str:
+        blocks, count = list[int](), evaluations_of(fault)
+        _, ended = ending(rank, fault, lambda: blocks.append(verify(pipe, **seeded(), evaluations=count).blocks))
+        return ended or ("holds" if blocks[0] >= 3 else "no blocks")
+
+    before = latents()
+    return verified(none), "holds" if fault is none else verified(fault), before, latents()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "fault", "found"),
+    [
+        ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
+        (
+            "flux fused",
+            ("ulysses", 1, "collective"),
+            lost_shard,
+            "attention in transformer_blocks.0 of step 1 on rank ",
+        ),
+        (
+            "flux fp32",
+            ("ring", 1, "peer"),
+            head_of_kernel_off,
+            "attention in transformer_blocks.0 of step 1 on rank 1: ",
+        ),
+        ("flux fp32", ("ulysses", 2, "collective"), none, "holds"),
+        ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
+        ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 "),
+        ("sd3 generic", ("kv_gather", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 "),
+        ("sd3 generic", ("ulysses", 2, "peer"), guidance_of_pipeline_off, "the call of step 2 on rank 1: other bits"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_pipelines_are_verified_and_left_as_they_were(
+    ranks: Pool, kind: str, layout: Layout, fault: Fault, found: str
+) -> None:
+    first, second = ranks.run(2, called, kind, layout, fault)
+    assert first == second
+    assert first[0] == "holds", first[0]
+    assert found in first[1], first[1]
+    assert first[2] == first[3]
+
+
+def padded_text(rank: int, world: int, device: torch.device, name: str) -> int:
+    """Return how many outputs of blocks hold in a call of a transformer whose texts are padded."""
+    tiny = MODELS[name]
+    module = tiny.build().to(device)
+    mesh = mesh_for("ulysses", world, device)
+    seqpar.parallelize(module, mesh, strategy="ulysses")
+    return verify(module, **tiny.arguments(device), evaluations=1).blocks
+
+
+@pytest.mark.parametrize("name", ["mochi", "hunyuan15"])
+def test_padding_that_a_processor_of_ours_masks_holds(ranks: Pool, name: str) -> None:
+    """diffusers' own processors return 0 for it; what follows in a block is compared for every token."""
+    assert ranks.run(2, padded_text, name) == [4, 4]  # video and text of two blocks
+
+
+def with_other_noise(rank: int, world: int, device: torch.device) -> tuple[str, ...]:
+    """Return the notes on a run for which each rank draws noise of its own, of which rank 0's is everyone's."""
+    pipe, asked = pipe_of("sd3 generic", mesh_for("ulysses", world, device), device, ("ulysses", 1, "peer"))
+    with redirect_stdout(io.StringIO()):
+        return verify(pipe, **asked, generator=torch.Generator().manual_seed(rank), evaluations=2).notes
+
+
+def test_ranks_that_draw_other_noise_are_no_fault_but_noted(ranks: Pool) -> None:
+    first, second = ranks.run(2, with_other_noise)
+    assert first == second
+    assert "guidance and scheduler are not compared" in first[0]
+
+
+def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
+    changed, swapped = (f"rank 1 has other weights than rank 0: {name}" for name in ("bias", "weight"))
+    assert ranks.run(2, with_weights) == [[changed, swapped, None]] * 2
+
+
+def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
+    """Return what is found where one rank has another weight, two swapped rows, and the same weights."""
+    changed, swapped, mesh = linear().to(device), linear().to(device), Mesh.joined(device)
+    changed.bias.view(torch.int16)[1] += rank
+    swapped.weight.copy_(swapped.weight.roll(rank, 0))
+    return [other_weights(mesh, layer) for layer in (changed, swapped, linear().to(device))]
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=BF16).requires_grad_(False)
+
+
+def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -> None:
+    layer, x = linear(), torch.ones(1, 3, dtype=torch.float64)
+    with widened([layer], torch.float64):
+        assert torch.equal(layer(x), x @ layer.weight.T + layer.bias)
+        assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {torch.float64}
+    assert isinstance(layer.weight, nn.Parameter)
+    assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {BF16}
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"Linear.weight, a Parameter of torch.float8_e4m3fn"), widened([layer], FP32):
+        pass
+
+
+def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
+    whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
+    share = TokenShare(lengths, 2, 1)
+    for mine in ([2, 5, 6], [2, 3, 6]):  # text before image, and image before text
+        assert share.nearest(whole, whole[:, mine] + 0.1)(whole)[0, :, 0].tolist() == mine
+    (rows,) = TokenShare({"image": 7}, 2, 1, torch.tensor([1]), 2).takes(whole, whole[:1, :3])
+    assert rows(whole)[..., 0].tolist() == [[11, 12, 13]]
+    with pytest.raises(ValueError, match="expected a share of the tokens of"):
+        share.takes(whole, whole[:, :5])
+
+
+def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
+    whole = torch.ones(1, 7, 2)
+    TokenShare({"image": 7}, 9, 8).takes(whole, whole[:, :0])  # the ninth rank of nine has no token of seven
+    with pytest.raises(ValueError, match="expected a share"):
+        TokenShare({"image": 7}, 2, 1).takes(whole, whole[:, :0])
+
+
+def test_only_blocks_that_are_called_count() -> None:
+    model = large_dit.Model(TINY)
+    assert [name for name, _ in blocks_of(model)] == [f"blocks.{i}" for i in range(TINY.num_layers)]
+
+
+def test_in_exact_mode_the_first_place_without_the_bits_of_one_rank_is_named(ranks: Pool) -> None:
+    found = ranks.run(2, exactly)
+    assert found[0] == found[1]
+    assert ": blocks.0" in found[0]
+    assert "other bits than one rank has" in found[0]
+    assert exactly(0, 1, torch.device("cpu")).startswith("holds")
+
+
+def exactly(rank: int, world: int, device: torch.device) -> str:
+    """Return what is found where one rank's bits are expected: of a ring, which has others, or of one rank."""
+
+    def of_16_bits(out_lse: tuple[Tensor, Tensor], q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        assert q.dtype == BF16  # as the kernels of exact mode demand
+        return out_lse
+
+    with pytest.MonkeyPatch.context() as patch:
+        after(patch, sdpa, "attend", of_16_bits)
+        patch.setattr(own_loop, "_is_exact", lambda dit: True)
+        return verified(rank, world, device, ("ring" if world > 1 else "ulysses", 1, "auto"), BF16, none)
+
+
+def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
+    assert seqpar.verify is verify  # also after its module was imported
+    pipeline = labels(0, 1, torch.device("cpu"), ("ulysses", 1, "auto"), torch.float16)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
+    with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
+        verify(pipeline, ["3"], **LABELS)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").zero_()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setattr(blocks, "blocks_of", lambda model: [])
+        with pytest.raises(VerificationError, match="the blocks: none was compared"):
+            verify(pipeline, ["3"], **LABELS, evaluations=1)
+    wrongs: list[Any] = [0, True, 2.5]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="got evaluations="):
+            verify(pipeline, ["3"], evaluations=wrong)
+    with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):
+        verify(nn.Linear(1, 1))
+
+
+def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault) -> tuple[str, str]:
+    """Return what `seqpar sample --verify` prints, and how it ends."""
+    layout: Any = {"mesh": "cfg=1", "strategy": "ulysses", "transport": "collective"}
+    args = Args(classes=("cat",), steps=2, size="40", **layout, verify=True, out=out)
+    return ending(rank, fault, lambda: run(args))
+
+
+def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "cat.png"
+    (shown, ended), (_, other) = ranks.run(2, sampled, out, lost_shard)
+    assert ended == other
+    assert ended.startswith("the ranks do not compute what one rank computes: attention in blocks.0")
+    assert "verify    FAILS at attention in blocks.0" in shown
+    assert not out.exists()
+    shown, ended = ranks.run(2, sampled, out, none)[0]
+    assert ended == ""
+    assert re.search(
+        r"verify    2 ranks \(ulysses 2, ulysses, \w+, \w+\), \w+: 2 evaluations of 14 block outputs", shown
+    )
+    assert "verify    every step holds" in shown
+    assert out.exists()

@@ -8,6 +8,7 @@ transformers; diffusers' form (`_cp_plan`) is accepted, too, and says less: atte
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -126,8 +127,9 @@ class Cuts:
 
     places: path of a submodule -> what is cut there. "" is the transformer itself, of which only inputs are cut; in a
     path, "*" stands for every member of a list of modules, and -1 for its last one.
-    attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
-    of parts that run whole) stays as it is and exchanges nothing.
+    attention: path of an attention module that joins the ranks -> how.
+    local: paths of attention modules whose keys every rank has whole (cross-attention to text, parts before the first
+    cut); they exchange nothing. Where tokens are split, an attention module in neither of the two is a ValueError.
     masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
     one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
     `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
@@ -160,6 +162,7 @@ class Cuts:
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason
+    local: tuple[str, ...] = ()
 
 
 HELP = """write them and pass them as cuts=, for example for a transformer with joint attention of text and image:
@@ -175,8 +178,8 @@ HELP = """write them and pass them as cuts=, for example for a transformer with 
     )
 Cut every tensor that has a row for each token where it enters the blocks, name the attention modules that see the \
 tokens of all ranks with their streams in the order in which the module concatenates them, leave masks whole, and \
-gather the last layer's output. Leave out streams that are read by cross-attention only. A plan in diffusers' form \
-(_cp_plan) works, too"""
+gather the last layer's output. Leave out streams that are read by cross-attention only, and name such attention in \
+local=. A plan in diffusers' form (_cp_plan) works, too"""
 
 
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
@@ -199,8 +202,20 @@ def submodules(module: nn.Module, path: str) -> list[nn.Module]:
 def _children(parent: nn.Module, step: str) -> list[nn.Module]:
     if step in ("*", "-1"):
         children = list(parent.children())
-        return children if step == "*" else children[-1:]
-    return [child for name, child in parent.named_children() if name == step]
+        children = children if step == "*" else children[-1:]
+    else:
+        children = [child for name, child in parent.named_children() if name == step]
+    return [unwrapped(child) for child in children]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what a wrapper holds as its `module`, as torch's own wrappers do; other modules unchanged."""
+    while not type(module).__module__.startswith("diffusers.") and "module" in module._modules:
+        inner = module._modules["module"]
+        if inner is None:
+            break
+        module = inner
+    return module
 
 
 def parameters(module: nn.Module) -> list[str]:
@@ -211,7 +226,9 @@ def parameters(module: nn.Module) -> list[str]:
 def check(module: nn.Module, cuts: Cuts) -> None:
     """Raise ValueError if cuts name submodules or parameters that a module does not have."""
     for path in cuts.attention:
-        submodules(module, path)
+        if not path.endswith("?") and not submodules(module, f"{path}?"):
+            check_joined(module, cuts)  # where a wrapper hides all of them, it says which
+            submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
     for path, name in [
         *((path, None) for path in cuts.places),
@@ -222,7 +239,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
             if name is not None and name not in parameters(one):
                 raise ValueError(
                     f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
-                    f"of {type(one).__name__}: {', '.join(parameters(one))}"
+                    f"of {type(one).__name__}: {', '.join(parameters(one))}; a wrapper must hold its block as .module"
                 )
     for name in cuts.weighed:
         if len(cuts.weighed) > 1 or cuts.masks.get(name) != JOINED or name in cuts.padding:
@@ -232,6 +249,31 @@ def check(module: nn.Module, cuts: Cuts) -> None:
             )
 
 
+def check_joined(module: nn.Module, cuts: Cuts) -> None:
+    """Raise ValueError for an attention module that would see the tokens of its rank alone.
+
+    Where tokens are split, each attention module joins the ranks or is declared local. One that a wrapper hides from
+    the cuts' paths, or that a user has added, is neither.
+    """
+    paths = (*cuts.attention, *cuts.local)
+    known = {id(one) for path in paths for one in submodules(module, f"{path.removesuffix('?')}?")}
+    for path, one in module.named_modules():
+        if not is_attention(one) or id(one) in known:
+            continue
+        above = [".".join(path.split(".")[:end]) for end in range(1, path.count(".") + 1)]
+        wrapper = next((each for each in above if not _is_known(module.get_submodule(each))), None)
+        inside = f" inside {type(module.get_submodule(wrapper)).__name__} at {wrapper}" if wrapper else ""
+        raise ValueError(
+            f"{type(one).__name__} at {path} of {type(module).__name__}{inside} would attend to the tokens of one rank "
+            f"only. Hold a wrapped block as .module of its wrapper, or pass cuts= that name this attention (in "
+            f"local=, if its keys are whole on every rank), or use cfg= or data= ranks"
+        )
+
+
+def _is_known(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("diffusers.", "torch.nn.modules.", "peft."))
+
+
 # Plans in diffusers' form --------------------------------------------------------------------------------------
 
 
@@ -239,13 +281,33 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
     """Return a plan in diffusers' form (`_cp_plan`) as `Cuts`.
 
     Masks are left whole, because attention needs them whole. Attention modules are those inside of the blocks, without
-    cross-attention to text that stays whole; which streams they join follows from the number of tokens. Raises
-    ValueError for what is no such plan.
+    cross-attention to text that stays whole; which streams they join follows from the number of tokens. Attention
+    before the first cut sees whole sequences. Raises ValueError for what is no such plan.
     """
     places = {path: _place(path, entry) for path, entry in plan.items()}
     text = any(cut.stream == "text" for place in places.values() for cut in _cuts(place))
-    attention = {name: Joint() for name, child in module.named_modules() if _joins(name, child, text)}
-    return Cuts(places, attention)
+    joins = {
+        re.sub(r"\.\d+(?=\.|$)", ".*", _without_wrappers(module, name)): _joins(name, child, text)
+        for name, child in module.named_modules()
+        if is_attention(child)
+    }
+    local = tuple(path for path, joined in joins.items() if not joined)
+    return Cuts(places, {path: Joint() for path, joined in joins.items() if joined}, local=local)
+
+
+def _without_wrappers(module: nn.Module, name: str) -> str:
+    """Return the path of a submodule without the steps into wrappers, as `submodules` takes it."""
+    steps = list[str]()
+    for step in name.split("."):
+        inner = unwrapped(module)
+        steps += [] if inner is not module else [step]
+        module = inner if inner is not module else module.get_submodule(step)
+    return ".".join(steps)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module computes attention: diffusers' modules have a processor for it."""
+    return hasattr(module, "processor") or isinstance(module, nn.MultiheadAttention)
 
 
 def _cuts(place: Boundary) -> list[CutTokens]:
@@ -258,7 +320,7 @@ def _joins(name: str, module: nn.Module, text: bool) -> bool:
     """Return whether a submodule is attention that joins the ranks, so far as its name and attributes tell."""
     in_blocks = any(part.endswith(("blocks", "layers")) for part in name.split("."))
     cross = name.endswith("attn2") or getattr(module, "is_cross_attention", False)
-    return in_blocks and hasattr(module, "processor") and (text or not cross)
+    return in_blocks and (text or not cross)
 
 
 def _place(path: str, entry: Any) -> Boundary:

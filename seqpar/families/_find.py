@@ -49,6 +49,11 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     return cuts
 
 
+def is_known(module: nn.Module) -> bool:
+    """Return whether a transformer is of a family of this package, or derives from one."""
+    return any(kind.__name__ in CUTS for kind in type(module).__mro__)
+
+
 CUTS = {
     "FluxTransformer2DModel": _flux(),
     "ChromaTransformer2DModel": _chroma(),

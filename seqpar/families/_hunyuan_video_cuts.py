@@ -10,6 +10,8 @@ from seqpar.families._home import HOME
 from seqpar.families._hunyuan_video_processor import HunyuanVideo15Processor
 from seqpar.families._shared import IMAGE, OUT, TEXT
 
+REFINER = ("context_embedder.token_refiner.refiner_blocks.*.attn",)  # it runs before the text is cut
+
 
 def _hunyuan_video() -> Cuts:
     rows = CutTokens("image", dim=0)
@@ -22,7 +24,12 @@ def _hunyuan_video() -> Cuts:
     joint = Joint(("image", "text"), masked=True)
     both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
     return Cuts(
-        places, both, padding=hunyuan_video.PADDING, key_masks=hunyuan_video.key_masks, why_not=_replaces_tokens
+        places,
+        both,
+        padding=hunyuan_video.PADDING,
+        key_masks=hunyuan_video.key_masks,
+        why_not=_replaces_tokens,
+        local=REFINER,
     )
 
 
@@ -50,6 +57,7 @@ def _hunyuan_video15() -> Cuts:
         key_masks=hunyuan_video.key_masks_15,
         forward=lambda module: hunyuan_video.forward_15,
         why_eager=_picks_by_value,
+        local=REFINER,
     )
 
 

@@ -18,4 +18,5 @@ def _krea2() -> Cuts:
     }
     mask = "encoder_attention_mask"
     padding = {mask: Padding("encoder_hidden_states", 4, on_ranks=True, rows="position_ids")}  # a text's rows are 0
-    return Cuts({"": Boundary(inputs), "final_layer": OUT}, joint, masks={mask: "text"}, padding=padding, bools=(mask,))
+    places, local = {"": Boundary(inputs), "final_layer": OUT}, ("text_fusion.layerwise_blocks.*.attn",)
+    return Cuts(places, joint, {mask: "text"}, padding=padding, bools=(mask,), local=local)

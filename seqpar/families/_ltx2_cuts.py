@@ -18,4 +18,5 @@ def _ltx2() -> Cuts:
     sound = Joint(("image",), whole_queries=True)
     attention = {"transformer_blocks.*.attn1": own, "transformer_blocks.*.video_to_audio_attn": sound}
     masks = {"encoder_attention_mask": "text", "audio_encoder_attention_mask": "text of the sound"}
-    return Cuts(places, attention, masks=masks, passed=tuple(masks))
+    local = [f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn")]
+    return Cuts(places, attention, masks, passed=tuple(masks), local=tuple(local))

@@ -13,4 +13,5 @@ def _ltx() -> Cuts:
         "proj_out": OUT,
     }
     masks = {"encoder_attention_mask": "text"}
-    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, masks=masks, passed=tuple(masks))
+    attention, local = {"transformer_blocks.*.attn1": ALONE}, ("transformer_blocks.*.attn2",)
+    return Cuts(places, attention, masks, passed=tuple(masks), local=local)

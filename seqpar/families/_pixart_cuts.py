@@ -8,4 +8,5 @@ from seqpar.families._shared import ALONE, IMAGE, OUT
 
 def _from_patches(out: str) -> Cuts:
     """Return the cuts of models of one stream of image patches, with or without cross-attention to text."""
-    return Cuts({"pos_embed": Boundary(outputs={0: IMAGE}), out: OUT}, {"transformer_blocks.*.attn1": ALONE})
+    places = {"pos_embed": Boundary(outputs={0: IMAGE}), out: OUT}
+    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, local=("transformer_blocks.*.attn2",))

@@ -13,7 +13,7 @@ def _wan() -> Cuts:
         "blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
         "proj_out": OUT,
     }
-    return Cuts(places, {"blocks.*.attn1": ALONE})
+    return Cuts(places, {"blocks.*.attn1": ALONE}, local=("blocks.*.attn2",))
 
 
 def _wan_vace() -> Cuts:
@@ -22,4 +22,5 @@ def _wan_vace() -> Cuts:
         "vace_blocks.0": Boundary(inputs={"control_hidden_states": IMAGE}),
         "vace_blocks.*": Boundary(inputs={"hidden_states": IMAGE}),
     }
-    return Cuts({**wan.places, **places}, {**wan.attention, "vace_blocks.*.attn1": ALONE})
+    local = (*wan.local, "vace_blocks.*.attn2")
+    return Cuts({**wan.places, **places}, {**wan.attention, "vace_blocks.*.attn1": ALONE}, local=local)

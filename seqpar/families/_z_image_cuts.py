@@ -17,4 +17,5 @@ def _z_image() -> Cuts:
         "layers.-1": Boundary(gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attention": ALONE, "layers.*.attention": Joint((joint.stream,))}
-    return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
+    local = ("context_refiner.*.attention",)
+    return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN}, local=local)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
+from seqpar.families._find import is_known
 from seqpar.families._guided import is_guided
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
@@ -318,7 +319,8 @@ def _planned(
     grid = None if makes_videos(parameters) else grid_of(transformer.config, parts.vae)
     if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
         grid.check(order.size)
-    guided = guidance[0].on and "pag_scale" not in parameters  # whose processors read the rows of all branches
+    # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
+    guided = guidance[0].on and "pag_scale" not in parameters and is_known(transformer)
     if not order.images or draws_anew(parameters):
         return guidance, planned(transformer, grid, order, guided)
     # a picture's tokens stand beside those of the result, which may take its size

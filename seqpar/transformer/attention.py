@@ -9,8 +9,10 @@ heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from math import isclose
 from operator import eq
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,11 @@ from torch import Tensor
 from seqpar.attention._streams import given
 from seqpar.families._cuts import JOINED, Joint
 from seqpar.mesh.shard import JointShard, Shard
-from seqpar.transformer import masks, ops, whole_queries
+from seqpar.transformer import masks, whole_queries
 from seqpar.transformer.forward import Forward, Ranks
 from seqpar.types.protocols import Given, Prepare, Stream
 
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 IDENTITY = Prepare()
 ADDS = (
     "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
@@ -32,6 +35,19 @@ UNLIKE = "its zeros are not known to be the padding at the end of all texts alik
 
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
+
+
+def _joining(method: MethodT) -> MethodT:
+    """Let `Ranks.joining` tell that a method of `SplitAttention` runs; an error ends the forward, which resets it."""
+
+    @wraps(method)
+    def joined(self: SplitAttention, *args: Any, **kwargs: Any) -> Any:
+        self.ranks.joining = True
+        out = method(self, *args, **kwargs)
+        self.ranks.joining = False
+        return out
+
+    return cast(MethodT, joined)
 
 
 class SplitAttention:
@@ -45,13 +61,13 @@ class SplitAttention:
     def __init__(self, ranks: Ranks, joint: Joint, where: str) -> None:
         self.ranks, self.joint, self._where = ranks, joint, where
         self.reads = self.reached = False
-        self._number = ops.NUMBERS.add(self)
 
     @property
     def splits(self) -> bool:
         """Return whether tokens are split now: in a body's call, on several ranks."""
         return self.ranks.now is not None and self.ranks.axis.size > 1
 
+    @_joining
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
     ) -> Tensor:
@@ -60,8 +76,6 @@ class SplitAttention:
         q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. All ranks decide alike. Outside of a body's call
         nothing is split. The next call may overwrite the result.
         """
-        if torch.compiler.is_compiling():
-            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self._number, reads)
         forward = self.ranks.now
         if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
@@ -91,6 +105,7 @@ class SplitAttention:
             raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
         return whole_queries.attended(self.ranks, *fitting(q, k, v, scale), total)
 
+    @_joining
     def of_streams(
         self,
         streams: Sequence[Stream],
@@ -171,7 +186,9 @@ class SplitAttention:
         the plan splits text, and reads them whole otherwise.
         """
         rank, named = self.ranks.axis.rank, tuple(name for name in forward.lengths if not name.isdecimal())
-        choices = dict.fromkeys((named, *((name,) for name in named))) if named else ()
+        if not named:  # before the first cut, sequences are whole on every rank
+            return None
+        choices = dict.fromkeys((named, *((name,) for name in named)))
         every = [(streams, self._split(forward, streams)) for streams in choices]
         joined = next((one for one in every if one[1].sizes[rank] == queries), None)
         if self.ranks.axis.size == 1:

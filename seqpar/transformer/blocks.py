@@ -195,8 +195,8 @@ class BlockHook(ModelHook):
         return self.every[self.index or 0]
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns; by `own`, its forward, outside of a call, and while it is compiled."""
-        if self.index is None or torch.compiler.is_compiling() or self._ranks.now is None or self._is_cast():
+        """Return what the block returns; by `own`, its forward, outside of a call."""
+        if self.index is None or self._ranks.now is None or self._is_cast():
             return own(*args, **kwargs)
         try:
             return self._function(self, module, *args, **kwargs)
@@ -262,7 +262,9 @@ def _reasons(
     known = [*plain.differences(module), *_of_additions(additions, {path for path, _ in every})]
     reasons = {}
     for path, one in every:
-        inside = next((reason for where, reason in known if f"{where}.".startswith(f"{path}.")), None)
+        # inside of the block, or around it, as a wrapper is
+        near = ((f"{where}.", reason) for where, reason in known if where)
+        inside = next((why for where, why in near if where.startswith(f"{path}.") or path.startswith(where)), None)
         if reason := inside or _why_not(one) or families()[type(one).__name__].why_not(one):
             reasons[path] = reason
     return reasons
@@ -277,8 +279,6 @@ def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tu
 
 def _why_not(block: nn.Module) -> str | None:
     """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
-    if block._compiled_call_impl is not None:
-        return "they are compiled"
     first, dtypes = next(block.parameters()), set[torch.dtype]()
     kind = type(block).__name__
     known = {path for paths in families()[kind].PRODUCTS[kind].values() for path in paths}

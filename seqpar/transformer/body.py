@@ -69,10 +69,11 @@ class Body:
         now = self.ranks.begin()
         try:
             given = self._unmasked(now, arguments)
-            for name, which in self._root.inputs:
+            for name, how in self._root.inputs:
                 if name in given:
-                    given[name] = self._root.value(given[name], which)
-            with Exactly(self.ranks) if self.ranks.plan.exact else nullcontext():
+                    given[name] = self._root.value(given[name], how)
+            assert self._installed is not None
+            with Exactly(self.ranks) if self.ranks.plan.exact else nullcontext(), self._installed.watch.during():
                 outputs = tuple(self._forward(**given, return_dict=False))
             return as_dtype(outputs, torch.float32) if self.returns_fp32 else outputs
         finally:
@@ -175,11 +176,6 @@ class Body:
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
         parts, reason = self.ranks.axis.size, self._cuts.why_not(self.module)
-        if self.ranks.plan.exact and any(one._compiled_call_impl is not None for one in self.module.modules()):
-            raise ValueError(
-                f"got {type(self.module).__name__} with compiled blocks in exact mode, expected plain ones: compilers "
-                f"choose the arithmetic of a row by the number of rows; leave compile_repeated_blocks() out"
-            )
         if parts == 1:
             return
         if reason is not None:

@@ -138,6 +138,8 @@ def _of_modules(root: nn.Module, own: list[nn.Module], every: list[nn.Module]) -
     forwards = [names for names in attributes[1:] if "forward" in names]
     registries = [names["_diffusers_hook"] for names in attributes if "_diffusers_hook" in names]
     kinds, config = {type(module) for module in every}, vars(root)
+    placed = [one for one in own if isinstance(one, nn.ModuleList) or hasattr(one, "processor")]
+    placed += [child for one in placed if isinstance(one, nn.ModuleList) for child in one.children()]
     yield _entry(lambda: (list(config.get("peft_config", ())), config.get(REFRESHES)))
     yield _entry(lambda: children)
     yield _entry(lambda: list(map(len, attributes)))  # a forward, a registry of hooks, or compiled code was added
@@ -145,6 +147,7 @@ def _of_modules(root: nn.Module, own: list[nn.Module], every: list[nn.Module]) -
     yield _entry(lambda: [names.get("forward") for names in forwards])
     yield _entry(lambda: [list(registry.hooks.values()) for registry in registries])
     yield _entry(lambda: [kind.forward for kind in kinds])
+    yield _entry(lambda: [*map(type, placed)])  # a class may be assigned
     yield _entry(_Addresses(root))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -48,8 +47,7 @@ class Exactly(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and not options.get("is_causal"):
             out = self._attention(*arguments_of(*args, **options))
             return func(*args, **options) if out is None else out.transpose(1, 2)
-        # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
-        return (torch.unflatten if func is Tensor.unflatten else func)(*args, **options)
+        return func(*args, **options)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         """Return attention (B, l, H, D), or None for a mask that differs between queries, which then are whole, too."""

@@ -35,6 +35,7 @@ READS_ALL_TOKENS = {
     "SeaCacheLeaderBlockHook": "SeaCache decides by a rank's own tokens what to compute again",
     "SmoothedEnergyGuidanceHook": "smoothed energy guidance blurs the queries of the whole picture",
 }
+LIBRARIES = ("diffusers", "torch", "accelerate", "peft", "transformers", "seqpar")  # whose blocks are no code of users
 DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
 SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
@@ -70,8 +71,13 @@ def look(module: nn.Module) -> Foreign:
     """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
     hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
     patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
+    own, members = type(module).__module__.partition(".")[0], set[int]()
     for path, one in module.named_modules():
         hooks += _hooks_on(path, one, type(one) in patched)
+        if isinstance(one, nn.ModuleList):
+            members |= set(map(id, one.children()))
+        if id(one) in members and type(one).__module__.partition(".")[0] not in (*LIBRARIES, own):
+            hooks.append(Addition(path, f"class {type(one).__name__}", one))
         seated += _processors_on(path, one)
         quantised += _quantised(path, one)
     first = next(iter((*hooks, *seated, *quantised)), None)
@@ -80,6 +86,17 @@ def look(module: nn.Module) -> Foreign:
     unsplit = next((reason for reason in reasons if reason is not None), None)
     may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
     return Foreign(tuple(hooks), coupled, unsplit, _named(may_need_all))
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise ValueError for a transformer that is compiled, as a whole or in part."""
+    for path, one in module.named_modules():
+        if one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule":
+            where = f"{path} of {type(module).__name__}" if path else "the transformer"
+            raise ValueError(
+                f"Compiled modules are not supported: {where} is compiled. Load it without torch.compile; fused blocks "
+                f"and CUDA graphs are faster"
+            )
 
 
 def refuse_split(module: nn.Module, foreign: Foreign) -> None:
@@ -102,7 +119,7 @@ def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
     yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
     hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
     yield from (Addition(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-    forward = _unhooked(_set_on(one))
+    forward = unhooked(_set_on(one))
     plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
     if path and "_hf_hook" in own:
         yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
@@ -171,7 +188,7 @@ def _and_more(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
-def _unhooked(forward: Any) -> Any:
+def unhooked(forward: Any) -> Any:
     """Return the forward inside of those that diffusers' hooks have put around it."""
     while isinstance(forward, partial) and _home(forward.func) == "diffusers.hooks.hooks":
         forward = vars(forward)["__wrapped__"]

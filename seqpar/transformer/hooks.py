@@ -1,7 +1,7 @@
 """The hooks that cut and gather tensors at a transformer's submodules, and look at what attention modules are given.
 
 They are hooks of diffusers (`HookRegistry`), which its own context parallelism uses as well: they wrap a submodule's
-forward, so that compiled blocks see them.
+forward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
-from seqpar.families._cuts import Boundary, CutJoined, Cutting, CutTokens
-from seqpar.transformer import ops
+from seqpar.families._cuts import Boundary, CutJoined, Cutting, CutTokens, GatherTokens
 from seqpar.transformer.attention import SplitAttention
 from seqpar.transformer.forward import Ranks
 from seqpar.transformer.seats import Seat, missed
@@ -24,40 +23,29 @@ OURS = "seqpar"  # the names of our hooks begin with it
 READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
 CHECKS = f"{OURS} checks"  # the name of the hook that checks what an attention module with a user's forward calls
 FUSED = f"{OURS} computes"  # the name of the hook that computes a block by a function of ours
-Which = int | tuple[int | None, ...]
-"""A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
 
 class Cutter:
-    """Cuts and gathers the tensors of a place; all submodules of a path share one, and so their compiled code."""
+    """Cuts and gathers the tensors of a place, which several submodules of one path may share."""
 
     def __init__(self, ranks: Ranks, place: Boundary, use: str) -> None:
         self.ranks, self._use = ranks, use
-        self._cuts: list[CutTokens | CutJoined] = []
-        self._gathers = tuple(place.gathers.values())
-        self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
-        self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
+        self.inputs, self.outputs = tuple(place.inputs.items()), tuple(place.outputs.items())
+        self.gathers = tuple(place.gathers.items())
         self.numbers, self.takes = place.numbers, bool(place.inputs or place.numbers)
-        self.outputs = tuple((index, self._which(how)) for index, how in place.outputs.items())
-        self.number = ops.NUMBERS.add(self)
 
-    def _which(self, how: Cutting | None) -> Any:
-        if not isinstance(how, (CutTokens, CutJoined)):
-            return None if how is None else tuple(self._which(one) for one in how)
-        self._cuts.append(how)
-        return len(self._cuts) - 1
-
-    def value(self, value: Any, which: Which) -> Any:
+    def value(self, value: Any, how: Cutting) -> Any:
         """Return a tensor, or a tuple, list or dict of tensors, with this rank's tokens; other values unchanged."""
-        if isinstance(value, Tensor) and isinstance(which, int):
-            compiling = torch.compiler.is_compiling()
-            return ops.cut(value, self.number, which) if compiling else self.cut_by_number(value, which)
+        if isinstance(value, Tensor) and isinstance(how, CutJoined):
+            return self.ranks.cut_joined(value, how)
+        if isinstance(value, Tensor) and isinstance(how, CutTokens):
+            return self.ranks.cut(value, how)
         if isinstance(value, (list, tuple)):
-            each = which if isinstance(which, tuple) else (which,) * len(value)
-            parts = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
+            cuts = how if isinstance(how, tuple) else (how,) * len(value)
+            parts = [x if cut is None else self.value(x, cut) for x, cut in zip(value, cuts, strict=True)]
             return tuple(parts) if isinstance(value, tuple) else parts
         if isinstance(value, dict):
-            return {key: self.value(x, which) for key, x in value.items()}
+            return {key: self.value(x, how) for key, x in value.items()}
         return value
 
     def on_device(self, value: Any) -> Any:
@@ -68,32 +56,11 @@ class Cutter:
         first = value.flatten()[0]
         return torch.full_like(value, first.item(), device=device) if bool((value == first).all()) else value
 
-    def gather(self, x: Tensor, which: int) -> Tensor:
-        """Return a tensor with the tokens of all ranks."""
+    def gather(self, x: Tensor, index: int, gather: GatherTokens) -> Tensor:
+        """Return a tensor with the tokens of all ranks. index: which of the place's outputs it is."""
         if self.ranks.now is None:  # the transformer runs whole, outside of a body's call
             return x
-        if not torch.compiler.is_compiling():
-            return self.gather_by_number(x, which)
-        gather = self._gathers[which]
-        return ops.gather(x, self.number, which, gather.dim, self.ranks.total(gather.stream, self._use))
-
-    def gather_by_number(self, x: Tensor, which: int) -> Tensor:
-        """Return a tensor with the tokens of all ranks; see `seqpar.transformer.ops`."""
-        return self.ranks.gather(x, self._gathers[which], f"{self._use} output {which}")
-
-    def cut_by_number(self, x: Tensor, which: int) -> Tensor:
-        """Return this rank's tokens; see `seqpar.transformer.ops`."""
-        cut = self._cuts[which]
-        return self.ranks.cut_joined(x, cut) if isinstance(cut, CutJoined) else self.ranks.cut(x, cut)
-
-    def size_by_number(self, x: Tensor, which: int) -> list[int]:
-        """Return the shape of this rank's tokens; see `seqpar.transformer.ops`."""
-        cut, shape, parts = self._cuts[which], list(x.shape), self.ranks.axis.size
-        assert isinstance(cut, CutTokens)  # a joined one is of an input of the transformer, which is not compiled
-        if (cut.dims is None or len(shape) == cut.dims) and not shape[cut.dim] == 1 < parts:
-            # the size of `Shard`, without a comparison: a compiler that keeps sizes open would have to decide it
-            shape[cut.dim] = (shape[cut.dim] + parts - 1 - self.ranks.axis.rank) // parts
-        return shape
+        return self.ranks.gather(x, gather, f"{self._use} output {index}")
 
 
 class BoundaryHook(ModelHook):
@@ -102,7 +69,7 @@ class BoundaryHook(ModelHook):
     def __init__(self, cutter: Cutter, names: Sequence[str]) -> None:
         super().__init__()
         self._cutter = cutter
-        changes = [(name, partial(cutter.value, which=which)) for name, which in cutter.inputs]
+        changes = [(name, partial(cutter.value, how=how)) for name, how in cutter.inputs]
         changes += [(name, cutter.on_device) for name in cutter.numbers]
         self._inputs = tuple((name, names.index(name), change) for name, change in changes)
 
@@ -122,10 +89,10 @@ class BoundaryHook(ModelHook):
             return output
         alone = isinstance(output, Tensor)
         outputs = [output] if alone else list(output)
-        for index, which in self._cutter.outputs:
-            outputs[index] = self._cutter.value(outputs[index], which)
-        for index, which in self._cutter.gathers:
-            outputs[index] = self._cutter.gather(outputs[index], which)
+        for index, how in self._cutter.outputs:
+            outputs[index] = self._cutter.value(outputs[index], how)
+        for index, how in self._cutter.gathers:
+            outputs[index] = self._cutter.gather(outputs[index], index, how)
         return outputs[0] if alone else tuple(outputs)
 
 
@@ -170,4 +137,4 @@ class ChecksHook(ModelHook):
         """Raise ValueError if it was not reached, although tokens are split."""
         if self._attention.reached or not self._attention.splits:
             return output
-        return missed(output, type(module).__name__, self._path)
+        raise missed(type(module).__name__, self._path)

@@ -9,13 +9,15 @@ from weakref import finalize, ref
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
 
-from seqpar.families._cuts import Cuts, Joint, parameters, submodules
+from seqpar.families._cuts import Cuts, Joint, check_joined, parameters, submodules
 from seqpar.transformer.attention import SplitAttention
 from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.changes import Changes
+from seqpar.transformer.foreign import refuse_compiled
 from seqpar.transformer.forward import Ranks
 from seqpar.transformer.hooks import CHECKS, FUSED, OURS, READS, BoundaryHook, ChecksHook, Cutter, ReadsHook
 from seqpar.transformer.seats import Seat
+from seqpar.transformer.watch import Watch, parts_of_users
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -98,6 +100,7 @@ class Installed:
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
         self._split: dict[Joint, SplitAttention] = {}
+        self.watch = Watch(ranks, {})
         for path, joint in cuts.attention.items():
             if joint not in self._split:
                 self._split[joint] = SplitAttention(ranks, joint, path)
@@ -108,18 +111,25 @@ class Installed:
             raise
 
     def refresh(self) -> None:
-        """Put hooks and attention on what has changed since the last call; ValueError if a backend was set.
+        """Put hooks and attention on what has changed since the last call.
+
+        ValueError if a backend was set, or for attention that would see the tokens of one rank only.
 
         What this puts on counts as no change. After an error it is tried again in the next call.
         """
         count = self._changes.count()
         if count == self._followed:
             return
+        refuse_compiled(self._module)
+        if self._ranks.axis.size > 1:
+            check_joined(self._module, self._cuts)
         self._take_seats()
         self.fused.refresh(self._changes.foreign().hooks, {seat.module: seat.attention for seat in self._seats})
         self._hook()
         for seat in self._seats:
             seat.refresh()
+        self.watch.remove()
+        self.watch = Watch(self._ranks, parts_of_users(self._module))
         self._changes.accept()
         self._followed = count
 
@@ -172,6 +182,7 @@ class Installed:
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
         _unhook(self._hooked)
+        self.watch.remove()
         for seat in self._seats:
             seat.leave()
         self._seats, self._followed = [], -1

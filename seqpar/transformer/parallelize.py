@@ -16,7 +16,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
-from seqpar.families._cuts import Cuts
+from seqpar.families._cuts import Cuts, check_joined
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.loading.respacing import pass_variances
 from seqpar.loading.transformers import transformers_of
@@ -233,7 +233,7 @@ def _bodies(
         agree(mesh, {"native": native})
         mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
-            mesh.together(lambda module=module: _checked(module, mesh))
+            mesh.together(lambda module=module, name=name: _checked(module, mesh, cuts[name]))
             bodies[name] = Body(module, mesh, plan, cuts[name], native)
     except ValueError:
         for body in bodies.values():
@@ -243,10 +243,11 @@ def _bodies(
     return bodies
 
 
-def _checked(module: nn.Module, mesh: Mesh) -> None:
+def _checked(module: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
     """Raise ValueError if a transformer's modules, as they are now, cannot compute on these ranks."""
     refuse_backends(module)
     if mesh.sequence.size > 1:
+        check_joined(module, cuts)
         refuse_split(module, look(module))
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.families._processors import OWN, own_of
-from seqpar.transformer import ops
 from seqpar.transformer.attention import SplitAttention
 
 ASKED = "_attention_backend"  # the attribute of a processor that holds the backend that a user has set
@@ -100,8 +99,8 @@ class Seat:
 def _around(kind: type) -> type:
     """Return a class that runs a processor inside of `Around`, with the same parameters: attention modules read them.
 
-    There is one for each class of processors, so that compiled blocks share their code. What diffusers knows of a
-    processor, by its class, holds for ours. Its dispatcher calls torch's attention, whatever is set elsewhere.
+    What diffusers knows of a processor, by its class, holds for ours. Its dispatcher calls torch's attention, whatever
+    is set elsewhere.
     """
 
     # its own ones read a result before they call attention again, and never call it for whole keys alone
@@ -115,7 +114,9 @@ def _around(kind: type) -> type:
             out = kind.__call__(self, *args, **kwargs)
         skips = attention.joint.skipped_by in kwargs and kwargs[attention.joint.skipped_by]
         is_right = attention.reached or not attention.splits or skips
-        return out if is_right else missed(out, kind.__name__, self._seqpar_path)
+        if not is_right:
+            raise missed(kind.__name__, self._seqpar_path)
+        return out
 
     ours = type(kind.__name__, (kind,), {"__call__": call, ASKED: AttentionBackendName.NATIVE})
     with suppress(ValueError):  # where diffusers knows nothing of this class
@@ -145,8 +146,7 @@ class Around(TorchFunctionMode):
         if func is Tensor.reshape and not kwargs and not args[0].numel():
             return _reshaped(*args)
         if func is not F.scaled_dot_product_attention:
-            # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
-            return (torch.unflatten if func is Tensor.unflatten else func)(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         attention = self._attention
         q, k, v, mask, scale = arguments_of(*args, **(kwargs or {}))
         own = q.shape[1] == k.shape[1]
@@ -197,16 +197,13 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def missed(out: Any, name: str, path: str) -> Any:
-    """Raise ValueError for a processor or module without split attention; compiled code does so when it runs."""
-    message = (
+def missed(name: str, path: str) -> ValueError:
+    """Return the error of a processor or module that has computed attention without split attention."""
+    return ValueError(
         f"got {name} at {path}, whose attention is to the tokens of its own rank, expected one to those of all ranks; "
         f"write it as a processor with torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or "
         f"use cfg= or data= ranks in place of those that split the sequence"
     )
-    if not torch.compiler.is_compiling():
-        raise ValueError(message)
-    return ops.refuse(out, message) if isinstance(out, Tensor) else (ops.refuse(out[0], message), *out[1:])
 
 
 def _skips_scores(module: Any) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from torch import nn
 
-from seqpar.families import _guided as _guided_
 from seqpar.families._cuts import Cuts
-from seqpar.families._find import cuts_of
+from seqpar.families._find import cuts_of, is_known
+from seqpar.families._guided import is_guided
 from seqpar.loading.variances import check_variances, learns_range
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
@@ -18,9 +18,13 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
 from seqpar.transformer.call import Call
-from seqpar.transformer.foreign import look
+from seqpar.transformer.foreign import look, refuse_compiled
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
+
+# where diffusers defines pipelines whose calls are known, and the base classes of all, of which a user's own derive
+PIPELINES = ("diffusers.pipelines.", "diffusers.modular_pipelines.")
+BASES = ("diffusers.pipelines.pipeline_utils", "diffusers.modular_pipelines.modular_pipeline")
 
 
 def all_checked(
@@ -44,11 +48,7 @@ def all_checked(
 def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
     """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
-    if name == "OptimizedModule":
-        raise ValueError(
-            "got a compiled transformer, expected a plain one; call parallelize first and then, if at all, its "
-            "compile_repeated_blocks(): calls are CUDA graphs already"
-        )
+    refuse_compiled(module)
     if isinstance(vars(module).get("forward"), Call):
         raise ValueError(
             f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
@@ -74,6 +74,18 @@ def takes_variances(pipe: Any) -> bool:
     return True
 
 
+def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
+    """Return whether a cfg axis may be chosen: only where guidance is known to compute two branches per step.
+
+    A transformer of no known family may be called once per step, and a pipeline that is not diffusers' in any way; half
+    of the ranks would then repeat what the others compute.
+    """
+    if not is_known(module) or not is_guided(module):
+        return False
+    homes = {kind.__module__ for kind in type(pipe_or_transformer).__mro__} - set(BASES)
+    return isinstance(pipe_or_transformer, nn.Module) or any(home.startswith(PIPELINES) for home in homes)
+
+
 def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether two branches of guidance can be expected that may be computed apart from each other.
 
@@ -81,7 +93,8 @@ def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
     """
     perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
     apart = all(look(module).coupled is None for module in modules.values())
-    return apart and not perturbed and not exact.is_on() and _guided_.is_guided(next(iter(modules.values())))
+    default = cfg_by_default(pipe_or_transformer, next(iter(modules.values())))
+    return apart and not perturbed and not exact.is_on() and default
 
 
 def planned(

@@ -416,6 +416,27 @@ def z_image(batch: int) -> Inputs:
     }
 
 
+def h3(batch: int) -> Inputs:
+    """Return a call of MiniMax-H3: one packed sequence of 7 tokens of text, 5 of sound and 15 of video, in turn."""
+    order = torch.randperm(27, generator=torch.Generator().manual_seed(5))
+    text, sound, video = (part.sort().values for part in order.split([7, 5, 15]))
+    tags = torch.zeros(27, dtype=torch.int64).index_fill(0, text, 1).index_fill(0, sound, 2)
+    return {
+        "hidden_states": random((batch, 15, 8), 1),
+        "audio_hidden_states": random((batch, 5, 6), 2),
+        "encoder_hidden_states": random((batch, 7, 16), 3),
+        "timestep": torch.tensor([0.25, 0.75], dtype=torch.float64),
+        "timestep_indices": (tags == 0).long(),
+        "token_tags": tags,
+        "position_ids": torch.stack(
+            (torch.arange(27) // 9, torch.arange(27) // 3 % 3, torch.arange(27) % 3), 1
+        ).double(),
+        "video_indices": video,
+        "audio_indices": sound,
+        "text_indices": text,
+    }
+
+
 def krea2(batch: int) -> Inputs:
     """Return a call of Krea 2; padding lies before the last token of a text, as its template has it."""
     mask = padded(batch, 7)
@@ -661,6 +682,21 @@ MOCHI = {
     "max_sequence_length": 9,
 }
 
+H3 = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 8,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_refiner_layers": 2,
+    "ffn_dim": 32,
+    "in_channels": 2,
+    "audio_in_channels": 6,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "time_embed_hidden_dim": 24,
+    "time_embed_dim": 12,
+    "rope_freq_dim": 1,
+}
 MODELS = {
     "flux": Tiny("FluxTransformer2DModel", FLUX, flux),
     "flux_controlnet": Tiny("FluxTransformer2DModel", FLUX, flux_with_controlnet),
@@ -706,5 +742,6 @@ MODELS = {
     "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "mochi": Tiny("MochiTransformer3DModel", MOCHI, mochi),
     "krea2": Tiny("Krea2Transformer2DModel", KREA2, krea2, batch=3),
+    "h3": Tiny("MiniMaxH3Transformer3DModel", H3, h3),  # by diffusers' own plan
 }
 SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

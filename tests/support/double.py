@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 class StayDouble:
@@ -33,21 +31,6 @@ class StayDouble:
         StayDouble.depth -= 1
         if StayDouble.depth == 0:
             del TENSORS.float, TENSORS.to
-
-
-class StayDoubleCompiled(TorchFunctionMode):
-    """Keep fp64 as `StayDouble` in code that a compiler traces, which knows no methods in the place of torch's."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See `TorchFunctionMode`."""
-        rounds = func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,))
-        return args[0] if rounds and args[0].dtype == torch.float64 else func(*args, **(kwargs or {}))
 
 
 class Keeping:

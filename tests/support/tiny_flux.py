@@ -16,7 +16,7 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
 from seqpar.transformer.body import Body
-from tests.support.double import StayDouble, StayDoubleCompiled
+from tests.support.double import StayDouble
 from tests.support.meshes import random
 
 TOLERANCE = 1e-12
@@ -85,9 +85,9 @@ def theirs(module: nn.Module, given: dict[str, Any]) -> Tensor:
         return module(**given).sample
 
 
-def ours(body: Body, given: dict[str, Any], stays: type[StayDouble | StayDoubleCompiled] = StayDouble) -> Tensor:
+def ours(body: Body, given: dict[str, Any]) -> Tensor:
     """Return what the body computes; for fp64 it keeps fp64. stays: how."""
-    with torch.no_grad(), stays():
+    with torch.no_grad(), StayDouble():
         return body(given)[0]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,27 +269,3 @@ def collectives(rank: int, world: int, device: torch.device, name: str) -> dict[
 def test_an_attention_takes_two_collectives_and_cross_attention_none(ranks: Pool, name: str, attentions: int) -> None:
     for counts in ranks.run(3, collectives, name):
         assert sum(counts.values()) == 2 * attentions + 1, counts  # and one gather of the output
-
-
-def compiled(rank: int, world: int, device: torch.device) -> list[float]:
-    """Return the errors of a split transformer whose blocks are compiled, more of them than may be recompiled.
-
-    The last rank has no tokens of the text.
-    """
-    tiny = replace(MODELS["qwen"], config={**MODELS["qwen"].config, "num_layers": 4})
-    module, arguments = tiny.build().to(device), few(tiny.arguments(device))
-    with torch.no_grad():
-        whole = flat(module(**arguments, return_dict=False))
-    torch._dynamo.reset()
-    body = body_of(module, world, device, "ulysses")
-    with torch._dynamo.config.patch(recompile_limit=3):
-        module.compile_repeated_blocks(fullgraph=True, backend="eager")
-        found = [error(flat(body(arguments)), whole) for _ in range(2)]
-    torch._dynamo.reset()
-    return found
-
-
-def test_compiled_blocks_are_split(ranks: Pool) -> None:
-    """Those that are compiled before the transformer is split are among the tests of processors."""
-    for errors in ranks.run(3, compiled):
-        assert max(errors) < TOLERANCE

@@ -136,31 +136,25 @@ def test_pipelines_in_exact_mode_have_one_ranks_bits(cpu_ranks: Pool, name: str)
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return the errors of a ring, of cuts in diffusers' form, which tell no order of streams, and of compiled code."""
+    """Return the errors of a ring, of cuts in diffusers' form, which tell no order of streams."""
     ring, ulysses = (mesh_for(name, world, device) for name in ("ring", "ulysses"))
-    modules = [MODELS["flux"].build() for _ in range(3)]
+    modules = [MODELS["flux"].build() for _ in range(2)]
 
     def called(module: Any) -> None:
         module(**MODELS["flux"].arguments())
-
-    def compiled(module: Any) -> None:
-        module.compile_repeated_blocks()
-        called(module)
 
     with exact_mode():
         return [
             raised(lambda: seqpar.parallelize(modules[0], ring)),
             raised(lambda: called(seqpar.parallelize(modules[1], ulysses, cuts=modules[1]._cp_plan))),
-            raised(lambda: compiled(seqpar.parallelize(modules[2], ulysses))),
         ]
 
 
 def test_what_cannot_be_exact_is_refused(cpu_ranks: Pool) -> None:
-    for ring, cuts, compiled in cpu_ranks.run(2, refusals):
+    for ring, cuts in cpu_ranks.run(2, refusals):
         assert "in exact mode, expected kv_gather or ulysses or kv_first and no ring axis" in ring
         assert "of several streams in exact mode" in cuts
         assert "expected cuts that say what it joins" in cuts
-        assert "with compiled blocks in exact mode, expected plain ones" in compiled
 
 
 def verified(rank: int, world: int, device: torch.device, name: str) -> str:

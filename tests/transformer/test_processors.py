@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.support.diffusers_tiny import MODELS, flat
+from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 from tests.transformer.test_body import TOLERANCE, body_of, called, error
 from tests.transformer.test_cuts import raised
@@ -185,34 +185,6 @@ def test_a_processor_is_right_or_refused_on_every_rank(ranks: Pool, case: str, w
     else:
         assert type(make()).__name__ in message
         assert UNREACHED in message or "expected none: its mask" in message
-
-
-def compiled(rank: int, world: int, device: torch.device) -> tuple[str, float, int]:
-    """Return the message of a call of compiled blocks, the error with other processors, and how often code compiled."""
-    tiny = replace(MODELS["flux"], config={**MODELS["flux"].config, "num_layers": 4})
-    module, arguments = tiny.build().to(device), tiny.arguments(device)
-    seat(module, Softmax)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for block in module.transformer_blocks:
-        block.compile(fullgraph=True, backend="eager")
-    body = body_of(module, world, device, "ulysses")
-    message = raised(lambda: body(arguments))
-    seat(module, FluxAttnProcessor)
-    with torch.no_grad():
-        whole = tiny.whole(None, arguments, device)
-    last = error(flat(body(arguments)), whole)
-    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    return message, last, count
-
-
-def test_compiled_blocks_notice_it_too(ranks: Pool) -> None:
-    """They are compiled once, and once more for other processors; compilers leave out what keeps fp64."""
-    for message, last, count in ranks.run(2, compiled):
-        assert message.startswith(f"got Softmax at transformer_blocks.0.attn, {UNREACHED}")
-        assert last < 1e-4
-        assert count == 2
 
 
 # Attention modules of users ------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ import seqpar
 from seqpar.families import _cuts as cuts
 from seqpar.graphs.graphs import Graphs
 from seqpar.mesh.mesh import Mesh
-from tests.support.double import StayDoubleCompiled
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
-from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
+from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 from tests.transformer.test_changes import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
@@ -39,11 +38,6 @@ def grouped(module: Any) -> None:
 
 def whole_model(module: Any) -> None:
     accelerate.cpu_offload_with_hook(module, execution_device=CPU)
-
-
-def compiled(module: Any) -> None:
-    torch._dynamo.reset()
-    module.compile_repeated_blocks(fullgraph=True, backend="eager", dynamic=False)
 
 
 MANAGED: dict[str, Callable[[Any], None]] = {
@@ -76,14 +70,6 @@ def offloaded(rank: int, world: int, device: torch.device, how: str, wished: boo
 def test_offload_is_refused_in_one_sentence(ranks: Pool, how: str, wished: bool) -> None:
     for message in ranks.run(2, offloaded, how, wished):
         assert "offloaded between calls" in message or "move the pipeline there" in message
-
-
-def test_compiled_blocks_are_used(capfd: pytest.CaptureFixture[str]) -> None:
-    module, given = tiny(), arguments("dev")
-    truth, body = theirs(module, given), body_of(module)
-    compiled(module)
-    assert max(error(ours(body, given, StayDoubleCompiled), truth) for _ in range(2)) < TOLERANCE
-    assert "4 of 4 blocks are diffusers' own, because they are compiled" in capfd.readouterr().out
 
 
 def surface(rank: int, world: int, device: torch.device) -> str:

@@ -166,7 +166,7 @@ class Cuts:
 
 
 HELP = """write them and pass them as cuts=, for example for a transformer with joint attention of text and image:
-    from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+    from seqpar.families import Boundary, Cuts, CutTokens, GatherTokens, Joint
     image, text = CutTokens("image"), CutTokens("text")
     cuts = Cuts(
         places={

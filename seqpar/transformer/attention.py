@@ -9,10 +9,8 @@ heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from math import isclose
 from operator import eq
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,6 @@ from seqpar.transformer import masks, whole_queries
 from seqpar.transformer.forward import Forward, Ranks
 from seqpar.types.protocols import Given, Prepare, Stream
 
-MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 IDENTITY = Prepare()
 ADDS = (
     "the mask's floating numbers are added to the scores, as torch does it, which takes a second attention in each "
@@ -35,19 +32,6 @@ UNLIKE = "its zeros are not known to be the padding at the end of all texts alik
 
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
-
-
-def _joining(method: MethodT) -> MethodT:
-    """Let `Ranks.joining` tell that a method of `SplitAttention` runs; an error ends the forward, which resets it."""
-
-    @wraps(method)
-    def joined(self: SplitAttention, *args: Any, **kwargs: Any) -> Any:
-        self.ranks.joining = True
-        out = method(self, *args, **kwargs)
-        self.ranks.joining = False
-        return out
-
-    return cast(MethodT, joined)
 
 
 class SplitAttention:
@@ -67,7 +51,6 @@ class SplitAttention:
         """Return whether tokens are split now: in a body's call, on several ranks."""
         return self.ranks.now is not None and self.ranks.axis.size > 1
 
-    @_joining
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
     ) -> Tensor:
@@ -105,7 +88,6 @@ class SplitAttention:
             raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
         return whole_queries.attended(self.ranks, *fitting(q, k, v, scale), total)
 
-    @_joining
     def of_streams(
         self,
         streams: Sequence[Stream],
@@ -224,7 +206,7 @@ class SplitAttention:
     def _unclear(self, kind: str, what: str) -> ValueError:
         return ValueError(
             f"got {kind} at {self._where} {what}, expected cuts that say what it joins; write it as "
-            f"`seqpar.families._cuts.Cuts`, whose attention is explicit, and leave text out that is read whole"
+            f"`seqpar.families.Cuts`, whose attention is explicit, and leave text out that is read whole"
         )
 
     def _bias(
@@ -247,7 +229,7 @@ class SplitAttention:
         if len(streams) > 1 and not self.joint.streams:
             raise ValueError(
                 f"got a mask at {self._where} for the joined tokens of {', '.join(streams)}, expected their order; "
-                f"write the cuts as `seqpar.families._cuts.Cuts`, whose `Joint` names it"
+                f"write the cuts as `seqpar.families.Cuts`, whose `Joint` names it"
             )
         place = mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, tuple(streams), dtype
         if place not in forward.converted:  # the mask is kept too, so that its address stays its own

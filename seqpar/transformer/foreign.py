@@ -92,10 +92,9 @@ def refuse_compiled(module: nn.Module) -> None:
     """Raise ValueError for a transformer that is compiled, as a whole or in part."""
     for path, one in module.named_modules():
         if one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule":
-            where = f"{path} of {type(module).__name__}" if path else "the transformer"
             raise ValueError(
-                f"Compiled modules are not supported: {where} is compiled. Load it without torch.compile; fused blocks "
-                f"and CUDA graphs are faster"
+                f"Compiled modules are not supported: {path or 'the transformer'} is compiled. Load the model without "
+                f"torch.compile; fused blocks and CUDA graphs are faster"
             )
 
 

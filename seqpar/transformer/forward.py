@@ -66,7 +66,6 @@ class Ranks:
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.plan, self.keeper = mesh, plan, Keeper(mesh, plan)
         self.now: Forward | None = None
-        self.joining = False  # whether attention over all ranks is computed now
         self.last = Forward()  # the forward that was started last, also after its end
         self._warned: set[str] = set()
         self._said: set[str] = set()
@@ -84,7 +83,6 @@ class Ranks:
     def begin(self) -> Forward:
         """Start a forward, after the exchanges that an error in the last one left unfinished were ended."""
         self.keeper.abandon()
-        self.joining = False
         self.now = self.last = Forward()
         return self.now
 

@@ -17,7 +17,7 @@ from seqpar.transformer.foreign import refuse_compiled
 from seqpar.transformer.forward import Ranks
 from seqpar.transformer.hooks import CHECKS, FUSED, OURS, READS, BoundaryHook, ChecksHook, Cutter, ReadsHook
 from seqpar.transformer.seats import Seat
-from seqpar.transformer.watch import Watch, parts_of_users
+from seqpar.transformer.watch import BlockWatch, parts_of_users
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -100,7 +100,7 @@ class Installed:
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
         self._split: dict[Joint, SplitAttention] = {}
-        self.watch = Watch(ranks, {})
+        self.watch = BlockWatch(ranks, {})
         for path, joint in cuts.attention.items():
             if joint not in self._split:
                 self._split[joint] = SplitAttention(ranks, joint, path)
@@ -129,7 +129,7 @@ class Installed:
         for seat in self._seats:
             seat.refresh()
         self.watch.remove()
-        self.watch = Watch(self._ranks, parts_of_users(self._module))
+        self.watch = BlockWatch(self._ranks, parts_of_users(self._module))
         self._changes.accept()
         self._followed = count
 

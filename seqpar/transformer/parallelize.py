@@ -87,7 +87,7 @@ def parallelize(
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
     native: whether blocks of this package may compute on the transformer's weights, which is faster. cuts: where the
-    tokens of a transformer are split, as `seqpar.families._cuts.Cuts` or diffusers' `_cp_plan`; None takes what
+    tokens of a transformer are split, as `seqpar.families.Cuts` or diffusers' `_cp_plan`; None takes what
     is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.

@@ -24,20 +24,23 @@ from seqpar.transformer.forward import Ranks
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 
 
-class Watch(TorchFunctionMode):
+class BlockWatch(TorchFunctionMode):
     """Raises ValueError for attention of a rank's tokens to themselves inside of users' own parts of a transformer.
 
-    parts: submodules that run code of users, by path.
+    parts: submodules that run code of users, by path. Attention modules in them join the ranks or are local.
     """
 
     def __init__(self, ranks: Ranks, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._ranks, self._running = ranks, list[str]()
-        self._handles = [hook for path, part in parts.items() for hook in self._hooks(path, part)]
+        self._ranks, self._running = ranks, list[str | None]()
+        inside = {id(one): one for part in parts.values() for one in part.modules() if is_attention(one)}
+        named = [(part, f"{type(part).__name__} at {path}") for path, part in parts.items() if id(part) not in inside]
+        self._handles = [hook for part, name in named for hook in self._hooks(part, name)]
+        self._handles += [hook for one in inside.values() for hook in self._hooks(one, None)]
 
-    def _hooks(self, path: str, part: nn.Module) -> Iterator[Any]:
+    def _hooks(self, part: nn.Module, name: str | None) -> Iterator[Any]:
         def begin(*_: Any) -> None:
-            self._running.append(f"{type(part).__name__} at {path}")
+            self._running.append(name)
 
         def end(*_: Any) -> None:
             self._running.pop()
@@ -64,7 +67,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Compare the sizes of attention and of softmax with this rank's share of tokens."""
         options = kwargs or {}
-        if self._running and not self._ranks.joining:
+        if self._running and self._running[-1] is not None:
             if func is F.scaled_dot_product_attention:
                 query, key = (args[at] if len(args) > at else options[name] for at, name in enumerate(("query", "key")))
                 self._refuse(query.shape[-2], key.shape[-2])

@@ -28,7 +28,7 @@ QUESTIONS = {
     ),
     "out of memory": ("troubleshooting.html", "out-of-memory", "--vae tiled"),
     "wrong picture": ("troubleshooting.html", "a-wrong-or-another-picture", "--verify"),
-    "LoRA": ("adapter.html", "adapters-compilation-offload", "load_lora_weights"),
+    "LoRA": ("adapter.html", "adapters-your-own-blocks-offload", "load_lora_weights"),
     "serve": ("serving.html", "serving", "seqpar serve"),
     "cancel": ("serving.html", "cancel-deadlines-order", "DELETE"),
     "exact": ("fidelity.html", "exact-mode", "--exact"),

@@ -327,7 +327,7 @@ def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPat
 def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outputs:
     """Return the outputs of HunyuanVideo by a user's cuts, whose attention takes the mask that blocks are given."""
     tiny, known = MODELS["hunyuan"], CUTS["HunyuanVideoTransformer3DModel"]
-    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))))
+    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))), local=known.local)
     body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
     with StayDouble():
         return tuple(x.clone() for x in flat(body(tiny.arguments(device))))

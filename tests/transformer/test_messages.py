@@ -26,7 +26,7 @@ SIZE = {"height": 16, "width": 16, "max_sequence_length": 16, "output_type": "pt
 def test_a_compiled_transformer_is_refused_with_what_to_do() -> None:
     pipe = pipelines.flux()
     pipe.transformer = torch.compile(pipe.transformer)
-    with pytest.raises(ValueError, match="the transformer is compiled. Load it without torch.compile"):
+    with pytest.raises(ValueError, match=r"the transformer is compiled\. Load the model without torch\.compile"):
         seqpar.parallelize(pipe, Mesh.single())
 
 

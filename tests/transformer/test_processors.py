@@ -282,7 +282,10 @@ MODULES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "cached": (cached, None),
     "by hand": (lambda attn: fresh(attn, ByHand), f"got ByHand at blocks.0.attn1, {UNREACHED}"),
     "forward": (with_forward, f"got WanAttention at blocks.0.attn1, {UNREACHED}"),
-    "alone": (Alone, "got processor NoneType at blocks.0.attn1 of Alone, expected an object of a plain class"),
+    "alone": (
+        Alone,
+        "WanAttention at blocks.0.attn1.attn of WanTransformer3DModel inside Alone at blocks.0.attn1 would attend",
+    ),
     "function": (lambda attn: with_processor(attn, by_hand), "got processor by_hand at blocks.0.attn1 of WanAttention"),
     "frozen": (lambda attn: with_processor(attn, Frozen()), "got processor Frozen at blocks.0.attn1 of WanAttention"),
     "slots": (lambda attn: with_processor(attn, Slots()), "got processor Slots at blocks.0.attn1 of WanAttention"),

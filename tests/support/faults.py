@@ -56,6 +56,22 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "attention that a wrapper hides after parallelize sees one rank's tokens",
+        "seqpar/transformer/installed.py",
+        "            check_joined(self._module, self._cuts)\n",
+        "            pass\n",
+        "tests/transformer/test_joined.py::test_attention_that_is_not_joined_is_refused[wan-2]",
+        "a wrong image without an error",
+    ),
+    Fault(
+        "attention of a user's block sees one rank's tokens",
+        "seqpar/transformer/watch.py",
+        "        if now is None or queries != keys:\n",
+        "        if now is None or queries != keys or queries:\n",
+        "tests/transformer/test_joined.py::test_attention_of_users_blocks_is_refused[2]",
+        "a wrong image without an error",
+    ),
+    Fault(
         "shard starts one item late where parts are uneven",
         "seqpar/mesh/shard.py",
         "return slice(self.starts[part], self.starts[part] + self.sizes[part])",

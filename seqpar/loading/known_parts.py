@@ -17,6 +17,7 @@ from seqpar.loading.meta import WithoutValues
 from seqpar.loading.parts import parts_of, read_scheduler
 from seqpar.loading.presets import Preset
 from seqpar.loading.tokenizers import check_named, check_tokenizer
+from seqpar.loading.transformers import NAMES
 
 
 def built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
@@ -48,6 +49,13 @@ class PipelineParts:
     def kind(self) -> Any:
         """Return the class of the pipeline, as its index names it."""
         return kind_of(self.index, self.source if isinstance(self.source, Path) else Path(self.source.name))
+
+    @property
+    def models(self) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+        """Return class and config of each transformer, by their names."""
+        others = {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != "transformer"}
+        configs = {name: (type(model), model.config) for name, model in others.items()}
+        return {"transformer": (model_of(self.index), self.config), **configs}
 
     @cached_property
     def transformer(self) -> Any:

@@ -1,17 +1,19 @@
-"""LoRA files: which files and scales are named, whether they fit a pipeline, loading by diffusers, and merging.
+"""LoRA files: which files, scales and transformers are named, whether they fit, loading by diffusers, and merging.
 
 diffusers leaves out keys that it does not know, and only warns. Here each key of a file must be held by a layer
-afterwards. What is wrong with a file is found before any weight loads, on a transformer without memory for its weights.
+afterwards. What is wrong with a file is found before any weight loads, on a transformer without memory for its weights,
+and wrong numbers before diffusers converts the file, as some of its conversions never end on them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -21,79 +23,172 @@ from diffusers.utils import logging
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from torch import Tensor
 
-from seqpar.loading.checkpoint import open_checkpoint
+from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
+from seqpar.loading.deadline import within
 from seqpar.loading.errors import naming
 from seqpar.loading.meta import WithoutValues
 from seqpar.loading.names import LORAS
 
 TRANSFORMER, ENCODER = "transformer", "text_encoder"  # how keys of a file begin in diffusers' format
+FORM = "FILE[:SCALE][@TRANSFORMER], as style.safetensors:0.8 or high.safetensors@transformer"
 MOST_WARNINGS = 1 << 20  # that are kept of one call
+CONVERSION_S = 120.0  # diffusers needs about 2 s for a file of 1 GB
+
+# Names of the two files of a pair for Wan 2.2, whose first transformer makes the early steps. "high" and "low" count
+# only where nothing but versions, ranks and dtypes follows: low_poly.safetensors names a style.
+NOISE = {"high": "transformer", "low": "transformer_2"}
+NOISE_WORDS = re.compile(
+    r"(?<![a-z])(high|low)(?:[^a-z0-9]*noise(?![a-z])"
+    r"|(?:[^a-z0-9]+(?:lora|lightning|lightx2v|model|final|v?\d+[a-z]*|(?:v|r|rank|fp|bf|e|epoch|steps?|[at])\d+[a-z]*))*$)"
+)
+# the two matrices of a LoRA, in the formats of diffusers, kohya and others, which may name an adapter after them
+DOWN = re.compile(r"(.*[._])(lora_A|lora_down|down)((?:\.[^.]+)?\.weight)")
+UP = {"lora_A": "lora_B", "lora_down": "lora_up", "down": "up"}
+
+Models = Mapping[str, tuple[Any, Mapping[str, Any]]]
+"""Class and config of a pipeline's transformers, by their names."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA's file, and the factor by which its change of the weights is multiplied (1: as it was trained)."""
+    """A LoRA's file, and the factor by which its change of the weights is multiplied (1: as it was trained).
+
+    transformer: the name of the one that it changes, for a pipeline of several; None if that is not said, or for the
+    only one.
+    """
 
     file: str
     scale: float = 1.0
+    transformer: str | None = None
 
     @property
     def path(self) -> Path:
         """Return the path of the file; a name of `seqpar.loading.names.LORAS` stands for one of the package's."""
         return LORAS.get(self.file, Path(self.file))
 
+    @property
+    def part(self) -> str:
+        """Return the name of the transformer that it changes."""
+        return self.transformer or TRANSFORMER
+
     def __str__(self) -> str:
-        return f"{self.file}:{self.scale:g}"
+        return f"{self.file}:{self.scale:g}" + (f"@{self.transformer}" if self.transformer else "")
 
 
 def parse(text: str) -> Lora:
-    """Return the LoRA of FILE or FILE:scale; ValueError for a scale that is not finite.
+    """Return the LoRA of FILE[:SCALE][@TRANSFORMER]; ValueError for a scale that is not finite.
 
-    What follows the last colon belongs to the file's name where it is no number.
+    What follows the last @ belongs to the file's name where it is no identifier, and what follows the last colon where
+    it is no number.
     """
-    path, colon, scale = text.rpartition(":")
+    left, at, name = text.rpartition("@")
+    rest, transformer = (left, name) if at and name.isidentifier() else (text, None)
+    path, colon, scale = rest.rpartition(":")
     try:
-        lora = Lora(path, float(scale)) if colon else Lora(text)
+        lora = Lora(path, float(scale), transformer) if colon else Lora(rest, transformer=transformer)
     except ValueError:
-        return Lora(text)
+        return Lora(rest, transformer=transformer)
     if not math.isfinite(lora.scale):
         raise ValueError(f"got --lora {text}, expected a finite scale, such as 0.8")
     return lora
 
 
-def check(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a file that diffusers cannot load whole into a transformer of this class and config.
+def check(loras: Sequence[Lora], kind: Any, models: Models) -> tuple[Lora, ...]:
+    """Return the LoRAs with the transformers that they change, of which a pipeline may have several.
 
-    kind: the class of the pipeline. This reads the LoRA files, and no weights of the pipeline.
+    kind: the class of the pipeline. This reads the LoRA files, and no weights of the pipeline. Raises ValueError for a
+    file that diffusers cannot load whole into its transformer, and where nothing says which transformer that is.
     """
-    for _ in _fitted(loras, kind, model_kind, config):
-        pass
+    return tuple(lora for lora, _ in _fitted(loras, kind, models))
 
 
-def _fitted(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str, Any]) -> Iterator[tuple[Lora, Any]]:
-    """Yield each file with a transformer without memory for its weights that holds it; see `check`."""
+def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = False) -> Iterator[tuple[Lora, Any]]:
+    """Yield each file with a transformer without memory for its weights that holds it; see `check`.
+
+    The adapter of the nth is named `_name(n)`. anywhere: whether a file that does not say its transformer is tried
+    with all of them.
+    """
     if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
         files = " ".join(map(str, loras))
         raise ValueError(
             f"got --lora {files}, expected none: diffusers' {kind.__name__} loads no LoRA of a transformer"
         )
-    for number, lora in enumerate(loras, 1):
+    number = 0
+    for lora in loras:
+        if lora.transformer is not None and lora.transformer not in models:
+            names = ", ".join(models)
+            raise ValueError(f"--lora {lora}: {kind.__name__} has no {lora.transformer}; its transformers: {names}")
         if lora.path.suffix != ".safetensors" or not lora.path.is_file():
-            expected = "a .safetensors file that exists, or one with its scale, as style.safetensors:0.8"
-            raise ValueError(f"got --lora {lora.path}, expected {expected}")
-        open_checkpoint(lora.path)
+            raise ValueError(f"got --lora {lora.path}, expected a .safetensors file that exists: {FORM}")
+        check_values(open_checkpoint(lora.path))
         state = _state(kind, lora)
-        own = {key: x for key, x in state.items() if key.startswith(f"{TRANSFORMER}.")}
-        others = [key for key in state if key not in own and not key.startswith(ENCODER)]
-        if others or not own:
-            got = f"the key {others[0]:.200}" if others else "no key of the transformer"
-            raise ValueError(f"got --lora {lora.path} with {got}, expected a LoRA of a {model_kind.__name__}")
-        with naming(_unfit(lora, model_kind)), torch.device("meta"), WithoutValues():
-            model = model_kind.from_config(config)
-            with _listening():
-                model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
-        _check_whole(lora, model, own, number)
-        yield lora, model
+        for part in _parts(lora, state, models, anywhere):
+            number += 1
+            placed, (model_kind, config) = replace(lora, transformer=part if len(models) > 1 else None), models[part]
+            own = _of_part(state, part)
+            with naming(_unfit(lora, model_kind)), torch.device("meta"), WithoutValues():
+                model = model_kind.from_config(config)
+                with _listening():
+                    model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
+            _check_whole(lora, model, own, number)
+            yield placed, model
+
+
+def _parts(lora: Lora, state: Mapping[str, Tensor], models: Models, anywhere: bool) -> tuple[str, ...]:
+    """Return the transformers that a file changes: by its keys, by the name after its @, or by the file's name.
+
+    state: its tensors by diffusers' keys, which begin with "transformer" whatever transformer they are for.
+    """
+    kinds = " or ".join(dict.fromkeys(kind.__name__ for kind, _ in models.values()))
+    by_keys = {key.partition(".")[0] for key in state if not key.startswith(ENCODER)}
+    if odd := next((key for key in state if key.partition(".")[0] in by_keys - models.keys()), None):
+        raise ValueError(f"got --lora {lora.path} with the key {odd:.200}, expected a LoRA of a {kinds}")
+    if not by_keys:
+        raise ValueError(f"got --lora {lora.path} with no key of the transformer, expected a LoRA of a {kinds}")
+    if by_keys != {TRANSFORMER}:
+        if lora.transformer is not None and by_keys != {lora.transformer}:
+            raise ValueError(f"--lora {lora}: its keys are those of {', '.join(sorted(by_keys))}; leave the @ out")
+        return tuple(name for name in models if name in by_keys)
+    if lora.transformer is not None or len(models) == 1:
+        return (lora.part,)
+    words = {match[1] for match in NOISE_WORDS.finditer(lora.path.stem.lower())}
+    if len(words) == 1 and NOISE[word := words.pop()] in models:
+        return (NOISE[word],)
+    if anywhere:
+        return tuple(models)
+    names = " or ".join(f"{replace(lora, transformer=name)}" for name in models)
+    raise ValueError(f"--lora {lora.file} does not say which of {len(models)} transformers it is for; use {names}")
+
+
+def _of_part(named: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return what belongs to one transformer, under names that begin with "transformer", as diffusers expects them."""
+    begin = f"{part}." if any(name.startswith(f"{part}.") for name in named) else f"{TRANSFORMER}."
+    return {f"{TRANSFORMER}.{name.removeprefix(begin)}": x for name, x in named.items() if name.startswith(begin)}
+
+
+def check_values(file: Checkpoint) -> None:
+    """Raise ValueError for tensors that no LoRA has; this reads the whole file.
+
+    Weights must be real, finite and not empty, alphas also positive, and the two matrices of a layer agree in rank.
+    """
+    for key, shape in file.shapes.items():
+        tensor, what = file.tensor(key), f"--lora {file.name}: {key:.200}"
+        if key.endswith("alpha"):
+            if tensor.numel() != 1 or tensor.is_complex() or not 0 < float(tensor) < math.inf:
+                value = f"{tensor.item():g}" if tensor.numel() == 1 and not tensor.is_complex() else tensor.dtype
+                raise ValueError(f"{what} is {value} of shape {shape}; an alpha must be one positive, finite number")
+            continue
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{what} is of type {dtype}; LoRA weights must be real floating-point numbers")
+        if not tensor.numel():
+            raise ValueError(f"{what} is empty, of shape {shape}; a LoRA needs a rank of at least 1")
+        if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
+            raise ValueError(f"{what} has values that are not finite; the file is damaged or its training failed")
+        match = DOWN.fullmatch(key)
+        other = match and f"{match[1]}{UP[match[2]]}{match[3]}"
+        if other in file.shapes and (len(shape) < 2 or shape[:1] != file.shapes[other][1:2]):
+            raise ValueError(f"{what} of shape {shape} and {other:.200} of shape {file.shapes[other]} differ in rank")
 
 
 def changes_encoders(kind: Any, loras: Sequence[Lora]) -> bool:
@@ -107,15 +202,20 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
     Raises ValueError if diffusers fails, or if a key of a file is in no layer afterwards.
     """
     for number, lora in enumerate(loras, 1):
-        folder, name = str(lora.path.parent), lora.path.name
+        file = {"pretrained_model_name_or_path_or_dict": str(lora.path.parent), "weight_name": lora.path.name}
+        name, model, state = _name(number), getattr(pipe, lora.part), _state(type(pipe), lora)
         with naming(_unfit(lora, type(pipe))), _listening():
-            pipe.load_lora_weights(folder, weight_name=name, adapter_name=_name(number), use_safetensors=True)
-        state = _state(type(pipe), lora)
-        for part, count in Counter(key.partition(".")[0] for key in state).items():
+            if lora.part == TRANSFORMER:
+                pipe.load_lora_weights(**file, adapter_name=name, use_safetensors=True)
+            else:  # as diffusers does with load_into_transformer_2=True, for keys that name the transformer, too
+                _, facts = pipe.lora_state_dict(**file, use_safetensors=True, return_lora_metadata=True)
+                options = {"metadata": facts and _of_part(facts, lora.part), "low_cpu_mem_usage": True}
+                own = _of_part(state, lora.part)
+                pipe.load_lora_into_transformer(own, model, adapter_name=name, _pipeline=pipe, **options)
+        _check_whole(lora, model, _of_part(state, lora.part), number)
+        for part, count in Counter(key.partition(".")[0] for key in state if key.startswith(ENCODER)).items():
             model = getattr(pipe, part, None)
-            if part == TRANSFORMER:
-                _check_whole(lora, model, {key: x for key, x in state.items() if key.startswith(f"{part}.")}, number)
-            elif len(_held(model, number)) != count:  # diffusers renames keys of encoders
+            if len(_held(model, number)) != count:  # diffusers renames keys of encoders
                 got = f"{count} keys of {part}, of which {type(pipe).__name__} takes {len(_held(model, number))}"
                 raise ValueError(f"got --lora {lora.path} with {got}, expected a LoRA that it takes whole")
     if loras:
@@ -126,7 +226,10 @@ def _state(kind: Any, lora: Lora) -> dict[str, Tensor]:
     """Return the tensors of a file under diffusers' keys; ValueError where diffusers would leave one out."""
     what = f"got --lora {lora.path}, which {kind.__name__} cannot read"
     with naming(what), _listening() as records:
-        state = kind.lora_state_dict(str(lora.path.parent), weight_name=lora.path.name, use_safetensors=True)
+        state = within(
+            CONVERSION_S,
+            lambda: kind.lora_state_dict(str(lora.path.parent), weight_name=lora.path.name, use_safetensors=True),
+        )
         if records:
             raise ValueError(records[0].getMessage())
     return state

@@ -281,7 +281,7 @@ def check(order: Order, source: Path | Preset | PipelineParts) -> Adapted:
     check_flags(order, kind.__name__, parameters)
     check_frames(order, kind.__name__, frames_of(parameters, parts))
     arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
-    _lora.check(order.loras, kind, model_of(parts.index), parts.config)
+    order = replace(order, loras=_lora.check(order.loras, kind, parts.models))
     (guidance, embedded), run = _planned(order, parts, parameters)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}

@@ -17,7 +17,7 @@ import seqpar.local
 import seqpar.transports
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
-from seqpar.loading.folder import kind_of, model_of
+from seqpar.loading.folder import kind_of
 from seqpar.loading.garbage import no_collection
 from seqpar.loading.known_parts import parts_of_folder
 from seqpar.loading.names import resolve
@@ -51,7 +51,8 @@ def load(
     """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
-    takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. fp32_state:
+    takes bf16 on GPUs and fp32 on CPUs. loras: files, each as FILE[:SCALE][@TRANSFORMER]; of several
+    transformers (Wan 2.2) it changes the named one, or the one that the file itself names. fp32_state:
     whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
 
     A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
@@ -61,6 +62,9 @@ def load(
     ranks = mesh or Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
     folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
+    for lora in folder.loras if ranks.is_main else ():
+        if lora.transformer is not None:
+            print(f"seqpar: LoRA {lora.file} changes {lora.transformer}", flush=True)
     pipe = load_pipeline(folder, dtype, ranks, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
@@ -95,8 +99,7 @@ def checked(
     kind = kind_of(index, path)
     parts = parts_of_folder(path, index, file)
     check_wish(kind.__name__, parts.vae, vae)
-    _lora.check(adapters, kind, model_of(index), parts.config)
-    return Folder(path, kind, index, parts.fitted, file, adapters)
+    return Folder(path, kind, index, parts.fitted, file, _lora.check(adapters, kind, parts.models))
 
 
 def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: Wished = "auto") -> str | None:

@@ -73,7 +73,8 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
         told = msgspec.structs.asdict(self)
         images = [{"size": f"{each.height}x{each.width}", "pixels": each.digest} for each in self.images]
         left = {name: value for name, value in told.items() if value not in (None, ()) and name not in UNTOLD}
-        more: dict[str, Any] = {"images": images, "lora": [f"{name}:{scale:g}" for name, scale in self.loras]}
+        loras = [(*name.partition("@"), scale) for name, scale in self.loras]
+        more: dict[str, Any] = {"images": images, "lora": [f"{name}:{scale:g}{at}{part}" for name, at, part, scale in loras]}
         return {**left, **{name: each for name, each in more.items() if each}, "steps": steps, "size": list(size)}
 
 
@@ -98,8 +99,8 @@ class VideoFacts(msgspec.Struct, frozen=True):
 class ServedModel(msgspec.Struct, frozen=True):
     """A model that is loaded. size: (height, width) of what it makes if an order names none. layout: for people.
 
-    step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it. edits: whether it
-    takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures. sizes: some that it
+    step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it, NAME@TRANSFORMER if
+    it has several transformers. edits: whether it takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures. sizes: some that it
     takes, its own first.
     """
 
@@ -115,6 +116,11 @@ class ServedModel(msgspec.Struct, frozen=True):
     needs_picture: bool = False
     video: VideoFacts | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+
+    def lora(self, name: str) -> str | None:
+        """Return the one of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""
+        meant = [each for each in self.loras if name in (each, each.partition("@")[0], f"{each}@transformer")]
+        return meant[0] if len(meant) == 1 else None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -43,11 +43,11 @@ def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
 class Merging:
     """The LoRAs of a transformer, of which any are merged into its weights.
 
-    every: name of a LoRA -> what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in
+    module: the transformer; or a pipeline, whose paths begin with the names of its transformers. every: name of a LoRA -> what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in
     one room for the layers of all LoRAs, so that others can be merged later.
     """
 
-    def __init__(self, module: nn.Module, every: Mapping[str, Terms], keeps: bool) -> None:
+    def __init__(self, module: Any, every: Mapping[str, Terms], keeps: bool) -> None:
         self._every = every
         self._layers: dict[str, Any] = {path: layer_at(module, path) for each in every.values() for path in each}
         self._kept = {path: _copied(layer) for path, layer in self._layers.items()} if keeps else {}

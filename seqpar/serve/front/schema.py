@@ -24,17 +24,18 @@ MOST_SIDE = 8192  # pixels; a message holds a picture of this width and height
 MOST_SEED = 2**63 - 1
 LEAST_STRENGTH = 0.001  # which makes a step of any number of them
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
-LoraName = Annotated[str, Field(min_length=1, max_length=100)]
+LoraName = Annotated[str, Field(min_length=1, max_length=120, description="NAME or NAME@TRANSFORMER.")]
 Nothing = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
 
 
 class LoraScale(BaseModel):
-    """A LoRA and the factor by which its change of the weights is multiplied."""
+    """A LoRA, the factor by which its change of the weights is multiplied, and which of several transformers has it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     name: LoraName
     scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+    transformer: Annotated[str | None, Field(max_length=100, description="As NAME@TRANSFORMER.")] = None
 
 
 def _named(value: Any) -> Any:
@@ -98,7 +99,7 @@ class CommonFields(BaseModel):
     @property
     def loras(self) -> tuple[tuple[str, float], ...]:
         """Return the names of the LoRAs, with their scales."""
-        return tuple((each.name, each.scale) for each in self.lora)
+        return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
 
     def order(self, model: ServedModel, images: Sequence[OrderPicture] = ()) -> PictureOrder:
         """Return the order of a model's first picture, or of its video, without an id."""
@@ -113,7 +114,7 @@ class CommonFields(BaseModel):
             self.true_guidance,
             self.negative_prompt,
             self.scheduler,
-            loras=self.loras,
+            loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
             images=tuple(images),
         )
 

@@ -86,9 +86,9 @@ def _why_not(model: ServedModel, purpose: Purpose) -> str | None:
 
 
 def check_loras(loras: Sequence[tuple[str, float]], model: ServedModel) -> None:
-    """Raise ProblemError for LoRAs that a model does not have, and for one that is named twice."""
-    names = [name for name, _ in loras]
-    if not set(names) <= set(model.loras) or len(set(names)) < len(names):
+    """Raise ProblemError for LoRAs that a model does not have, for one named twice, or without its transformer."""
+    names = [model.lora(name) for name, _ in loras]
+    if None in names or len(set(names)) < len(names):
         expected = f"some of {', '.join(model.loras)}, each once" if model.loras else f"none: {model.name} has none"
         raise ProblemError(Problem(400, "unknown_lora", f"got other LoRAs, expected {expected}", "lora"))
 

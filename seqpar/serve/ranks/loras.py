@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqpar.loading.folder import model_of
 from seqpar.loading.lora import Lora
 from seqpar.loading.presets import Preset
 from seqpar.pipelines.diffusers import Adapted
@@ -20,9 +19,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class FittingLoras:
-    """The LoRAs that fit a model. weights: number of weights of all layers that any of them changes.
+    """The LoRAs that fit a model, by their names: NAME, or NAME@TRANSFORMER for a model of several transformers.
 
-    reasons: name of another LoRA -> why it does not fit.
+    weights: number of weights of all layers that any of them changes. reasons: name of another -> why it does not fit.
     """
 
     every: Mapping[str, Lora]
@@ -35,19 +34,21 @@ class FittingLoras:
         fitting, layers, reasons = dict[str, Lora](), dict[str, int](), dict[str, str]()
         for name, lora in loras.items():
             try:
-                layers |= _layers(example, lora)
-                fitting[name] = lora
+                changed = _changed(example, lora)
             except ValueError as reason:
                 reasons[name] = str(reason)
+                continue
+            for placed, its_layers in changed.items():
+                fitting[f"{name}@{placed.transformer}" if placed.transformer else name] = placed
+                layers |= its_layers
         return FittingLoras(fitting, sum(layers.values()), reasons)
 
 
-def _layers(example: Any, lora: Lora) -> dict[str, int]:
-    """Return path -> number of weights of the layers that a LoRA changes; ValueError if it does not fit the model."""
+def _changed(example: Any, lora: Lora) -> dict[Lora, dict[str, int]]:
+    """Return what a LoRA changes, as `check_switched`; ValueError if it does not fit the model."""
     if not isinstance(example, Adapted) or isinstance(example.source, Preset):
         raise ValueError(f"got --lora {lora.path}, expected a model of a diffusers pipeline's folder for it")
-    parts = example.files
-    return lora_files.check_switched((lora,), example.kind, model_of(parts.index), parts.config)
+    return lora_files.check_switched(lora, example.kind, example.files.models)
 
 
 def loras_in(folder: Path | None) -> dict[str, Lora]:
@@ -67,7 +68,8 @@ def loras_in(folder: Path | None) -> dict[str, Lora]:
 def check_all_fit(loras: Iterable[str], every: Iterable[FittingLoras]) -> None:
     """Raise ValueError for a LoRA that fits no model. every: of each model."""
     models = list(every)
+    fitting = {name.partition("@")[0] for each in models for name in each.every}
     for name in loras:
-        if not any(name in each.every for each in models):
+        if name not in fitting:
             reasons = "; ".join(dict.fromkeys(each.reasons[name] for each in models))
             raise ValueError(f"got the LoRA {name}, which fits no model that is served: {reasons}")

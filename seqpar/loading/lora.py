@@ -38,8 +38,8 @@ CONVERSION_S = 120.0  # diffusers needs about 2 s for a file of 1 GB
 # only where nothing but versions, ranks and dtypes follows: low_poly.safetensors names a style.
 NOISE = {"high": "transformer", "low": "transformer_2"}
 NOISE_WORDS = re.compile(
-    r"(?<![a-z])(high|low)(?:[^a-z0-9]*noise(?![a-z])"
-    r"|(?:[^a-z0-9]+(?:lora|lightning|lightx2v|model|final|v?\d+[a-z]*|(?:v|r|rank|fp|bf|e|epoch|steps?|[at])\d+[a-z]*))*$)"
+    r"(high|low)[^a-z0-9]*noise(?![a-z])|(?<![a-z])(high|low)"
+    r"(?:[^a-z0-9]+(?:lora|lightning|lightx2v|model|final|v?\d+[a-z]*|(?:v|r|rank|fp|bf|e|epoch|steps?|[at])\d+[a-z]*))*$"
 )
 # the two matrices of a LoRA, in the formats of diffusers, kohya and others, which may name an adapter after them
 DOWN = re.compile(r"(.*[._])(lora_A|lora_down|down)((?:\.[^.]+)?\.weight)")
@@ -105,8 +105,7 @@ def check(loras: Sequence[Lora], kind: Any, models: Models) -> tuple[Lora, ...]:
 def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = False) -> Iterator[tuple[Lora, Any]]:
     """Yield each file with a transformer without memory for its weights that holds it; see `check`.
 
-    The adapter of the nth is named `_name(n)`. anywhere: whether a file that does not say its transformer is tried
-    with all of them.
+    The nth adapter is named `_name(n)`. anywhere: whether a file that does not say its transformer is tried with all.
     """
     if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
         files = " ".join(map(str, loras))
@@ -151,13 +150,13 @@ def _parts(lora: Lora, state: Mapping[str, Tensor], models: Models, anywhere: bo
         return tuple(name for name in models if name in by_keys)
     if lora.transformer is not None or len(models) == 1:
         return (lora.part,)
-    words = {match[1] for match in NOISE_WORDS.finditer(lora.path.stem.lower())}
+    words = {match[1] or match[2] for match in NOISE_WORDS.finditer(lora.path.stem.lower())}
     if len(words) == 1 and NOISE[word := words.pop()] in models:
         return (NOISE[word],)
     if anywhere:
         return tuple(models)
-    names = " or ".join(f"{replace(lora, transformer=name)}" for name in models)
-    raise ValueError(f"--lora {lora.file} does not say which of {len(models)} transformers it is for; use {names}")
+    ways = " or ".join(f"@{NOISE[word]} ({word} noise)" for word in NOISE)
+    raise ValueError(f"--lora {lora.file} does not say which of {len(models)} transformers it is for; add {ways}")
 
 
 def _of_part(named: Mapping[str, Any], part: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from seqpar.families._guided import is_guided
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.errors import naming_loop
-from seqpar.loading.folder import kind_of, model_of
+from seqpar.loading.folder import kind_of
 from seqpar.loading.known_parts import PipelineParts, parts_of_folder, parts_of_preset
 from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline

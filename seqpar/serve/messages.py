@@ -73,8 +73,9 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
         told = msgspec.structs.asdict(self)
         images = [{"size": f"{each.height}x{each.width}", "pixels": each.digest} for each in self.images]
         left = {name: value for name, value in told.items() if value not in (None, ()) and name not in UNTOLD}
-        loras = [(*name.partition("@"), scale) for name, scale in self.loras]
-        more: dict[str, Any] = {"images": images, "lora": [f"{name}:{scale:g}{at}{part}" for name, at, part, scale in loras]}
+        parted = [(*name.partition("@"), scale) for name, scale in self.loras]
+        loras = [f"{name}:{scale:g}{at}{transformer}" for name, at, transformer, scale in parted]
+        more: dict[str, Any] = {"images": images, "lora": loras}
         return {**left, **{name: each for name, each in more.items() if each}, "steps": steps, "size": list(size)}
 
 
@@ -100,8 +101,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """A model that is loaded. size: (height, width) of what it makes if an order names none. layout: for people.
 
     step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it, NAME@TRANSFORMER if
-    it has several transformers. edits: whether it takes pictures. needs_picture: whether it makes nothing without one. video: None for pictures. sizes: some that it
-    takes, its own first.
+    it has several transformers. edits: whether it takes pictures. needs_picture: whether it makes nothing without one.
+    video: None for pictures. sizes: some that it takes, its own first.
     """
 
     name: str

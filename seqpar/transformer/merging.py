@@ -43,8 +43,9 @@ def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
 class Merging:
     """The LoRAs of a transformer, of which any are merged into its weights.
 
-    module: the transformer; or a pipeline, whose paths begin with the names of its transformers. every: name of a LoRA -> what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in
-    one room for the layers of all LoRAs, so that others can be merged later.
+    module: the transformer; or a pipeline, if paths begin with the names of its transformers. every: name of a LoRA ->
+    what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
+    of all LoRAs, so that others can be merged later.
     """
 
     def __init__(self, module: Any, every: Mapping[str, Terms], keeps: bool) -> None:

@@ -110,6 +110,9 @@ def checked(
     """Return all models before weights load; ValueError if they do not fit a rank, or a LoRA fits none."""
     found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
     mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
+    for name, lora in ((each.name, lora) for each in found for lora in each.loras.every.values()):
+        if lora.transformer is not None and mesh.is_main:
+            print(f"seqpar: {name}: LoRA {lora.path.name} can change {lora.transformer}", flush=True)
     needed, memory = sum(each.memory for each in found), _total(mesh)
     if needed > memory:
         shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)

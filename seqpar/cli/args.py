@@ -27,9 +27,9 @@ class Options:
     prompt: tuple[str, ...] = ()
     """What to show, for models that take a text; several prompts make several pictures."""
     lora: tuple[str, ...] = ()
-    """Files of LoRAs (.safetensors) for the transformer of a diffusers pipeline, each with its scale after a colon if
-    that is not 1, as style.safetensors:0.8; the pictures are made by diffusers' own loop. "outline" comes with
-    builtin-text."""
+    """LoRA files (.safetensors) for a diffusers pipeline, each FILE[:SCALE][@TRANSFORMER], as style.safetensors:0.8. Of
+    the two transformers of Wan 2.2 name the one that a file changes (high.safetensors@transformer
+    low.safetensors@transformer_2), unless its name says high or low noise. "outline" comes with builtin-text."""
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
     image: tuple[str, ...] = ()

@@ -30,5 +30,6 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             raise ValueError(f"its conversion did not end within {seconds:g} s")
         return future.result()
     finally:
-        if not future.done():  # late, or Ctrl-C: the call ends at its next line of Python
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread[0]), ctypes.py_object(SystemExit))
+        if not (future.done() or future.cancel()):  # late, or Ctrl-C: the call ends at its next line of Python
+            for ident in thread:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))

@@ -45,6 +45,8 @@ NOISE_WORDS = re.compile(
 DOWN = re.compile(r"(.*[._])(lora_A|lora_down|down)((?:\.[^.]+)?\.weight)")
 UP = {"lora_A": "lora_B", "lora_down": "lora_up", "down": "up"}
 
+LEFT_OUT = re.compile(r"diffusion_model\..*norm.*\.diff(_b)?")  # by diffusers' conversion for Wan, with no warning
+
 Models = Mapping[str, tuple[Any, Mapping[str, Any]]]
 """Class and config of a pipeline's transformers, by their names."""
 
@@ -184,10 +186,19 @@ def check_values(file: Checkpoint) -> None:
             raise ValueError(f"{what} is empty, of shape {shape}; a LoRA needs a rank of at least 1")
         if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
             raise ValueError(f"{what} has values that are not finite; the file is damaged or its training failed")
-        match = DOWN.fullmatch(key)
-        other = match and f"{match[1]}{UP[match[2]]}{match[3]}"
-        if other in file.shapes and (len(shape) < 2 or shape[:1] != file.shapes[other][1:2]):
-            raise ValueError(f"{what} of shape {shape} and {other:.200} of shape {file.shapes[other]} differ in rank")
+        up = f"{match[1]}{UP[match[2]]}{match[3]}" if (match := DOWN.fullmatch(key)) else ""
+        if up in file.shapes and (len(shape) < 2 or shape[:1] != file.shapes[up][1:2]):
+            raise ValueError(f"{what} of shape {shape} and {up:.200} of shape {file.shapes[up]} differ in rank")
+
+
+def remarks(loras: Sequence[Lora]) -> list[str]:
+    """Return which transformer each LoRA of `check` changes if there are several, and what diffusers leaves out."""
+    found = [f"LoRA {lora.file} changes {lora.transformer}" for lora in loras if lora.transformer is not None]
+    for lora in loras:
+        file = open_checkpoint(lora.path)
+        if left := sum(bool(file.tensor(key).count_nonzero()) for key in file.shapes if LEFT_OUT.fullmatch(key)):
+            found.append(f"LoRA {lora.file}: {left} differences of norms are left out, as diffusers leaves them out")
+    return found
 
 
 def changes_encoders(kind: Any, loras: Sequence[Lora]) -> bool:

@@ -75,6 +75,9 @@ def load_pipeline(
     texts. Raises the same ValueError on every rank if a part does not load.
     """
     team = Team.of(mesh)
+    remarks = mesh.together(lambda: _lora.remarks(folder.loras))
+    if mesh.is_main:
+        print(*(f"seqpar: {remark}\n" for remark in remarks), sep="", end="", flush=True)
     with no_collection(), Reader(mesh.device, team.size) as reader:
         begun = _encoders(folder, dtype, mesh, reader)
         weights = _weights(folder, dtype, mesh)

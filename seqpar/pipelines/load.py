@@ -62,9 +62,6 @@ def load(
     ranks = mesh or Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
     folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
-    for lora in folder.loras if ranks.is_main else ():
-        if lora.transformer is not None:
-            print(f"seqpar: LoRA {lora.file} changes {lora.transformer}", flush=True)
     pipe = load_pipeline(folder, dtype, ranks, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:

@@ -335,11 +335,35 @@ def test_numbers_that_no_lora_has_are_refused_before_a_conversion(
     assert f"--lora {file}: {key}" in str(told.value)
 
 
-def test_float8_is_taken_as_far_as_diffusers_takes_it(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_gpu")
+def test_float8_is_taken_as_diffusers_takes_it(folder: Path, tmp_path: Path) -> None:
     small = {key: x.to(torch.float8_e4m3fn) for key, x in peft(1).items()}
     file = written(tmp_path, {"high": small})["high"]
     truth = theirs(folder, file, None)
     assert abs(ours(0, 1, torch.device("cpu"), str(folder), (str(file),), merged=True) - truth).max() < TOLERANCE
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_rank_0_prints_where_each_file_goes_and_what_diffusers_leaves_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, value = "diffusion_model.blocks.1.norm3.diff", torch.ones(60)
+    files = written(tmp_path, {"high": distilled(1), "low": {**distilled(2), key: value}})
+    high, low = str(files["high"]), f"{files['low']}:0.5"
+    video = ours(0, 1, torch.device("cpu"), str(folder), (high, low), merged=False)
+    assert abs(video - theirs(folder, files["high"], files["low"], scales=(1.0, 0.5))).max() < TOLERANCE
+    told = [line for line in capsys.readouterr().out.splitlines() if "LoRA" in line]
+    assert told == [
+        f"seqpar: LoRA {high} changes transformer",
+        f"seqpar: LoRA {files['low']} changes transformer_2",
+        f"seqpar: LoRA {files['low']}: 1 differences of norms are left out, as diffusers leaves them out",
+    ]
+    order = Order(str(folder), torch.float64, prompts=("a red cat",), loras=tuple(map(parse, (high, low))))
+    job = adapted.check(order, adapted.parts_of(folder))
+    assert [str(each) for each in job.order.loras] == [
+        f"{high}:1@transformer",
+        f"{low}@transformer_2",
+    ]  # in the summary
 
 
 def test_a_conversion_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

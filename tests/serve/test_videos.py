@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from seqpar.serve.messages import PictureOrder
 from tests.serve.test_edits import PIXELS, file_of
 from tests.support.fake_replica import pixels_of
 from tests.support.front import Running, running, until
@@ -68,6 +69,31 @@ def test_a_picture_json_and_the_frames_that_fit(front: Running) -> None:
         assert answer.headers["x-ignored"] == "user"
 
 
+def test_a_lora_goes_to_the_transformer_that_is_named_or_that_it_says_itself(front: Running) -> None:
+    asked: list[Any] = [
+        "high",
+        [{"name": "low@transformer_2", "scale": 0.8}, {"name": "high", "transformer": "transformer"}],
+        [{"name": "style", "transformer": "transformer_2"}, {"name": "style@transformer", "transformer": None}],
+    ]
+    expected = [
+        [["high@transformer", 1.0]],
+        [["low@transformer_2", 0.8], ["high@transformer", 1.0]],
+        [["style@transformer_2", 1.0], ["style@transformer", 1.0]],
+        [["low@transformer_2", 1.0]],
+    ]
+    with front.openai() as client, front.http() as http:
+        for lora in asked:
+            ended(client, http.post(PATH, json={"prompt": "loras of two", "lora": lora}).json()["id"])
+        ended(client, create(client, "loras of two", lora="low@transformer_2").id)  # a form
+        made = http.post("/v1/images/generations", json={"prompt": "x", "lora": "style@transformer", "steps": 3}).json()
+    heard = [each["loras"] for each in front.heard if each.get("prompt") == "loras of two"]
+    assert heard == expected
+    assert made["data"]  # of a model of one transformer
+    assert [each["loras"] for each in front.heard if each.get("steps") == 3][-1] == [["style", 1.0]]
+    order = PictureOrder("", "movie", "x", loras=(("low@transformer_2", 0.8),))
+    assert order.about(1, (8, 8))["lora"] == ["low:0.8@transformer_2"]  # as the command takes it
+
+
 def test_lists_are_of_videos_alone_and_have_pages(front: Running) -> None:
     with front.openai() as client:
         ids = [create(client, "x").id for _ in range(3)]
@@ -107,6 +133,14 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"fps": 1001}, 400, "got fps 1001, expected"),
     ({"n": 2}, 400, "got unknown fields n, expected"),
     ({"input_reference": "/etc/passwd"}, 400, "got unknown fields input_reference, expected"),
+    *(
+        (
+            {"lora": lora},
+            400,
+            "got other LoRAs, expected some of high@transformer, low@transformer_2, style@transformer,",
+        )
+        for lora in ("style", "high@transformer_2", [{"name": "high"}, {"name": "high@transformer"}], "high@unet")
+    ),
     ({"model": "toy"}, 400, "got model toy, which makes pictures, expected one that makes videos"),
     ({"model": "clip"}, 400, "got 0 files of input_reference with model clip, expected one"),
     ({"deadline_s": 4000}, 400, "got deadline_s 4000, expected at most 3600"),

@@ -47,7 +47,10 @@ FACTS: dict[str, dict[str, Any]] = {
     "other": {},
     "editor": {"edits": True},
     "changer": {"edits": True, "needs_picture": True},
-    "movie": {"video": VIDEO},
+    "movie": {
+        "video": VIDEO,
+        "loras": ("high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"),
+    },
     "clip": {"video": VIDEO, "edits": True, "needs_picture": True},
 }
 MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, **facts) for name, facts in FACTS.items())

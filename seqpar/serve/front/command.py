@@ -39,7 +39,8 @@ class ServeArgs:
     keys: Path | None = None
     """File of API keys, a line NAME:KEY each, which only its owner can read."""
     loras: Path | None = None
-    """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit."""
+    """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit. A request says
+    NAME@TRANSFORMER where a model has several transformers."""
     warm: tuple[str, ...] = ()
     """Sizes, WIDTHxHEIGHT or auto, that each model makes before it is ready, if it takes them; others work, too, but
     their first one takes longer."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from seqpar.loading.lora import Lora
+from seqpar.loading.lora import Lora, remarks
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.deadlines import Deadlines
 from seqpar.mesh.mesh import Mesh, default_dtype
@@ -110,9 +110,10 @@ def checked(
     """Return all models before weights load; ValueError if they do not fit a rank, or a LoRA fits none."""
     found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
     mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
-    for name, lora in ((each.name, lora) for each in found for lora in each.loras.every.values()):
-        if lora.transformer is not None and mesh.is_main:
-            print(f"seqpar: {name}: LoRA {lora.path.name} can change {lora.transformer}", flush=True)
+    told = mesh.together(lambda: {each.name: remarks(list(each.loras.every.values())) for each in found})
+    for name, remark in ((name, remark) for name in told for remark in told[name]):
+        if mesh.is_main:
+            print(f"seqpar: {name}: {remark}", flush=True)
     needed, memory = sum(each.memory for each in found), _total(mesh)
     if needed > memory:
         shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)

@@ -149,3 +149,33 @@ def test_a_picture_of_another_length_and_a_cancelled_video(driver: Driver, folde
     given_up = driver.cancel_at(long, 1)
     assert isinstance(given_up, Failed)
     assert given_up.why == "cancelled"
+
+
+def test_the_loras_of_both_transformers_give_the_frames_of_the_command(tmp_path: Path) -> None:
+    from tests.cli.test_wan_loras import lightning, trained, written
+    from tests.support import pipelines
+
+    folder, loras = tmp_path / "wan22", tmp_path / "loras"
+    pipelines.wan(2).save_pretrained(folder)
+    loras.mkdir()
+    files = written(loras, {"high": lightning(1), "low": lightning(2), "style": trained(3)})
+    fields: dict[str, Any] = {"size": (32, 32), "steps": 2, "frames": 5}
+    sets = ((), (("high@transformer", 1.0), ("style@transformer_2", 0.5)), ())
+    with replica(tmp_path, 2, str(folder), "--loras", str(loras)) as made:
+        assert made.ready.models[0].loras == (
+            "high@transformer",
+            "low@transformer_2",
+            "style@transformer",
+            "style@transformer_2",
+        )
+        videos = [made.ask(msgspec.structs.replace(order(folder, **fields), loras=each)) for each in sets]
+        assert f"LoRA {files['low']} changes transformer_2" in made.errors.with_name("output").read_text()
+        assert made.finish() == 0
+    words = ["--lora", files["high"], f"{files['style']}:0.5@transformer_2"]
+    flags = ["--steps", 2, "--size", "32x32", "--frames", 5]
+    digests = list[str]()
+    for video, more in zip(videos, ([], words, []), strict=True):
+        assert isinstance(video, MadeVideo), video
+        digests.append(frames(io.BytesIO(video.file))[1]["pixels"])
+        assert frames(str(sampled(folder, tmp_path / "x.mp4", *flags, *more)))[1]["pixels"] == digests[-1]
+    assert digests[0] == digests[2] != digests[1]

@@ -111,9 +111,9 @@ def checked(
     found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
     mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
     told = mesh.together(lambda: {each.name: remarks(list(each.loras.every.values())) for each in found})
-    for name, remark in ((name, remark) for name in told for remark in told[name]):
-        if mesh.is_main:
-            print(f"seqpar: {name}: {remark}", flush=True)
+    if mesh.is_main:
+        for name, lines in told.items():
+            print(*(f"seqpar: {name}: {line}\n" for line in lines), sep="", end="", flush=True)
     needed, memory = sum(each.memory for each in found), _total(mesh)
     if needed > memory:
         shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)

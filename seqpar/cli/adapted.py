@@ -26,6 +26,7 @@ from seqpar.pipelines.pictures import save
 from seqpar.pipelines.videos import digest, save_video
 from seqpar.planner.plan import Plan
 from seqpar.planner.settled import settled
+from seqpar.transformer.lease import call_of
 from seqpar.transformer.passing import passing
 from seqpar.vae.pipeline import Wished
 
@@ -131,7 +132,7 @@ def _what(job: Adapted) -> str:
 
 def _summary(args: Args, pipe: Any, job: Adapted, plan: Plan, state: str) -> str:
     """Return the lines that say what runs, where, and why."""
-    call: Any = next(iter(transformers_of(pipe).values())).forward
+    call: Any = call_of(next(iter(transformers_of(pipe).values())))
     tokens = f"{job.load.tokens} tokens, " if job.planned.exact else ""
     dtype, steps = str(job.dtype).removeprefix("torch."), f"{job.steps} steps of {type(pipe.scheduler).__name__}"
     work = f"{job.load.images} {_what(job)}, {tokens}{dtype}, {steps} in {job.kind.__name__}, {scales(job)}"
@@ -153,7 +154,7 @@ def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, An
     own = {"scheduler": type(pipe.scheduler).__name__, "vae": args.vae, "prompts": job.prompts}
     own |= {"images": [picture.facts for picture in job.order.images]} if job.order.images else {}
     own |= {"fps": job.fps} if job.video else {}
-    call: Any = next(iter(transformers_of(pipe).values())).forward
+    call: Any = call_of(next(iter(transformers_of(pipe).values())))
     return chosen(args, job, call.mesh, {**names, **own})
 
 

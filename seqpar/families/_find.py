@@ -8,6 +8,7 @@ where they leave an embedder rather than where they enter each block, because th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from seqpar.families._cuts import HELP, Cuts, check, from_diffusers
 from seqpar.families._flux2_cuts import _flux2
 from seqpar.families._flux3_cuts import _flux3
 from seqpar.families._flux_cuts import _flux
+from seqpar.families._home import HOME
 from seqpar.families._hunyuan_video_cuts import _hunyuan_video, _hunyuan_video15
 from seqpar.families._krea2_cuts import _krea2
 from seqpar.families._ltx2_cuts import _ltx2
@@ -36,7 +38,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     """Return the cuts of a transformer: the caller's, those of this table, or those of its `_cp_plan`.
 
     asked: a `Cuts`, or a plan in diffusers' form. A class that is not in the table has the cuts of the class that it
-    derives from. Raises ValueError, the same on every rank, if there are none, or if they name submodules or parameters
+    derives from, which are not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank, if there are none, or if they name submodules or parameters
     that the transformer does not have.
     """
     theirs: Any = getattr(module, "_cp_plan", None)
@@ -46,7 +48,20 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
         raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
     check(module, cuts)
-    return cuts
+    reason = _why_not(type(module)) if asked is None else None
+    return cuts if reason is None else replace(cuts, why_not=lambda module: reason)
+
+
+def _why_not(kind: type) -> str | None:
+    """Return why the cuts of a class may not fit the forward of one that derives from it, or None."""
+    theirs = next(one for one in kind.__mro__ if "forward" in vars(one))
+    known = next((one for one in kind.__mro__ if one.__name__ in CUTS or vars(one).get("_cp_plan")), theirs)
+    if not issubclass(theirs, known) or theirs is known or theirs.__module__.startswith(HOME):
+        return None
+    return (
+        f"{theirs.__name__} has a forward of its own, which may decide by one rank's tokens; cuts= says that it "
+        f"computes each token by itself"
+    )
 
 
 def is_known(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from seqpar.profiling.record import MEASURED, StepRecorder
 from seqpar.profiling.report import facts, report, rows
 from seqpar.profiling.result import Profile, profile_of, told
 from seqpar.profiling.trace import RankTrace, trimmed
-from seqpar.transformer.call import Call
+from seqpar.transformer.lease import call_of
 
 MOST_BYTES = 1 << 30  # of one rank's trace
 
@@ -60,10 +60,9 @@ def profile(
 
 def _is_parallel(module: nn.Module, plans: list[Plan]) -> bool:
     """Return whether a module is a parallelized transformer, whose plan is added."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, Call):
-        plans.append(forward.body.ranks.plan)
-    return isinstance(forward, Call)
+    if (call := call_of(module)) is not None:
+        plans.append(call.body.ranks.plan)
+    return call is not None
 
 
 def finished(

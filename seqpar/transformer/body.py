@@ -22,7 +22,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan
 from seqpar.transformer.changes import Changes
 from seqpar.transformer.exact import Exactly
-from seqpar.transformer.foreign import Foreign, refuse_split
+from seqpar.transformer.foreign import Foreign, own_forward, refuse, refuse_late
 from seqpar.transformer.forward import Forward, Ranks
 from seqpar.transformer.hooks import Cutter
 from seqpar.transformer.installed import Installed
@@ -42,10 +42,7 @@ class Body:
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, fused: bool = False) -> None:
         self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
         self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
-        # taken now, because the caller puts its own in this place
-        forward = cuts.forward(module) if self._is_diffusers_own() else None
-        self._ours, self._forward = forward is not None, partial(forward, module) if forward else module.forward
-        self._looked, self._named = 0, {""}
+        self._looked, self._named, self._theirs = 0, {""}, None
         self._look()
         self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self.ranks, self._watch, fused)
@@ -89,11 +86,11 @@ class Body:
         Weights, adapters, attention processors and exchanges are then unchanged. Raises ValueError if the module as it
         is now cannot be computed; another rank may find nothing wrong.
         """
-        self._follow()
-        count = self._watch.counted
+        count = self._watch.count()
         if count != self._looked:
             self._look()
-            self._looked = count
+        self._follow()
+        self._looked = count
         return self.ranks.keeper.state, self.module.training, count, self._scale()
 
     def told(self) -> Mapping[str, str]:
@@ -174,16 +171,18 @@ class Body:
         return not changed and type(self.module).__module__.startswith(HOME)
 
     def _look(self) -> None:
-        """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
-        parts, reason = self.ranks.axis.size, self._cuts.why_not(self.module)
-        if parts == 1:
+        """Follow the transformer's own forward, which may be replaced on its class at any time.
+
+        Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not.
+        """
+        refuse_late(self.module)
+        if (theirs := own_forward(self.module)) != self._theirs:
+            forward = self._cuts.forward(self.module) if self._is_diffusers_own() else None
+            self._ours, self._forward = forward is not None, partial(forward, self.module) if forward else theirs
+            self._theirs = theirs
+        refuse(self.module, self.ranks.mesh, self._cuts.why_not(self.module), self._watch.foreign())
+        if self.ranks.axis.size == 1:
             return
-        if reason is not None:
-            raise ValueError(
-                f"got {type(self.module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
-                f"use cfg= or data= ranks instead"
-            )
-        refuse_split(self.module, self._watch.foreign())
         named = self._watch.foreign().named
         if named not in self._named and self.ranks.mesh.is_main:
             print(

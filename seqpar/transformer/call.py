@@ -7,9 +7,11 @@ When it wins: it is how an unmodified pipeline runs on several GPUs, and in a gr
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +28,7 @@ from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.body import Body
+from seqpar.transformer.foreign import name_of
 from seqpar.transformer.guidance import Branches, Task
 from seqpar.transformer.masks import FullMasks
 from seqpar.transformer.rows import STATE, Split, as_dtype, cut_rows, joined_rows
@@ -73,10 +76,15 @@ class Call:
         self._masks, self._full = FullMasks(cuts, mesh.sequence.size, exact, weighs), 0
         self._narrow: torch.dtype | None = None
         self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.mesh.boundary`
+        self._aside: Callable[..., Any] | None = None  # what is called after the release
+        self._reached, self._reaches = False, cast(Any, self)  # the module's last forward that has called this one
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
+        if self._aside is not None:
+            return self._aside(*args, **kwargs)
+        self._reached = True
         self.pass_boundary()
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
@@ -122,6 +130,40 @@ class Call:
         self._branches.cancel("got a result that was not read before release(), expected it to be read earlier")
         self.graphs.release()
         self.body.release()
+
+    def stand_aside(self, forward: Callable[..., Any] | None) -> None:
+        """Call a forward, or that of the class, from now on: wrappers that users have put around this call stay.
+
+        Rank 0 names them.
+        """
+        module, around = self._module, vars(self._module).get("forward")
+        self._aside = forward or MethodType(type(module).forward, module)
+        if around is not forward:
+            self._say(f"{name_of(around)} stays the forward of the released {type(module).__name__}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the forward of the module's copy, which is possible after the release only."""
+        return copy.deepcopy(self._aside, memo)
+
+    @_untraced
+    def check_reached(self, *_: Any) -> None:
+        """Raise ValueError, the same on every rank, if a forward that users have set does not call this one.
+
+        It is a hook of the module, called after each call. A forward that has called this one may skip it later, as
+        caches do.
+        """
+        forward, reached = vars(self._module).get("forward"), self._reached
+        self._reached = False
+        if reached or forward is self._reaches:
+            self._reaches = forward
+            return
+        name = type(self._module).__name__
+        by = f"by {name_of(forward)}, which does not call the one before it" if forward else "by that of its class"
+        error = ValueError(
+            f"The forward of {name} was replaced after parallelize {by}, so that each rank computes alone. Let it call "
+            f"the forward that it replaces, or call seqpar.release first"
+        )
+        self._compare({CALL: f"calls {name} with another forward than that of parallelize"}, error)
 
     def pass_boundary(self) -> None:
         """Raise CancelledError, on all ranks alike, if the run is to end; then nothing of it is promised any more."""

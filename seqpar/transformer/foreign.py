@@ -7,7 +7,7 @@ them: what surely needs all tokens is refused, and what may need them is named, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from seqpar.families import _processors as processors
+from seqpar.mesh.mesh import Mesh
 
 # where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
 PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "torch._dynamo.", "diffusers.hooks.layerwise_casting")
@@ -36,6 +37,14 @@ READS_ALL_TOKENS = {
     "SmoothedEnergyGuidanceHook": "smoothed energy guidance blurs the queries of the whole picture",
 }
 LIBRARIES = ("diffusers", "torch", "accelerate", "peft", "transformers", "seqpar")  # whose blocks are no code of users
+CACHE_DIT = "cache_dit."  # where cache-dit's forwards and blocks are defined, which decide by a mean over tokens
+DECIDES = "cache-dit decides by a rank's own tokens what to compute again"
+OWN_FORWARD = (
+    "its forward {} may decide by one rank's tokens; a wrapper can be set after parallelize, where it sees all tokens, "
+    "and enable_cache() has caches of diffusers"
+)
+UNSHARED = "diffusers' TextKVCache finds a text by its address, which differs in each call there; call disable_cache()"
+COMPILED = "_torchdynamo_orig_callable"  # what torch.compile sets on the functions that it returns
 DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
 SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
@@ -57,13 +66,14 @@ class Addition:
 class Foreign:
     """What `look` sees. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
 
-    unsplit: why tokens cannot be split, or None. named: what may need all tokens, as a text of limited length that is
-    equal on all ranks; "" for nothing.
+    unsplit: why tokens cannot be split, or None. unshared: why a call cannot be computed on several ranks, or None.
+    named: what may need all tokens, as a text of limited length that is equal on all ranks; "" for nothing.
     """
 
     hooks: tuple[Addition, ...] = ()
     coupled: str | None = None
     unsplit: str | None = None
+    unshared: str | None = None
     named: str = ""
 
 
@@ -84,8 +94,9 @@ def look(module: nn.Module) -> Foreign:
     coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
     reasons = [*map(_reads_all_tokens, hooks), *(f"{one}, with one scale for all tokens" for one in quantised)]
     unsplit = next((reason for reason in reasons if reason is not None), None)
+    unshared = next((UNSHARED for one in hooks if type(one.what).__name__ == "TextKVCacheTransformerHook"), None)
     may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
-    return Foreign(tuple(hooks), coupled, unsplit, _named(may_need_all))
+    return Foreign(tuple(hooks), coupled, unsplit, unshared, _named(may_need_all))
 
 
 def refuse_compiled(module: nn.Module) -> None:
@@ -98,13 +109,36 @@ def refuse_compiled(module: nn.Module) -> None:
             )
 
 
-def refuse_split(module: nn.Module, foreign: Foreign) -> None:
-    """Raise ValueError for what would surely compute something else from a rank's own tokens."""
-    if foreign.unsplit is not None:
+def refuse(module: nn.Module, mesh: Mesh, reason: str | None, foreign: Foreign) -> None:
+    """Raise ValueError for what would surely compute something else on the ranks of a mesh than on one.
+
+    reason: why the transformer's cuts do not fit it, or None.
+    """
+    name, ranks = type(module).__name__, mesh.sequence.size
+    if foreign.unshared is not None and mesh.world.size > 1:
+        raise ValueError(f"{name} cannot run on several ranks: {foreign.unshared}")
+    if ranks > 1 and reason is not None:
+        raise ValueError(f"{name} cannot be split over {ranks} ranks: {reason}. Use cfg= or data= ranks")
+    if ranks > 1 and foreign.unsplit is not None:
         raise ValueError(
-            f"got {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
-            f"{foreign.unsplit}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
+            f"{name} cannot be split over {ranks} ranks: {foreign.unsplit}. Remove it (disable_cache() for a cache), "
+            f"or use cfg= or data= ranks"
         )
+
+
+def refuse_late(module: nn.Module) -> None:
+    """Raise ValueError for a parallelized transformer whose blocks are those of cache-dit while it is called."""
+    if any(_home(type(one)).startswith(CACHE_DIT) for one in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} has a cache of cache-dit that was enabled after parallelize. Call "
+            f"seqpar.release, enable it, and call parallelize again, with cfg= or data= ranks: {DECIDES}"
+        )
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a transformer's forward without that of `parallelize`."""
+    forward = _set_on(module)
+    return type(module).forward.__get__(module) if forward is None else forward
 
 
 def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
@@ -117,15 +151,15 @@ def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
     hooks = [] if registry is None else list(registry.hooks.values())
     yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
     hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
-    yield from (Addition(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-    forward = unhooked(_set_on(one))
+    yield from (Addition(path, f"hook {name_of(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+    forward = unhooked(_set_on(one) if path or "_hf_hook" not in own else own.get("_old_forward"))
     plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
     if path and "_hf_hook" in own:
         yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
-    elif not plain and not _home(forward).startswith(PASSIVE):
-        yield Addition(path, f"forward {_name(forward)}", forward)
+    elif not plain and not (_home(forward) if path else _home_of_code(forward)).startswith(PASSIVE):
+        yield Addition(path, f"forward {name_of(forward)}", forward)
     elif patched:
-        yield Addition(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
+        yield Addition(path, f"class with the forward {name_of(type(one).forward)}", type(one).forward)
 
 
 def _is_patched(kind: type, method: str) -> bool:
@@ -166,6 +200,9 @@ def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
 
 def _reads_all_tokens(addition: Addition) -> str | None:
     hook, kind = addition.what, type(addition.what).__name__
+    if not addition.path and not addition.kind.startswith("hook "):
+        theirs = _home_of_code(hook).startswith(CACHE_DIT)
+        return DECIDES if theirs else OWN_FORWARD.format(name_of(hook))
     if kind in READS_ALL_TOKENS:
         return READS_ALL_TOKENS[kind]
     if kind == "MagCacheHeadHook" and hook.config.calibrate:
@@ -199,5 +236,18 @@ def _home(what: Any) -> str:
     return f"{getattr(what, '__module__', None)}"
 
 
-def _name(what: Any) -> str:
-    return getattr(what, "__qualname__", type(what).__name__)
+def _home_of_code(function: Any) -> str:
+    """Return the module of a function's code, which `functools.wraps` does not change; of others that of `_home`."""
+    if hasattr(function, COMPILED):
+        return "torch.compile"
+    code: Any = getattr(function, "__func__", function)
+    return f"{getattr(code, '__globals__', {}).get('__name__', _home(function))}"
+
+
+def name_of(what: Any) -> str:
+    """Return the name of a function or class; of a wrapper its own besides the one that `functools.wraps` copies."""
+    while isinstance(what, partial):
+        what = what.func
+    name, code = getattr(what, "__qualname__", type(what).__name__), getattr(what, "__code__", None)
+    own = "torch.compile" if hasattr(what, COMPILED) else getattr(code, "co_name", None)
+    return name if own in (None, getattr(what, "__name__", None)) else f"{own} around {name}"

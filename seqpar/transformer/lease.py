@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan
 from seqpar.planner.settled import settled
+from seqpar.transformer.call import Call
+from seqpar.transformer.foreign import BEFORE
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
 
@@ -29,10 +31,10 @@ class Lease:
         self.ends = ExitStack()  # what is closed when the last transformer is released
         self._users = 0
 
-    def join(self, module: nn.Module, names: Sequence[str]) -> Before:
-        """Count a transformer, and return what its release puts back of the attributes of these names."""
+    def join(self, module: nn.Module, names: Sequence[str], call: Call) -> Before:
+        """Count a transformer, and return its call and what its release puts back of the attributes of these names."""
         self._users += 1
-        return Before({name: x for name, x in vars(module).items() if name in names}, self)
+        return Before({name: x for name, x in vars(module).items() if name in names}, self, call)
 
     def leave(self) -> None:
         """Count a transformer's release; every rank must call this at the same time."""
@@ -48,10 +50,21 @@ class Lease:
 
 @dataclass(frozen=True)
 class Before:
-    """A transformer before `parallelize`: the attributes that were set on the object itself, and its call's lease."""
+    """A transformer before `parallelize`: the attributes that were set on the object itself, its call and lease.
+
+    The call is read here and not as `module.forward`, because users wrap that. ends: what takes ours off the module.
+    """
 
     attributes: Mapping[str, Any]
     lease: Lease
+    call: Call
+    ends: ExitStack = field(default_factory=ExitStack)
+
+
+def call_of(module: nn.Module) -> Call | None:
+    """Return the call of a transformer, or None if it is not parallelized."""
+    before: Before | None = vars(module).get(BEFORE)
+    return None if before is None else before.call
 
 
 def leased(plan: Plan, mesh: Mesh | None) -> Lease:

@@ -27,8 +27,8 @@ from seqpar.planner.search import Wish
 from seqpar.transformer.body import Body
 from seqpar.transformer.call import Call
 from seqpar.transformer.changes import REFRESHES
-from seqpar.transformer.foreign import BEFORE, look, refuse_split
-from seqpar.transformer.lease import Before, Lease, leased
+from seqpar.transformer.foreign import BEFORE, look, refuse
+from seqpar.transformer.lease import Before, Lease, call_of, leased
 from seqpar.transformer.seats import refuse_backends
 from seqpar.transformer.subjects import all_checked, planned, takes_variances
 from seqpar.vae import pipeline as sharing
@@ -122,22 +122,20 @@ def release(pipe_or_transformer: Any) -> None:
     for module, call in calls:
         call.release()
         before: Before = vars(module).pop(BEFORE)
-        for name in INSTALLED:
-            vars(module).pop(name, None)
-        vars(module).update(before.attributes)
+        vars(module).pop(REFRESHES, None)
+        before.ends.close()
         before.lease.leave()
 
 
 def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, Call]]:
     """Return the transformers with their calls; ValueError if one is not parallelized."""
-    calls = [(module, vars(module).get("forward")) for module in transformers_of(pipe_or_transformer).values()]
+    calls = [(module, call_of(module)) for module in transformers_of(pipe_or_transformer).values()]
     for module, call in calls:
-        if not isinstance(call, Call):
+        if call is None:
             raise ValueError(
-                f"got {type(module).__name__} that is not parallelized, or that has hooks on its forward since then, "
-                f"expected the result of parallelize; remove such hooks first"
+                f"got {type(module).__name__} that is not parallelized, expected the result of parallelize"
             )
-    return [(module, call) for module, call in calls if isinstance(call, Call)]
+    return [(module, call) for module, call in calls if call is not None]
 
 
 def _install_all(
@@ -155,8 +153,8 @@ def _install_all(
         for name, body in bodies.items()
     }
     for name, call in calls.items():
-        vars(modules[name])[BEFORE] = lease.join(modules[name], INSTALLED)
-        install(modules[name], call)
+        before = vars(modules[name])[BEFORE] = lease.join(modules[name], INSTALLED, call)
+        install(modules[name], call, before)
         if mesh.is_main:
             print(_summary(modules[name], call.body, mesh, plan), flush=True)
     if takes_variances(pipe_or_transformer):
@@ -169,33 +167,49 @@ def _share_vae(
     """Let a pipeline's VAE take rank 0's input and, if that is wished, compute on all ranks until the release."""
 
     def check() -> None:
-        for module in modules.values():
-            call: Any = module.forward
+        calls = [call for module in modules.values() if (call := call_of(module)) is not None]
+        for call in calls:
             call.check_delivered()
-        next(iter(modules.values())).forward.pass_boundary()  # pyright: ignore[reportFunctionMemberAccess]
+        for call in calls[:1]:
+            call.pass_boundary()
 
     lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
 
 
-def install(module: nn.Module, call: Call) -> None:
-    """Put a call in place of a transformer's forward, follow labels and changes, and refuse copies."""
+def install(module: nn.Module, call: Call, before: Before) -> None:
+    """Put a call in place of a transformer's forward, follow labels and changes, and refuse copies.
+
+    before: what it was before; its `ends` take all off again, except for what users have put around it.
+    """
 
     def refuse_copy(protocol: object) -> NoReturn:
         raise ValueError(
             "got a parallelized transformer to copy or pickle, expected a plain one; call seqpar.release first"
         )
 
-    named, theirs = vars(module), getattr(module, "cache_context", None)
-    named |= {name: _settling(call, getattr(module, name)) for name in CHANGING if hasattr(module, name)}
-    named["forward"], named["__reduce_ex__"] = call, refuse_copy
-    if theirs is None:
-        return
+    theirs: Any = getattr(module, "cache_context", None)
 
-    @wraps(theirs)
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
-    named["cache_context"] = cache_context
+    # a hook, because it is called where users have replaced the forward, too
+    before.ends.callback(module.register_forward_hook(call.check_reached).remove)
+    ours: dict[str, Any] = {name: _settling(call, getattr(module, name)) for name in CHANGING if hasattr(module, name)}
+    ours |= {"forward": call, "__reduce_ex__": refuse_copy}
+    if theirs is not None:
+        ours["cache_context"] = wraps(theirs)(cache_context)
+    vars(module).update(ours)
+    before.ends.callback(_uninstall, module, call, ours, before.attributes)
+
+
+def _uninstall(module: nn.Module, call: Call, ours: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Put attributes back as they were before; what users have put around ours since then stays."""
+    named = vars(module)
+    for name, mine in ours.items():
+        if named.get(name) is mine:
+            del named[name]
+            named |= {name: before[name]} if name in before else {}
+    call.stand_aside(before.get("forward"))
 
 
 def _settling(call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,9 +245,10 @@ def _bodies(
     mesh, bodies = lease.mesh, dict[str, Body]()
     try:
         agree(mesh, {"native": native})
-        mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
             mesh.together(lambda module=module, name=name: _checked(module, mesh, cuts[name]))
+        mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
+        for name, module in modules.items():
             bodies[name] = Body(module, mesh, plan, cuts[name], native)
     except ValueError:
         for body in bodies.values():
@@ -246,9 +261,9 @@ def _bodies(
 def _checked(module: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
     """Raise ValueError if a transformer's modules, as they are now, cannot compute on these ranks."""
     refuse_backends(module)
+    refuse(module, mesh, cuts.why_not(module), look(module))
     if mesh.sequence.size > 1:
         check_joined(module, cuts)
-        refuse_split(module, look(module))
 
 
 def _capture(mesh: Mesh, body: Body) -> Capture | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from seqpar.loading.transformers import transformers_of
-from seqpar.transformer.call import Call
+from seqpar.transformer.lease import call_of
 from seqpar.transformer.state import ENCODERS
 
 
@@ -21,9 +21,9 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
     parallelized.
     """
-    forwards: list[Any] = [module.forward for module in transformers_of(pipe).values()]
-    calls = [forward for forward in forwards if isinstance(forward, Call)]
-    if len(calls) < len(forwards):
+    modules = transformers_of(pipe).values()
+    calls = [call for module in modules if (call := call_of(module)) is not None]
+    if len(calls) < len(modules):
         raise ValueError(f"got {type(pipe).__name__} that is not parallelized, expected the result of parallelize")
     for call in calls:
         call.boundary = boundary

@@ -41,8 +41,7 @@ def keep_fp32(pipe: Any) -> str | None:
     if any(dtype.itemsize != HALF for dtype in dtypes):
         return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
     for module in modules.values():
-        call: Any = module.forward
-        call.keep_fp32(dtype_of(module))
+        vars(module)[BEFORE].call.keep_fp32(dtype_of(module))
     lease = vars(next(iter(modules.values())))[BEFORE].lease
     lease.ends.callback(_prepare_fp32(pipe))
     return None

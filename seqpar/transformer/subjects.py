@@ -17,8 +17,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
-from seqpar.transformer.call import Call
 from seqpar.transformer.foreign import look, refuse_compiled
+from seqpar.transformer.lease import call_of
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
 
@@ -49,7 +49,7 @@ def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
     """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
     refuse_compiled(module)
-    if isinstance(vars(module).get("forward"), Call):
+    if call_of(module) is not None:
         raise ValueError(
             f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
             f"can be called as it is; call seqpar.release to parallelize it in another way"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from seqpar.mesh.inputs import CALL, from_rank_0
 from seqpar.mesh.mesh import Mesh
 
@@ -23,6 +25,7 @@ Look = tuple[Callable[[], None], Callable[[Any], None]]
 
 HALF = 2  # bytes of a 16-bit weight
 METHODS = ("decode", "encode")  # those of a VAE that are shared
+SHARED = "_seqpar_"  # how the names of a VAE's attributes begin that hold them, because users wrap `vae.decode`
 
 
 def _nothing() -> None:
@@ -77,15 +80,15 @@ def looked_at(vae: Any, name: str, look: Callable[[Any], None], begin: Callable[
 
 def own(vae: Any, name: str) -> Callable[..., Any]:
     """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
-    method = getattr(vae, name)
-    return method.alone if isinstance(method, Shared) else method
+    shared = vars(vae).get(SHARED + name)
+    return shared.alone if isinstance(shared, Shared) else getattr(vae, name)
 
 
 def _shared(vae: Any, name: str) -> Shared:
-    method = vars(vae).get(name)
+    method = vars(vae).get(SHARED + name)
     if not isinstance(method, Shared):
         method = Shared(vae, name)
-        setattr(vae, name, method)
+        vars(vae).update({name: method, SHARED + name: method})
     return method
 
 
@@ -105,8 +108,9 @@ class Shared:
         self._first = next(iter(inspect.signature(self.alone).parameters), "")  # the input, which may come by its name
         self._users: dict[object, User] = {}
         self._looks: dict[object, Look] = {}
-        update_wrapper(self, self.alone)
+        update_wrapper(self, self.alone)  # pyright: ignore[reportArgumentType]
 
+    @torch.compiler.disable  # of a user's torch.compile(vae.decode)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the VAE makes of rank 0's input."""
         for begin, _ in self._looks.values():
@@ -151,8 +155,13 @@ class Shared:
 
         def end() -> None:
             to.pop(key, None)
-            if not self._users and not self._looks and vars(self._vae).get(self._name) is self:
+            if self._users or self._looks:
+                return
+            vars(self._vae).pop(SHARED + self._name, None)
+            if vars(self._vae).get(self._name) is self:
                 delattr(self._vae, self._name)
                 vars(self._vae).update(self._before)
+            elif isinstance(one, User) and one.mesh.is_main:
+                print(f"seqpar: the {self._name} that was set on the {type(self._vae).__name__} stays", flush=True)
 
         return end

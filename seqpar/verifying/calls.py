@@ -25,6 +25,8 @@ from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.call import Call
 from seqpar.transformer.estimate import dtype_of
+from seqpar.transformer.foreign import BEFORE
+from seqpar.transformer.lease import call_of
 from seqpar.transformer.parallelize import transformers_of
 from seqpar.verifying.blocks import TokenShare
 from seqpar.verifying.compare import BITS, Comparison, Place, digest, first_unequal
@@ -82,13 +84,13 @@ class _Recorder:
 
 def mesh_of(target: Any) -> Mesh:
     """Return the mesh of a parallelized pipeline or transformer; ValueError for any other."""
-    for module in transformers_of(target).values():
-        if not isinstance(vars(module).get("forward"), Call):
+    calls = [(module, call_of(module)) for module in transformers_of(target).values()]
+    for module, call in calls:
+        if call is None:
             raise ValueError(
                 f"got a {type(module).__name__} that is not parallelized, expected seqpar.parallelize before verify"
             )
-    call: Any = next(iter(transformers_of(target).values())).forward
-    return call.mesh
+    return next(call.mesh for _, call in calls if call is not None)
 
 
 def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[RecordedCall], str]:
@@ -119,12 +121,12 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
 def _recording(modules: Iterable[nn.Module], calls: list[RecordedCall]) -> Iterator[None]:
     before = [(module, vars(module)["forward"]) for module in modules]
     try:
-        for module, call in before:
-            vars(module)["forward"] = _Recorder(module, call, calls)
+        for module, _ in before:  # wrappers that users have put around the call are left out
+            vars(module)["forward"] = _Recorder(module, vars(module)[BEFORE].call, calls)
         yield
     finally:
-        for module, call in before:
-            vars(module)["forward"] = call
+        for module, forward in before:
+            vars(module)["forward"] = forward
 
 
 def compare_pipelines(measured: Comparison, calls: Sequence[RecordedCall], ending: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
+from seqpar.transformer.lease import call_of
 from seqpar.types.protocols import Attend, Given, Prepare, Projected
 from tests.support.double import StayDouble as StayDouble
 from tests.support.meshes import random
@@ -51,10 +52,9 @@ class InDouble:
 
 
 def in_double(module: Any) -> None:
-    """Let a parallelized transformer compute in fp64; a hook on the transformer itself is around its call."""
-    call: Any = vars(module)["forward"]
-    if hasattr(call, "body"):
-        call.body = InDouble(call.body)
+    """Let a parallelized transformer compute in fp64."""
+    call: Any = call_of(module)
+    call.body = InDouble(call.body)
 
 
 def assert_right_or_refused(results: list[Any], truth: Tensor, tolerance: float, refused: str | None) -> None:

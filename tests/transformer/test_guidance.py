@@ -200,7 +200,9 @@ CASES = {
     "processors that read other rows": Guided(doubled, share, rows=4),
     "a hook that reads other rows": Guided(doubled, couple, rows=4),
     "a forward that keeps its results": Guided(both, keep),
-    "a forward of the whole transformer": Guided(both, keep_whole, early=True),
+    "a forward of the whole transformer": Guided(
+        both, keep_whole, early=True, refused="its forward keep_whole.<locals>.forward may decide by one rank's tokens"
+    ),
     "a hook on an adapter's layer": Guided(doubled, hook_adapters, rows=4),
 }
 
@@ -216,9 +218,9 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
     case, module = CASES[name], CASES[name].model.build().to(device)
     if case.early:
         case.before(module)
-    seqpar.parallelize(module, make_mesh(device, cfg=cfg))
-    in_double(module)
     try:
+        seqpar.parallelize(module, make_mesh(device, cfg=cfg))
+        in_double(module)
         return case.run(module, device, case.early)
     except ValueError as error:
         return str(error)

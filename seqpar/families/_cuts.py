@@ -220,7 +220,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def parameters(module: nn.Module) -> list[str]:
     """Return the names of the parameters of a module's forward, in order."""
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return _named(forward_of(type(module)))
+
+
+def forward_of(kind: type) -> Callable[..., Any]:
+    """Return a class's forward; if that names no argument, because it passes all on, the one that it overrides."""
+    forwards = [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)]
+    return next(filter(_named, forwards), forwards[0])
+
+
+def _named(function: Callable[..., Any]) -> list[str]:
+    every = inspect.signature(function).parameters.values()
+    return [one.name for one in every if one.name != "self" and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def check(module: nn.Module, cuts: Cuts) -> None:
@@ -236,7 +247,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
         *(("", name) for name in (*cuts.masks, *cuts.padding, *chain(*cuts.weighed.values()))),
     ]:
         for one in submodules(module, path):
-            if name is not None and name not in parameters(one):
+            if name is not None and name not in parameters(one) and (path or parameters(one)):
                 raise ValueError(
                     f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
                     f"of {type(one).__name__}: {', '.join(parameters(one))}; a wrapper must hold its block as .module"

@@ -38,8 +38,8 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     """Return the cuts of a transformer: the caller's, those of this table, or those of its `_cp_plan`.
 
     asked: a `Cuts`, or a plan in diffusers' form. A class that is not in the table has the cuts of the class that it
-    derives from, which are not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank, if there are none, or if they name submodules or parameters
-    that the transformer does not have.
+    derives from, and is not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank,
+    if there are none, or if they name submodules or parameters that the transformer does not have.
     """
     theirs: Any = getattr(module, "_cp_plan", None)
     known = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), theirs)

@@ -20,7 +20,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
 from torch import nn
 
-from seqpar.families._cuts import Cuts
+from seqpar.families._cuts import Cuts, forward_of
 from seqpar.graphs.deferred import plain
 from seqpar.graphs.graphs import Capture, Graphs
 from seqpar.graphs.signature import Form, form_of
@@ -62,9 +62,9 @@ class Call:
     ) -> None:
         self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
         self.label: str | None = None
-        self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
+        self.__wrapped__ = type(module).forward.__get__(module)
         self.__name__ = "forward"
-        self._signature = inspect.signature(self.__wrapped__)
+        self.__signature__ = self._signature = inspect.signature(forward_of(type(module)).__get__(module))
         self._module, self._output = module, output_class(module)
         self._state: Hashable = None
         self._texts: Mapping[str, str] = {}
@@ -314,7 +314,7 @@ def _raised(state: Hashable) -> None:
 
 def output_class(module: nn.Module) -> type[BaseOutput]:
     """Return the class in which a transformer's forward returns its results, which its code names."""
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(forward_of(type(module)))
     named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
     classes = [each for each in named if isinstance(each, type) and issubclass(each, BaseOutput)]
     return classes[0] if classes else Transformer2DModelOutput

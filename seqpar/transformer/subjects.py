@@ -17,7 +17,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
-from seqpar.transformer.foreign import look, refuse_compiled
+from seqpar.transformer.foreign import COMPILED, look, refuse_compiled
 from seqpar.transformer.lease import call_of
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
@@ -49,6 +49,8 @@ def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
     """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
     refuse_compiled(module)
+    if hasattr(vars(module).get("forward"), COMPILED):
+        raise ValueError(f"Compiled modules are not supported: the forward of {name} is compiled; load it uncompiled")
     if call_of(module) is not None:
         raise ValueError(
             f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "

@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -26,6 +28,7 @@ from tests.transformer.test_changes import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 CPU = torch.device("cpu")
+VISIBLE = 1e-3
 
 
 def sequential(module: Any) -> None:
@@ -122,6 +125,169 @@ def test_refresh_changes_nothing_but_what_calls_know(ranks: Pool, wished: bool) 
         assert max(errors) < TOLERANCE
     with pytest.raises(ValueError, match="that is not parallelized"):
         seqpar.refresh(tiny())
+
+
+# Forwards of users ---------------------------------------------------------------------------------------------
+
+LIMIT = 0.7  # of `step_cache`, between what the ranks' own tokens move by in the second call of `three`
+
+
+def step_cache(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that returns its last result until the mean of its input moves, as users' TeaCache does."""
+    last: dict[str, Any] = {}
+
+    def teacache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        x = kwargs["hidden_states"]
+        if not last or (x - last["x"]).abs().mean() > LIMIT:
+            last.update(x=x, out=before(self, *args, **kwargs))
+        return last["out"]
+
+    return teacache
+
+
+def three(module: Any, device: torch.device) -> list[torch.Tensor]:
+    """Return the results of three calls: of the second 7 of 13 tokens have moved by 1, most of them on rank 0."""
+    given = arguments("dev", device=device)
+    tokens = torch.arange(13, device=device)[:, None]
+    moves = (tokens < 0, tokens < 7, tokens >= 0)
+    return [theirs(module, {**given, "hidden_states": given["hidden_states"] + move}) for move in moves]
+
+
+def as_method(module: Any) -> None:
+    before = module.forward
+    module.forward = MethodType(step_cache(lambda self, *args, **kwargs: before(*args, **kwargs)), module)
+
+
+def timed(module: Any) -> None:
+    before = module.forward
+    module.forward = wraps(before)(lambda *args, **kwargs: before(*args, **kwargs))
+
+
+def compiled_forward(module: Any) -> None:
+    module.forward = torch.compile(module.forward, backend="eager")
+
+
+def replace_forward(module: Any) -> None:
+    module.forward = MethodType(step_cache(FluxTransformer2DModel.forward), module)
+
+
+def replace_class(module: Any) -> None:
+    """Undone by `restored`."""
+    FluxTransformer2DModel.forward = step_cache(FluxTransformer2DModel.forward)
+
+
+def subclass(module: Any) -> None:
+    members = {"forward": step_cache(FluxTransformer2DModel.forward)}
+    module.__class__ = type("TeaFlux", (FluxTransformer2DModel,), members)
+
+
+def remove_forward(module: Any) -> None:
+    del module.forward
+
+
+def restored(work: Callable[[], Any]) -> Any:
+    """Return the result of work, or the message of its ValueError, with the class of FLUX.1 as it was before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FluxTransformer2DModel, "forward", FluxTransformer2DModel.forward)
+        try:
+            return work()
+        except ValueError as error:
+            return str(error)
+
+
+def largest(outs: list[torch.Tensor], change: Callable[[Any], None], device: torch.device) -> float:
+    """Return the largest error of `three` to those of a plain transformer with the same change."""
+
+    def true() -> list[torch.Tensor]:
+        module = tiny().to(device)
+        if change not in (timed, compiled_forward):
+            change(module)
+        return three(module, device)
+
+    return max(error(x, y) for x, y in zip(outs, restored(true), strict=True))
+
+
+# what users do -> with what it is refused before `parallelize` where tokens are split, and after it; None: right
+OWN = "its forward step_cache.<locals>.teacache may decide by one rank's tokens"
+NOT_CALLED = "was replaced after parallelize by step_cache.<locals>.teacache, which does not call the one before it"
+FORWARDS: dict[str, tuple[Callable[[Any], None], str | None, str | None]] = {
+    "method": (as_method, OWN, None),
+    "timer": (
+        timed,
+        "its forward <lambda> around FluxTransformer2DModel.forward may decide by one rank's tokens",
+        None,
+    ),
+    "compiled": (compiled_forward, "got a compiled transformer", None),
+    "another forward": (replace_forward, OWN, NOT_CALLED),
+    "another forward of the class": (replace_class, OWN, OWN),
+    "a class of its own": (subclass, "TeaFlux has a forward of its own, which may decide by one rank's tokens", ""),
+}
+# (ranks, of them on the cfg axis): alone, branches only, split by two and three
+LAYOUTS = [(1, 1), (2, 2), (2, 1), (3, 1)]
+
+
+def with_forward(rank: int, world: int, device: torch.device, name: str, cfg: int, early: bool) -> Any:
+    """Return the largest errors of calls with a user's forward and after the release, or the message of a ValueError.
+
+    early: whether the forward is there before `parallelize`.
+    """
+    change, module = FORWARDS[name][0], tiny().to(device)
+
+    def work() -> tuple[float, float]:
+        if early:
+            change(module)
+        seqpar.parallelize(module, make_mesh(device, cfg=cfg), native=False)
+        if not early:
+            change(module)
+        found = largest(three(module, device), change, device)
+        seqpar.release(module)
+        return found, largest(three(module, device), change, device)
+
+    return restored(work)
+
+
+@pytest.mark.parametrize(("world", "cfg"), LAYOUTS)
+@pytest.mark.parametrize(("name", "early"), [(name, early) for name in FORWARDS for early in (True, False)][:-1])
+def test_a_users_forward_is_right_or_refused(ranks: Pool, name: str, early: bool, world: int, cfg: int) -> None:
+    """Ranks that decided by their own tokens would decide otherwise than each other.
+
+    What may decide so is refused where tokens are split, and runs as it is elsewhere.
+    """
+    told = FORWARDS[name][1 if early else 2]
+    runs = told is None or (world == cfg and told.endswith("tokens"))
+    for found in ranks.run(world, with_forward, name, cfg, early):
+        assert max(found) < TOLERANCE if runs else told in found, found
+
+
+def test_negative_control_the_cache_skips_a_call() -> None:
+    module = tiny()
+    as_method(module)
+    first, second, third = three(module, CPU)
+    assert torch.equal(first, second)
+    assert error(first, third) > VISIBLE
+    assert largest([first, second, third], lambda module: None, CPU) > VISIBLE
+
+
+def alone(rank: int, world: int, device: torch.device, late: bool) -> tuple[str, str]:
+    """Return the messages where the last rank alone has another forward, and where no rank has ours any more."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    seqpar.parallelize(module, make_mesh(device, cfg=1), native=False)
+    call = module.forward
+    if rank == world - 1:
+        replace_forward(module)
+    told = [restored(lambda: theirs(module, given))]
+    module.forward = call
+    theirs(module, given)
+    del module.forward
+    told.append(restored(lambda: theirs(module, given)))
+    seqpar.release(module)
+    return told[0], told[1]
+
+
+def test_a_forward_that_is_replaced_on_one_rank_is_one_error_on_all(ranks: Pool) -> None:
+    ((one, every),) = set(ranks.run(2, alone, False))
+    assert "rank 1 calls FluxTransformer2DModel with another forward than that of parallelize" in one
+    assert "was replaced after parallelize by that of its class, so that each rank computes alone" in every
 
 
 def test_former_names_are_taken_with_a_warning() -> None:

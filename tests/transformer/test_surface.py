@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 from collections.abc import Callable
-from functools import wraps
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -20,11 +23,14 @@ import seqpar
 from seqpar.families import _cuts as cuts
 from seqpar.graphs.graphs import Graphs
 from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.passing import passing
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 from tests.transformer.test_changes import Captures
+from tests.transformer.test_pipelines import CASES
+from tests.transformer.test_pipelines import TOLERANCE as PICTURE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 CPU = torch.device("cpu")
@@ -288,6 +294,56 @@ def test_a_forward_that_is_replaced_on_one_rank_is_one_error_on_all(ranks: Pool)
     ((one, every),) = set(ranks.run(2, alone, False))
     assert "rank 1 calls FluxTransformer2DModel with another forward than that of parallelize" in one
     assert "was replaced after parallelize by that of its class, so that each rank computes alone" in every
+
+
+# Wrappers around a pipeline's transformer and VAE ------------------------------------------------------------
+
+
+def with_partial(method: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(method)
+
+
+def with_wraps(method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
+
+
+def with_compile(method: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(method, backend="eager")
+
+
+def with_nothing_copied(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(*args, **kwargs)
+
+
+def wrapped_pipeline(rank: int, world: int, device: torch.device, wrap: Any) -> tuple[list[float], str]:
+    """Return a pipeline's errors with wrappers around its methods, after the release and again; and what is printed."""
+    case = replace(CASES["flux"], output="pt")
+    truth, pipe = case.pictures(case.pipe().to(device)), case.pipe().to(device)
+    with redirect_stdout(io.StringIO()) as out:
+        seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+        for part, name in ((pipe.transformer, "forward"), (pipe.vae, "decode")):
+            setattr(part, name, wrap(getattr(part, name)))
+        pictures = [case.pictures(pipe, rank) for _ in range(2)]
+        with passing(pipe, lambda: None):
+            pictures.append(case.pictures(pipe, rank))
+        seqpar.release(pipe)
+        pictures.append(case.pictures(pipe))
+        del pipe.transformer.forward
+        pictures.append(case.pictures(seqpar.parallelize(pipe, make_mesh(device, cfg=1)), rank))
+        seqpar.release(pipe)
+    return [float((x - truth).abs().max()) for x in pictures], out.getvalue()
+
+
+@pytest.mark.parametrize("wrap", [with_wraps, with_partial, with_compile, with_nothing_copied])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_methods_of_a_pipelines_parts_may_be_wrapped(ranks: Pool, world: int, wrap: Any) -> None:
+    """A wrapper stays after the release; a VAE that is shared with a decode of its own decodes whole pictures."""
+    for rank, (errors, said) in enumerate(ranks.run(world, wrapped_pipeline, wrap)):
+        assert max(errors) < PICTURE
+        assert said.count("stays the forward of the released FluxTransformer2DModel") == (rank == 0)
+        assert said.count("the decode that was set on the AutoencoderKL stays") == (rank == 0)
+        whole = "every rank decodes whole pictures, because its decode was replaced by another function"
+        assert said.count(whole) == (rank == 0 and world > 1)
 
 
 def test_former_names_are_taken_with_a_warning() -> None:

@@ -86,6 +86,7 @@ class Body:
         Weights, adapters, attention processors and exchanges are then unchanged. Raises ValueError if the module as it
         is now cannot be computed; another rank may find nothing wrong.
         """
+        refuse_late(self.module)
         count = self._watch.count()
         if count != self._looked:
             self._look()
@@ -175,7 +176,6 @@ class Body:
 
         Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not.
         """
-        refuse_late(self.module)
         if (theirs := own_forward(self.module)) != self._theirs:
             forward = self._cuts.forward(self.module) if self._is_diffusers_own() else None
             self._ours, self._forward = forward is not None, partial(forward, self.module) if forward else theirs

@@ -145,6 +145,10 @@ class Call:
         """Return the forward of the module's copy, which is possible after the release only."""
         return copy.deepcopy(self._aside, memo)
 
+    def __get__(self, instance: object, owner: type | None = None) -> Call:
+        """Return this call, as a bound method does: who puts the former forward back may bind it again."""
+        return self
+
     @_untraced
     def check_reached(self, *_: Any) -> None:
         """Raise ValueError, the same on every rank, if a forward that users have set does not call this one.

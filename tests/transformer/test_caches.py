@@ -7,6 +7,7 @@ The truth is the unchanged transformer with the same cache in one process.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any
 import diffusers.hooks
 import pytest
 import torch
+from diffusers.hooks import text_kv_cache
 from torch import Tensor
 
 import seqpar
@@ -24,6 +26,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
 from tests.transformer.test_guidance import TOLERANCE, VISIBLE
+from tests.transformer.test_pipelines import CASES
 
 caches: Any = diffusers.hooks  # pyright sees no names that a package passes on
 STEPS = 6
@@ -87,7 +90,11 @@ CACHES = {
     "SeaCache": Cache(
         lambda: caches.SeaCacheConfig(threshold=10.0), caches.apply_sea_cache, "SeaCache decides by a rank's own tokens"
     ),
+    "TextKVCache": Cache(
+        lambda: caches.TextKVCacheConfig(), text_kv_cache.apply_text_kv_cache, "TextKVCache finds a text by its address"
+    ),
 }
+SHARED = "TextKVCache"  # refused on ranks with other branches, too
 
 
 def latents_after(module: Any, device: torch.device | str) -> Tensor:
@@ -151,11 +158,59 @@ WAYS = [
 
 @pytest.mark.parametrize(("world", "cfg", "name", "how"), WAYS)
 def test_a_cache_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str, how: str) -> None:
-    refused = CACHES[name].refused if world > cfg else None
+    refused = CACHES[name].refused if world > cfg or name == SHARED else None
     results = ranks.run(world, cached, name, cfg, how)
     assert_right_or_refused(results, truth(name, ranks.device), TOLERANCE, refused)
 
 
 def test_negative_control_caches_change_the_latents(ranks: Pool) -> None:
-    for name in CACHES.keys() - {"MagCache that calibrates", "SeaCache"}:  # these skip nothing in so few steps
+    for name in CACHES.keys() - {"MagCache that calibrates", "SeaCache", SHARED}:  # these skip nothing in so few steps
         assert (truth(name, ranks.device) - truth(None, ranks.device)).abs().max() > VISIBLE, name
+
+
+# cache-dit -----------------------------------------------------------------------------------------------------
+
+DECIDES = "cache-dit decides by a rank's own tokens"
+STEPS_OF_DIT = 6
+
+
+def with_cache_dit(rank: int, world: int, device: torch.device, name: str, cfg: int, how: str) -> Tensor | str:
+    """Return a pipeline's latents with the cache of cache-dit, or the message of the ValueError.
+
+    how: whether it is enabled "before" or "after" `parallelize`, or "whole" without that.
+    """
+    cache_dit: Any = importlib.import_module("cache_dit")
+    case, pipe = CASES[name], CASES[name].pipe().to(device)
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.9
+    )
+    try:
+        if how != "after":
+            cache_dit.enable_cache(pipe, cache_config=config)
+        if how != "whole":
+            seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
+        if how == "after":
+            cache_dit.enable_cache(pipe, cache_config=config)
+        return case.pictures(pipe, rank, STEPS_OF_DIT)
+    except ValueError as error:
+        return str(error)
+    finally:  # it changes the pipeline's class
+        if how == "after":
+            seqpar.release(pipe)
+        cache_dit.disable_cache(pipe)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_cache_dit_is_right_or_refused(ranks: Pool, name: str, world: int, cfg: int, how: str) -> None:
+    """With FLUX.1 it sets a forward of its own, which does not call ours."""
+    pytest.importorskip("cache_dit")
+    late = "was replaced after parallelize by CachedAdapter" if name == "flux" else "was enabled after parallelize"
+    refused = late if how == "after" else DECIDES if world > cfg else None
+    results = ranks.run(world, with_cache_dit, name, cfg, how)
+    (true,) = ranks.run(1, with_cache_dit, name, 1, "whole")
+    plain = CASES[name].pictures(CASES[name].pipe().to(ranks.device), steps=STEPS_OF_DIT).cpu()
+    assert (true - plain).abs().max() > VISIBLE
+    # latents that are not decoded stay a rank's own
+    assert_right_or_refused(results[: 1 if refused is None else world], true, 1e-12, refused)

@@ -223,7 +223,7 @@ FORWARDS: dict[str, tuple[Callable[[Any], None], str | None, str | None]] = {
         "its forward <lambda> around FluxTransformer2DModel.forward may decide by one rank's tokens",
         None,
     ),
-    "compiled": (compiled_forward, "got a compiled transformer", None),
+    "compiled": (compiled_forward, "Compiled modules are not supported", None),
     "another forward": (replace_forward, OWN, NOT_CALLED),
     "another forward of the class": (replace_class, OWN, OWN),
     "a class of its own": (subclass, "TeaFlux has a forward of its own, which may decide by one rank's tokens", ""),
@@ -259,7 +259,7 @@ def test_a_users_forward_is_right_or_refused(ranks: Pool, name: str, early: bool
 
     What may decide so is refused where tokens are split, and runs as it is elsewhere.
     """
-    told = FORWARDS[name][1 if early else 2]
+    told: Any = FORWARDS[name][1 if early else 2]
     runs = told is None or (world == cfg and told.endswith("tokens"))
     for found in ranks.run(world, with_forward, name, cfg, early):
         assert max(found) < TOLERANCE if runs else told in found, found

@@ -46,6 +46,9 @@ class ServeArgs:
     their first one takes longer."""
     queue: int = 64
     """Requests that wait at most; one more is told to come again (429)."""
+    connections: int = 512
+    """Maximum number of open TCP connections. At the limit, a new one replaces the connection that has been idle
+    longest, or gets 503 if all have requests in progress."""
     deadline_s: float = 600.0
     """Longest time of a request from its arrival, and that of one that names none."""
     video_deadline_s: float = 3600.0
@@ -101,6 +104,7 @@ def _checked(args: ServeArgs) -> ServeArgs:
         "ranks": 1,
         "port": 0,
         "queue": 1,
+        "connections": 1,
         "deadline_s": 0,
         "video_deadline_s": 0,
         "grace_s": 0,

@@ -11,7 +11,9 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,6 +21,16 @@ from starlette.types import ASGIApp
 from seqpar.serve.front import log
 from seqpar.serve.front.app import create_app
 from seqpar.serve.front.command import ServeArgs
+from seqpar.serve.front.connections import (
+    ACCEPTED,
+    HEAD_BYTES,
+    IDLE_S,
+    WAITING,
+    Connection,
+    Connections,
+    allow_files,
+    listening,
+)
 from seqpar.serve.front.dispatch import Dispatch
 from seqpar.serve.front.errors import Problem
 from seqpar.serve.front.files import FileStore, FolderStore
@@ -45,6 +57,12 @@ class Server(uvicorn.Server):
         """Leave signals as they are."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING)  # uvicorn's backlog is also how many connections asyncio accepts together
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -60,12 +78,13 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
     keys = None if args.keys is None else read_keys(args.keys)
     if keys is None and not is_loopback(args.host):
         raise ValueError(f"got --host {args.host} without --keys, expected keys where other machines can ask; add them")
+    allow_files(args.connections)
     jobs = None if args.jobs is None else JobFolder(args.jobs)
     if jobs is not None:
         jobs.open()
     folder = Path(tempfile.mkdtemp(prefix="seqpar-"))  # of mode 0700
     try:
-        with _listening(args.host, args.port) as listener:
+        with listening(args.host, args.port) as listener:
             log.start()
             host, port = listener.getsockname()[:2]
             log.event("listening", host=host, port=port, models=args.models)
@@ -77,15 +96,6 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
                 parts.dispatch.pictures.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; OSError names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise OSError(f"got --host {host} --port {port}, expected a free address: {error.strerror or error}") from error
 
 
 def _put_together(
@@ -101,7 +111,7 @@ def _put_together(
         job.span.end(None if job.problem is None else end, **told, state=job.state)
         log.event("ended", job.id, state=job.state, code=None if job.problem is None else job.problem.code)
 
-    pictures = Pictures()
+    pictures = Pictures(folder)
     queue = Queue(args.queue, args.keep_s, speeds, ended)
     replica = Replica(child, folder, args.restarts, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
@@ -110,12 +120,19 @@ def _put_together(
     dispatch = Dispatch(queue, replica, pictures, files, speeds, metrics, args.stuck_s)
     about = args.deadline_s, args.video_deadline_s, args.keep_s, args.show_prompts, int(time.time()), jobs
     front = Front(queue, replica, files, pictures, metrics, *about)
-    return Assembly(front, dispatch, _server(create_app(front, keys, frozenset({args.host}))))
+    return Assembly(
+        front, dispatch, http_server(create_app(front, keys, frozenset({args.host})), Connections(args.connections))
+    )
 
 
-def _server(app: ASGIApp) -> Server:
+def http_server(app: ASGIApp, connections: Connections) -> Server:
+    """Return the server of an application, which listens when it is started."""
     config = uvicorn.Config(
         app,
+        http=cast("Any", partial(Connection, among=connections)),
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=IDLE_S,
+        backlog=ACCEPTED,
         log_config=None,
         access_log=False,
         lifespan="off",

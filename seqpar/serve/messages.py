@@ -15,7 +15,7 @@ HEAD = 4  # bytes of a message's length
 LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Kind = Literal["classes", "texts"]
-UNTOLD = ("id", "deadline_s", "partial_images", "images", "loras")  # fields of an order that no file keeps
+UNTOLD = ("id", "deadline_s", "partial_images", "images", "pixels", "loras")  # fields of an order that no file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
@@ -26,15 +26,16 @@ def size_of(text: str) -> tuple[int, int] | None:
 
 
 class OrderPicture(msgspec.Struct, frozen=True):
-    """A picture that a run begins with: rows of RGB bytes. digest: 16 hex digits over them.
-
-    The front decodes what clients send, so that ranks never read a file of theirs.
-    """
+    """A picture that a run begins with. digest: 16 hex digits over its pixels, rows of RGB bytes."""
 
     height: int
     width: int
-    pixels: bytes
     digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of its pixels."""
+        return 3 * self.height * self.width
 
 
 class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
@@ -42,7 +43,9 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
 
     prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
     names and scales. partial_images: how many pictures of what is denoised so far are told, at most. images: those that
-    it begins with. strength: how far they are changed. frames, fps: of a video.
+    it begins with. pixels: the file with their pixels, one picture after another. The front decodes what clients send,
+    so that ranks never read a file of theirs; rank 0 reads this one. strength: how far pictures are changed. frames,
+    fps: of a video.
     """
 
     id: str
@@ -59,14 +62,10 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     loras: tuple[tuple[str, float], ...] = ()
     partial_images: int = 0
     images: tuple[OrderPicture, ...] = ()
+    pixels: str | None = None
     strength: float | None = None
     frames: int | None = None
     fps: int | None = None
-
-    def without_pixels(self) -> PictureOrder:
-        """Return the order with pictures that have lost their pixels, which are large."""
-        images = tuple(msgspec.structs.replace(each, pixels=b"") for each in self.images)
-        return msgspec.structs.replace(self, images=images)
 
     def about(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
         """Return the parameters that a file keeps: what was asked for, and what the model chose."""

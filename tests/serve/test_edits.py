@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
+import time
 import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,10 +24,10 @@ from seqpar.pipelines.image_files import digest
 from seqpar.serve.front import jobs, pictures
 from seqpar.serve.front.errors import ProblemError
 from seqpar.serve.front.jobs import Queue, Wanted
-from seqpar.serve.front.pictures import Format, pictures_in
+from seqpar.serve.front.pictures import Format, InputImages, Pictures, PixelFile, pixels_in
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.messages import OrderPicture, PictureOrder
-from tests.support.front import Running
+from tests.support.front import LIMIT_S, Running, running, until
 
 PATH = "/v1/images/edits"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8)
@@ -140,26 +145,100 @@ def test_bodies_and_models_that_do_not_fit(front: Running) -> None:
         client.images.generate(prompt="x", model="changer")
 
 
-def test_pixels_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_bounded_together_by_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MOST_PIXELS", 130)
-    assert len(pictures_in([file_of()] * 2)) == 2
+    assert pixels_in([file_of()] * 2) == 120
     with pytest.raises(ValueError, match="expected at most 130 pixels together"):
-        pictures_in([file_of()] * 3)
+        pixels_in([file_of()[:60]] * 3)  # headers without pixels
+    assert pixels_in([file_of(), b"no picture", *[file_of()] * 3]) == 60  # `written` tells of the second one
 
 
-def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_requests_are_decoded_at_once_and_none_that_is_refused(tmp_path: Path) -> None:
+    now, most, refused = 0, 0, list[Path]()
+
+    async def run(work: Any, files: Sequence[bytes], *more: Path) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.01)
+        now -= 1
+        refused.extend(more if files == [b""] else ())
+        return work(files, *more)
+
+    def check(count: int) -> None:
+        if not count:
+            raise MemoryError
+
+    async def read() -> list[InputImages | BaseException]:
+        reader = Pictures(tmp_path)
+        reader._decoders.run = run  # pyright: ignore
+        try:
+            files = [[file_of()], [b""], [file_of(PIXELS[:4]), file_of()], [file_of()]]
+            return await asyncio.gather(*(reader.inputs_of(each, check) for each in files), return_exceptions=True)
+        finally:
+            reader.close()
+
+    first, second, third, fourth = asyncio.run(read())
+    assert (most, refused, type(second)) == (2, [], MemoryError)
+    assert isinstance(first, InputImages)
+    assert isinstance(third, InputImages)
+    assert Path(third.path or "").read_bytes() == PIXELS[:4].tobytes() + PIXELS.tobytes()
+    assert [each.nbytes for each in third.images] == [120, 180]
+    assert len([*tmp_path.iterdir()]) == 3
+    del first, second, third, fourth
+    gc.collect()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_large_pictures_neither_hold_up_a_server_nor_fill_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of 50 MB of pixels and 50 KB each, at once. The front's own memory is that of its process."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    large = file_of(np.full((4096, 4096, 3), 7, np.uint8))
+    with running(tmp_path) as front, ThreadPoolExecutor(6) as pool, front.http() as http:
+
+        def peak() -> int:
+            status = Path(f"/proc/{front.process.pid}/status").read_text()
+            return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+        def edited(number: int) -> int:
+            fields = {"prompt": "drawn", "model": "editor", "size": "16x16"}
+            return httpx.post(f"{front.url}{PATH}", data=fields, files={"image": large}, timeout=LIMIT_S).status_code
+
+        before, longest = peak(), 0.0
+        answers = pool.map(edited, range(6))
+        waiting = [pool.submit(list, answers)]
+        while not waiting[0].done():
+            begun = time.monotonic()
+            assert http.get("/health").status_code == 200
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.01)
+        assert waiting[0].result() == [200] * 6
+        assert peak() - before < 40_000_000
+        assert longest < 1.0
+        until(lambda: not [*tmp_path.glob("seqpar-*/pixels-*")])
+
+
+def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "MOST_HELD", 20)
-    order = PictureOrder("", "editor", "x", images=(OrderPicture(1, 4, bytes(12), "d"),))
-    wanted = Wanted(order, 1, Format(), "normal", 1, 0.1, 9.0)
+    order = PictureOrder("", "editor", "x", images=(OrderPicture(1, 4, "d"),))
+
+    def wanted() -> Wanted:
+        pixels = PixelFile(tmp_path)
+        pixels.path.touch()
+        return Wanted(order, 1, Format(), "normal", 1, 0.1, 9.0, pixels=pixels)
 
     async def added() -> Wanted:
         queue = Queue(9, 9.0, Speeds(), lambda job: None)
-        first = queue.add("1", "", wanted)
+        first = queue.add("1", "", wanted())
         with pytest.raises(ProblemError, match="got 12 bytes of pixels while 12 wait, expected at most 20 together"):
-            queue.add("2", "", wanted)
+            queue.add("2", "", wanted())
         queue.end(first, "completed")
-        queue.end(queue.add("3", "", wanted), "completed")
+        queue.end(queue.add("3", "", wanted()), "completed")
         return first.wanted
 
     ended = asyncio.run(added())
-    assert (ended.nbytes, ended.order.images[0].digest) == (0, "d")
+    gc.collect()
+    assert (ended.nbytes, ended.order.images[0].digest, [*tmp_path.iterdir()]) == (0, "d", [])

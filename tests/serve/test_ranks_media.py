@@ -47,8 +47,10 @@ def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 def order(folder: Path, *pictures: np.ndarray, **fields: Any) -> PictureOrder:
     """Return an order of one prompt, which begins with pictures."""
-    images = [OrderPicture(x.shape[0], x.shape[1], x.tobytes(), digest(x.tobytes())) for x in pictures]
-    return PictureOrder("id", str(folder), "a red cat", seed=3, images=tuple(images), **fields)
+    images = [OrderPicture(x.shape[0], x.shape[1], digest(x.tobytes())) for x in pictures]
+    file = folder / "pixels"
+    file.write_bytes(b"".join(x.tobytes() for x in pictures))
+    return PictureOrder("id", str(folder), "a red cat", seed=3, images=tuple(images), pixels=str(file), **fields)
 
 
 def sampled(folder: Path, out: Path, *words: object) -> Path:
@@ -141,8 +143,9 @@ def test_a_mistake_is_the_answer(
 
 
 def test_a_picture_of_another_length_and_a_cancelled_video(driver: Driver, folders: dict[str, Path]) -> None:
-    broken = PictureOrder("id", str(folders["flux"]), "x", images=(OrderPicture(64, 80, b"123", "d"),))
-    answer = driver.ask(broken)
+    short = folders["flux"] / "short"
+    short.write_bytes(b"123")
+    answer = driver.ask(msgspec.structs.replace(order(folders["flux"], INPUT), pixels=str(short)))
     assert isinstance(answer, Failed)
     assert answer.why == "mistake"
     long = order(folders["ltx"], size=(32, 64), steps=900, frames=5)

@@ -2,9 +2,9 @@
 
 A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (until a file NAME is there), `die`,
 `die-once NAME`, `deaf` (gives nothing up), `mistake`, `failure`, `short` (too few bytes), `nonsense` (no message). What
-it hears is appended, without pixels, to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial
-pictures follow the first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no
-mp4, but the bytes that a picture would have; an edit is the last picture that came.
+it hears is appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial pictures follow the
+first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no mp4, but the bytes
+that a picture would have; an edit is the last picture that came, or with the prompt `drawn` a new one.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Fake:
         if message is None:
             raise SystemExit(0)
         with (self.folder / "heard").open("a") as file:
-            told = message.without_pixels() if isinstance(message, PictureOrder) else message
-            file.write(json.dumps(msgspec.to_builtins(told)) + "\n")
+            file.write(json.dumps(msgspec.to_builtins(message)) + "\n")
         if isinstance(message, Cancel):
             self.cancelled.add(message.id)
         return message if isinstance(message, PictureOrder | Finish) else None
@@ -145,9 +144,10 @@ def answer(fake: Fake, order: PictureOrder) -> ToFront:
     if FACTS[order.model].get("video") is not None:
         frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
         return MadeVideo(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
-    if order.images:  # the last one, so that a test sees that it came
+    if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it came
         last = order.images[-1]
-        return Made(order.id, last.height, last.width, last.pixels, steps, {"steps": 8.0})
+        pixels = Path(order.pixels or "").read_bytes()[-last.nbytes :]
+        return Made(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
     pixels = pixels_of(order.seed, height, width)[: 5 if order.prompt == "short" else None]
     return Made(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000))
 

@@ -48,6 +48,7 @@ class Dispatch:
 
     async def _one(self, job: ServedJob, files: asyncio.TaskGroup) -> None:
         """Have one picture of a job made."""
+        pixels = job.wanted.pixels  # keeps the file until the ranks have answered, also if the job ends before
         order, begun = _order_of(job), time.time()
         log.event("ordered", job.id, order=order.id)
         try:
@@ -57,6 +58,7 @@ class Dispatch:
             return
         finally:
             self.queue.current = None
+            del pixels
         answer = _checked(answer)
         why = answer.why if isinstance(answer, Failed) else None
         span = job.span.part("picture", begun, time.time(), seed=order.seed, attempt=job.attempts, failed=why)

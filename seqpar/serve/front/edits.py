@@ -7,9 +7,9 @@ from fastapi import Request, Response
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.forms import body_of, read_form
 from seqpar.serve.front.generations import answered
+from seqpar.serve.front.pictures import InputImages
 from seqpar.serve.front.schema import Edit
 from seqpar.serve.front.state import Front, Here, Key, check_loras, deadline_of, model_for
-from seqpar.serve.messages import OrderPicture
 
 BODY = body_of(Edit, {"image": {"description": "A PNG, JPEG or WebP; several as image[]."}})
 NO_MASK = "got a mask, expected none: no model that is served here takes one; leave it out, and say what to change"
@@ -27,13 +27,14 @@ async def edit(request: Request, front: Here, key: Key) -> Response:
         raise ProblemError(Problem(400, "missing_field", "got no image, expected a file; see /openapi.json", "image"))
     front.queue.check(0)  # before the work of decoding
     wanted = body.wanted(model, deadline_s, await decoded(front, files, "image"))
+    del form, files  # up to 50 MB, which the job does not need
     return await answered(body, wanted, "image_edit", request, front, key)
 
 
-async def decoded(front: Front, files: list[bytes], param: str) -> list[OrderPicture]:
+async def decoded(front: Front, files: list[bytes], param: str) -> InputImages:
     """Return the pictures in a client's files; ProblemError for what is none, or too large. param: their field."""
     try:
-        return await front.pictures.pixels_of(files)
+        return await front.pictures.inputs_of(files, front.queue.check)
     except ValueError as error:
         raise ProblemError(Problem(400, "invalid_picture", str(error), param)) from error
     except OSError as error:

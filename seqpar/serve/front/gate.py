@@ -58,8 +58,9 @@ class Gate:
             key = self._key_of(scope)
             scope.setdefault("state", {}).update(id=id_, key=key)
             if scope["method"] == "POST" and scope["path"] in BODIES:
-                body = await read_body(BODIES[scope["path"]], Headers(scope=scope), receive, self.body_s)
-                receive = replayed(body, receive)
+                kinds = BODIES[scope["path"]]
+                # no name for the body, up to 50 MB, which would keep it until the request is answered
+                receive = replayed(await read_body(kinds, Headers(scope=scope), receive, self.body_s), receive)
         except ProblemError as error:
             await error.problem.response()(scope, receive, named)
             return

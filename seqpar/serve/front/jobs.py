@@ -15,7 +15,7 @@ from typing import Literal
 
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.events import JobEnded, JobEvent, Moved
-from seqpar.serve.front.pictures import Format
+from seqpar.serve.front.pictures import Format, PixelFile
 from seqpar.serve.front.spans import Span
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.messages import PictureOrder
@@ -31,7 +31,8 @@ MOST_HELD = 1 << 30  # bytes of pixels of all pictures that jobs begin with
 class Wanted:
     """What a request asks for. order: its first picture, without an id. steps: of each picture.
 
-    step_s: predicted seconds of a step. fps: frames a second of a video, None for pictures.
+    step_s: predicted seconds of a step. fps: frames a second of a video, None for pictures. pixels: the file with the
+    pixels of the pictures that it begins with, until the job has ended.
     """
 
     order: PictureOrder
@@ -42,11 +43,12 @@ class Wanted:
     step_s: float
     deadline_s: float
     fps: float | None = None
+    pixels: PixelFile | None = None
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the pictures that it begins with."""
-        return sum(len(image.pixels) for image in self.order.images)
+        return 0 if self.pixels is None else sum(image.nbytes for image in self.order.images)
 
 
 @dataclass(eq=False)
@@ -165,7 +167,7 @@ class Queue:
             job.state, job.problem, job.ended = state, problem, time.time()
             if job.timer is not None:
                 job.timer.cancel()
-            job.wanted = replace(job.wanted, order=job.wanted.order.without_pixels())  # a job is remembered for long
+            job.wanted = replace(job.wanted, pixels=None)  # a job is remembered for long
             job.done.set()
             job.tell(JobEnded())
             self._look()

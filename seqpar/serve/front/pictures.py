@@ -1,4 +1,8 @@
-"""Turns pixels into files, and files of clients into pixels, in a process of its own, while the ranks work."""
+"""Encodes output images and decodes the files of clients, in other processes than the server's event loop.
+
+Decoded pixels, up to 192 MiB per request, stay out of the API server's memory: they go into a file in its private
+folder, which rank 0 reads.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,28 @@ import io
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from seqpar.pipelines import png as _png
-from seqpar.pipelines.image_files import MOST_PIXELS, decoded, digest
+from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
 from seqpar.serve.messages import OrderPicture
 
 Kind = Literal["png", "jpeg", "webp"]
 T = TypeVar("T")
+DECODERS = 2  # requests whose files are decoded at the same time
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,70 @@ class Format:
     quality: int = 100
 
 
-class Pictures:
-    """The process that writes files; another one takes its place if it dies."""
+class PixelFile:
+    """A file with the pixels of a request's pictures, which is removed when nothing refers to this object any more."""
 
-    def __init__(self) -> None:
-        self._pool = _new_pool()
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"pixels-{secrets.token_hex(8)}"
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+
+@dataclass(frozen=True)
+class InputImages:
+    """The pictures that a request begins with, and the file with their pixels."""
+
+    images: tuple[OrderPicture, ...] = ()
+    file: PixelFile | None = None
+
+    @property
+    def path(self) -> str | None:
+        """Return where the pixels are."""
+        return None if self.file is None else str(self.file.path)
+
+
+NO_IMAGES = InputImages()
+
+
+class Processes:
+    """Processes that do one thing each at a time; others take their place if one dies. They start when needed."""
+
+    def __init__(self, count: int, task: str) -> None:
+        self._count, self._task = count, task
+        self._pool = self._new_pool()
+
+    def start(self) -> None:
+        """Start a process, for which the first call then need not wait."""
+        self._pool.submit(int)
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns in such a process; OSError if the process died."""
+        pool = self._pool
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+        except BrokenProcessPool as error:
+            log.event(f"the process that {self._task} died and is started again", level=40)
+            if pool is self._pool:  # else another request has found it out before
+                self._pool = self._new_pool()
+            raise OSError(f"the process that {self._task} died; ask again") from error
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        # spawned, because a fork would copy the listening sockets and every client's connection
+        return ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"), _begin)
+
+
+class Pictures:
+    """The processes that encode and decode. folder: private, for pixels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._encoder = Processes(1, "writes pictures")
+        self._decoders = Processes(DECODERS, "reads pictures")
+        self._turn = asyncio.Semaphore(DECODERS)
+        self._encoder.start()
 
     async def file_of(
         self,
@@ -53,25 +120,22 @@ class Pictures:
 
         enlarged: the size that the picture is given, where it is not its own.
         """
-        return await self._run(encoded, size, pixels, how, about, enlarged)
+        return await self._encoder.run(encoded, size, pixels, how, about, enlarged)
 
-    async def pixels_of(self, files: Sequence[bytes]) -> list[OrderPicture]:
-        """Return the pictures in files of a client; ValueError for what is none, OSError if the process died."""
-        return await self._run(pictures_in, files)
+    async def inputs_of(self, files: Sequence[bytes], check: Callable[[int], None]) -> InputImages:
+        """Decode files of a client; ValueError for what is no picture, OSError if the process died.
 
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        pool = self._pool
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
-        except BrokenProcessPool as error:
-            log.event("the process that writes pictures died and is started again", level=40)
-            if pool is self._pool:  # else another picture has found it out before
-                self._pool = _new_pool()
-            raise OSError("the process that writes pictures died; ask again") from error
+        check: called with the bytes of all pixels before any are decoded; what it raises is raised.
+        """
+        async with self._turn:
+            check(3 * await self._decoders.run(pixels_in, files))
+            file = PixelFile(self._folder)
+            return InputImages(await self._decoders.run(written, files, file.path), file)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the processes."""
+        self._encoder.close()
+        self._decoders.close()
 
 
 def encoded(
@@ -95,24 +159,36 @@ def encoded(
     return file.getvalue()
 
 
-def pictures_in(files: Sequence[bytes]) -> list[OrderPicture]:
-    """Return the pictures in PNG, JPEG or WebP files; ValueError for other files, and for too many pixels."""
-    pictures, left = list[OrderPicture](), MOST_PIXELS
-    for number, file in enumerate(files, 1):
-        image = decoded(f"picture {number}", io.BytesIO(file))
-        left -= image.width * image.height
-        if left < 0:
+def pixels_in(files: Sequence[bytes]) -> int:
+    """Return the pixels of all pictures by their headers, up to the first one that `written` refuses.
+
+    Raises ValueError for more than MOST_PIXELS.
+    """
+    pixels = 0
+    for file in files:
+        try:
+            with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+                count = image.width * image.height
+        except BROKEN:
+            break
+        if count > MOST_PIXELS:
+            break
+        pixels += count
+        if pixels > MOST_PIXELS:
             raise ValueError(f"got large pictures, expected at most {MOST_PIXELS} pixels together; make them smaller")
-        pixels = image.tobytes()
-        pictures.append(OrderPicture(image.height, image.width, pixels, digest(pixels)))
-    return pictures
+    return pixels
 
 
-def _new_pool() -> ProcessPoolExecutor:
-    # spawned, because a fork would copy the listening sockets and every client's connection
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
-    pool.submit(int)  # starts the process, which the first picture then need not wait for
-    return pool
+def written(files: Sequence[bytes], path: Path) -> tuple[OrderPicture, ...]:
+    """Decode PNG, JPEG or WebP files, and write their pixels into a new file; ValueError for other files."""
+    pictures = list[OrderPicture]()
+    with path.open("xb") as out:
+        for number, file in enumerate(files, 1):
+            image = decoded(f"picture {number}", io.BytesIO(file))
+            pixels = image.tobytes()
+            out.write(pixels)
+            pictures.append(OrderPicture(image.height, image.width, digest(pixels)))
+    return tuple(pictures)
 
 
 def _begin() -> None:

@@ -15,8 +15,8 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
-from seqpar.serve.front.pictures import Format, Kind
-from seqpar.serve.messages import OrderPicture, PictureOrder, ServedModel, size_of
+from seqpar.serve.front.pictures import NO_IMAGES, Format, InputImages, Kind
+from seqpar.serve.messages import PictureOrder, ServedModel, size_of
 
 # fields of OpenAI that mean nothing here
 IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
@@ -101,7 +101,7 @@ class CommonFields(BaseModel):
         """Return the names of the LoRAs, with their scales."""
         return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
 
-    def order(self, model: ServedModel, images: Sequence[OrderPicture] = ()) -> PictureOrder:
+    def order(self, model: ServedModel, inputs: InputImages = NO_IMAGES) -> PictureOrder:
         """Return the order of a model's first picture, or of its video, without an id."""
         return PictureOrder(
             "",
@@ -115,7 +115,8 @@ class CommonFields(BaseModel):
             self.negative_prompt,
             self.scheduler,
             loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
-            images=tuple(images),
+            images=inputs.images,
+            pixels=inputs.path,
         )
 
 
@@ -154,11 +155,12 @@ class Generation(CommonFields):
             raise ValueError(f"expected a seed of at most {MOST_SEED} for the last of {self.n} pictures")
         return self
 
-    def wanted(self, model: ServedModel, deadline_s: float, images: Sequence[OrderPicture] = ()) -> Wanted:
-        """Return what the request asks of a model, with a checked deadline. images: that it begins with."""
-        order = msgspec.structs.replace(self.order(model, images), partial_images=self.partial_images)
+    def wanted(self, model: ServedModel, deadline_s: float, inputs: InputImages = NO_IMAGES) -> Wanted:
+        """Return what the request asks of a model, with a checked deadline. inputs: pictures that it begins with."""
+        order = msgspec.structs.replace(self.order(model, inputs), partial_images=self.partial_images)
         how = Format(self.output_format, self.output_compression)
-        return Wanted(order, self.n, how, self.priority, self.steps or model.steps, model.step_s, deadline_s)
+        steps = self.steps or model.steps
+        return Wanted(order, self.n, how, self.priority, steps, model.step_s, deadline_s, pixels=inputs.file)
 
 
 class Edit(Generation):
@@ -169,9 +171,9 @@ class Edit(Generation):
     ] = None
     input_fidelity: Nothing = None
 
-    def wanted(self, model: ServedModel, deadline_s: float, images: Sequence[OrderPicture] = ()) -> Wanted:
+    def wanted(self, model: ServedModel, deadline_s: float, inputs: InputImages = NO_IMAGES) -> Wanted:
         """Return what the request asks of a model; see `Generation.wanted`."""
-        wanted = super().wanted(model, deadline_s, images)
+        wanted = super().wanted(model, deadline_s, inputs)
         return replace(wanted, order=msgspec.structs.replace(wanted.order, strength=self.strength))
 
 

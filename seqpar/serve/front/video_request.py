@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import BeforeValidator, Field
 
 from seqpar.serve.front.errors import Problem, ProblemError
+from seqpar.serve.front.pictures import InputImages
 from seqpar.serve.front.schema import CommonFields
-from seqpar.serve.messages import OrderPicture, PictureOrder, ServedModel, VideoFacts
+from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
 
 MOST_FRAMES = 4096
 
@@ -34,12 +34,12 @@ class VideoRequest(CommonFields):
     frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames a second.")] = None
 
-    def video_order(self, model: ServedModel, images: Sequence[OrderPicture]) -> tuple[PictureOrder, float]:
+    def video_order(self, model: ServedModel, inputs: InputImages) -> tuple[PictureOrder, float]:
         """Return the order of a video, and its frames a second; ProblemError for frames that are not made."""
         facts = model.video
         assert facts is not None  # the model was looked for by what it makes
         frames = self._frames(facts)
-        order = msgspec.structs.replace(self.order(model, images), frames=frames, fps=self.fps)
+        order = msgspec.structs.replace(self.order(model, inputs), frames=frames, fps=self.fps)
         return order, float(self.fps or facts.fps)
 
     def _frames(self, facts: VideoFacts) -> int:

@@ -15,7 +15,7 @@ from seqpar.serve.front.folder import JobRecord
 from seqpar.serve.front.forms import body_of, read_form
 from seqpar.serve.front.gate import VIDEOS
 from seqpar.serve.front.jobs import Wanted
-from seqpar.serve.front.pictures import Format
+from seqpar.serve.front.pictures import NO_IMAGES, Format
 from seqpar.serve.front.state import Front, Here, Key, check_loras, deadline_of, model_for
 from seqpar.serve.front.video_request import VideoRequest
 from seqpar.serve.messages import ServedModel
@@ -41,10 +41,10 @@ async def create(request: Request, front: Here, key: Key) -> Response:
     check_loras(body.loras, model)
     _check_pictures(model, len(files))
     front.queue.check(0)  # before the work of decoding
-    images = await decoded(front, files, REFERENCE) if files else ()
+    inputs = await decoded(front, files, REFERENCE) if files else NO_IMAGES
     steps = body.steps or model.steps
-    order, fps = body.video_order(model, images)
-    wanted = Wanted(order, 1, Format(), body.priority, steps, model.step_s, deadline_s, fps)
+    order, fps = body.video_order(model, inputs)
+    wanted = Wanted(order, 1, Format(), body.priority, steps, model.step_s, deadline_s, fps, inputs.file)
     job = front.queue.add(request.state.id, key, wanted)
     shown = body.prompt if front.show_prompts else "not shown"
     log.event("accepted", job.id, key=key, model=model.name, frames=wanted.order.frames, prompt=shown)

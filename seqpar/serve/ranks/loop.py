@@ -136,10 +136,9 @@ def _next(served: Served, idle_s: float) -> PictureOrder | None:
     """Return the next order on every rank; None when the ranks are to finish."""
     while True:
         mine = None if served.line is None else served.line.next(idle_s)
-        small = mine.without_pixels() if isinstance(mine, PictureOrder) else mine
-        found: PictureOrder | Finish | None = served.mesh.share(small, PictureOrder | Finish | None)
+        found: PictureOrder | Finish | None = served.mesh.share(mine, PictureOrder | Finish | None)
         if isinstance(found, PictureOrder):
-            return mine if isinstance(mine, PictureOrder) else found
+            return found
         if isinstance(found, Finish):
             return None
         served.tell(Alive(_memory(served.mesh)))

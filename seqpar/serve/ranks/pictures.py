@@ -11,14 +11,17 @@ from seqpar.serve.messages import PictureOrder
 
 
 def pictures_of(order: PictureOrder, mesh: Mesh) -> tuple[Picture, ...]:
-    """Return the pictures of an order on every rank; only rank 0's order has their pixels.
+    """Return the pictures of an order on every rank; rank 0 reads the file with their pixels.
 
-    Raises the same ValueError on all ranks for a picture with another number of bytes than its size says.
+    Raises the same ValueError on all ranks for a file that is shorter than the pictures' sizes say.
     """
 
     def read() -> list[Picture]:
-        sizes = ((each.width, each.height) for each in order.images)
-        pictures = (Image.frombytes("RGB", size, each.pixels) for size, each in zip(sizes, order.images, strict=True))
+        if order.pixels is None:
+            raise ValueError("the order has pictures, but no file with their pixels")
+        with open(order.pixels, "rb") as file:
+            sizes = [((each.width, each.height), file.read(each.nbytes)) for each in order.images]
+        pictures = (Image.frombytes("RGB", size, pixels) for size, pixels in sizes)
         return [Picture(f"picture {number}", picture) for number, picture in enumerate(pictures, 1)]
 
     return shared(read, mesh) if order.images else ()

@@ -185,9 +185,10 @@ def _leave(rank: int, code: int | str | None) -> None:
 
 
 def _end_with_the_starter(folder: str | None) -> None:
-    """End this rank when the process that started it is gone, also while the rank waits for others or for a GPU.
+    """End this process when the one that started it is gone, also while it waits for other ranks or for a GPU.
 
-    folder: where ranks leave reports; a starter that was killed could not remove it.
+    folder: where ranks leave reports; a starter that was killed could not remove it. A process without one is started
+    by a server, alone or as the starter of ranks, and ends them and itself by SIGTERM.
     """
     starter = os.environ.pop(STARTER, None)
     if starter is None and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -197,6 +198,9 @@ def _end_with_the_starter(folder: str | None) -> None:
     def watch() -> None:
         while os.getppid() == expected:
             time.sleep(1)
+        if folder is None and starter is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(FAILURE)

@@ -25,6 +25,7 @@ import tyro
 
 from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ProfileArgs, ReplicaArgs
 from seqpar.cli.exits import guarded
+from seqpar.cli.quick_exit import quick_exit
 from seqpar.cli.ranks import start, wanted
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
@@ -63,6 +64,8 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         run(as_dry_run(args), args.hosts, args.explain)
     elif _is_start(args):
         start(words, wanted(args.gpus, args.ranks))
+        if isinstance(args, ReplicaArgs):
+            quick_exit(0)
     elif isinstance(args, ReplicaArgs):
         from seqpar.cli.replica import run_replica
 

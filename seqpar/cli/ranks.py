@@ -30,6 +30,7 @@ LOOK_S = 0.1  # between two looks at the ranks
 SHUTDOWN_S = 5.0  # a rank that does not end in this time is killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they end the ranks, then this process
+SERVED = "SEQPAR_SERVE"  # environment of a server's ranks: the path of its socket
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where gloo and NCCL open their sockets
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
@@ -59,7 +60,9 @@ def wanted(gpus: int | None, ranks: int | None) -> int:
 
 def start(words: Sequence[str], count: int) -> None:
     """Run `seqpar WORDS` on `count` processes; SystemExit with a non-zero code, after one message, if a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="seqpar-") as folder:  # of mode 0700
+    served = os.environ.get(SERVED)  # a server removes its own folder, whatever ends its ranks
+    parent = None if served is None else os.path.dirname(served)
+    with tempfile.TemporaryDirectory(prefix="seqpar-", dir=parent) as folder:  # of mode 0700
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             with _signals_raised():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from seqpar.cli.args import ReplicaArgs
 from seqpar.cli.job import DTYPES
+from seqpar.cli.quick_exit import quick_exit
+from seqpar.mesh import mesh as meshes
 from seqpar.mesh.deadlines import Deadlines
 from seqpar.serve.ranks.loop import run
 
@@ -14,3 +16,5 @@ def run_replica(args: ReplicaArgs) -> None:
         raise ValueError("got no model, expected at least one to serve")
     deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
     run(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm)
+    meshes.close()
+    quick_exit(0)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from PIL import Image
 from seqpar.serve.messages import Answer, Failed, Made, PictureOrder
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, gone, replica
+from tests.support.front import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=6)
@@ -125,6 +127,49 @@ def test_ranks_without_a_front_end_by_themselves(tmp_path: Path) -> None:
     with replica(tmp_path, 1, "builtin") as driver:
         driver.line.close()
         assert gone(driver)[0] == 0
+
+
+def descendants(process: int) -> list[int]:
+    """Return the processes that a process, its children and so on have started."""
+    children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+    return [each for child in children for each in (child, *descendants(child))]
+
+
+def lives(process: int) -> bool:
+    """Return whether a process has not ended; one that nobody waits for may stay in the table."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGKILL, 1)])
+@pytest.mark.parametrize("state", ["ranks started", "ready"])
+def test_a_signal_to_an_idle_server_ends_all_within_seconds(
+    tmp_path: Path, number: signal.Signals, ranks: int, state: str
+) -> None:
+    """Ranks that load do not hear of the front. After SIGKILL its folder stays, with a socket and a lock alone."""
+    (tmp_path / "tmp").mkdir()
+    words = [sys.executable, "-m", "seqpar.cli", "serve", "builtin", "--ranks", str(ranks), "--port", "0"]
+    with (tmp_path / "log").open("wb") as out:
+        server = subprocess.Popen(words, stderr=out, env={**environment(), "TMPDIR": str(tmp_path / "tmp")})
+    log, processes = tmp_path / "log", list[int]()
+    try:
+        until(lambda: f'"event": "{state}"' in log.read_text(), LIMIT_S)
+        # the process that encodes pictures and what tracks it, then the ranks: those of two have a starter
+        wanted = 2 + ranks + (ranks > 1)
+        until(lambda: len(descendants(server.pid)) == wanted, LIMIT_S)
+        processes, begun = descendants(server.pid), time.monotonic()
+        server.send_signal(number)
+        assert server.wait(LIMIT_S) == (0 if number == signal.SIGTERM else -number)
+        until(lambda: not any(map(lives, processes)), LIMIT_S)
+        assert time.monotonic() - begun < (3.0 if number == signal.SIGTERM else 10.0)
+    finally:
+        server.kill()
+        server.wait()
+    left = {path.name for path in (tmp_path / "tmp").rglob("*") if "torchinductor" not in str(path)}
+    assert {each for each in left if not each.startswith("seqpar-")} <= {"lock", "ranks"}
+    assert len(left) == (0 if number == signal.SIGTERM else 3)
 
 
 def test_a_rank_that_does_not_end_its_step_ends_without_a_front(tmp_path: Path) -> None:

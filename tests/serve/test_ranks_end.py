@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,64 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         with running(tmp_path, "--port", port, wait=False) as second:
             assert second.wait() == 1
     assert any(f"--port {port}, expected a free address" in line for line in second.lines)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder in which servers make their private ones."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("state", ["slow-start", "ready"])
+def test_no_folder_is_left_after_a_signal(tmp_path: Path, temporary: Path, number: int, state: str) -> None:
+    (tmp_path / state).touch()
+    with running(tmp_path, wait=state == "ready") as front:
+        front.event("ranks", line="fake ranks start")
+        assert len([*temporary.iterdir()]) == 1
+        assert front.end(number) == 0
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.parametrize("words", [("--port", "x"), (), ("--jobs", __file__)])
+def test_no_folder_is_left_after_a_failure(tmp_path: Path, temporary: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "refuse").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = tuple(each.replace("x", str(taken.getsockname()[1])) if each == "x" else each for each in words)
+        with running(tmp_path, *words, wait=False) as front:
+            assert front.wait() in (1, 2)
+    assert [*temporary.iterdir()] == []
+
+
+def test_a_start_removes_folders_of_killed_servers_when_nothing_of_them_lives(tmp_path: Path, temporary: Path) -> None:
+    other = temporary / "seqpar-other"  # not of a server: it has no lock
+    other.mkdir()
+
+    def folders() -> set[Path]:
+        return {*temporary.iterdir()} - {other}
+
+    with running(tmp_path) as living:
+        alive = folders()
+        (tmp_path / "killed").mkdir()
+        (tmp_path / "killed" / "slow-start").touch()  # these ranks do not see that their front is killed
+        with running(tmp_path / "killed", wait=False) as killed:
+            killed.event("ranks", line="fake ranks start")
+            ranks = int(killed.event("ranks started")["process"])
+            assert killed.end(signal.SIGKILL) == -signal.SIGKILL
+            left = folders() - alive
+            assert len(left) == 1
+            with running(tmp_path):
+                assert folders() > alive | left
+            os.kill(ranks, signal.SIGKILL)
+        with running(tmp_path):
+            assert len(folders() - alive) == 1
+            assert not folders() & left
+        assert folders() == alive
+        assert living.end() == 0
+    assert [*temporary.iterdir()] == [other]
 
 
 @pytest.mark.parametrize("text", ["", "secret", "a:\n", ":b", "a:b\na:c", "a:b\nc:b"])

@@ -91,6 +91,8 @@ class Processes:
 
     def close(self) -> None:
         """End the processes, whatever they do."""
+        for process in list((self._pool._processes or {}).values()):  # pyright: ignore[reportPrivateUsage]
+            process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _new_pool(self) -> ProcessPoolExecutor:

@@ -37,9 +37,11 @@ from seqpar.serve.messages import (
     packed,
 )
 
-SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket
+SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket, beside which its files are
+STARTER = "SEQPAR_STARTER"  # environment of the child: the process whose end ends it
 WITHIN_S = 600.0  # seconds in which too many ends of children end the front
 LEAVE_S = 7.0  # for a child to end, and from SIGTERM to SIGKILL: it gives its own ranks 5 s
+IDLE_LEAVE_S = 2.0  # for a child without an order, before SIGTERM
 LAST_WORDS_S = 1.0  # for what an ended child has written to be read
 TAIL, LONGEST_LINE = 20, 1 << 16  # lines of a child's output that are kept, and bytes of one
 
@@ -66,15 +68,19 @@ class Running:
 
 
 class Replica:
-    """The child and its connection. most: ends of children in ten minutes that end the front.
+    """The child and its connection. lock: a file that the child holds. most: ends of children in ten minutes that end
+    the front.
 
     The second end by one picture does not count, so that it takes as many requests as `most` to end a front.
 
     on_restart is called when a child is started again.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, most: int, on_restart: Callable[[], None]) -> None:
-        self._command, self._path, self._most, self._on_restart = command, folder / "ranks", most, on_restart
+    def __init__(
+        self, command: Sequence[str], folder: Path, lock: int, most: int, on_restart: Callable[[], None]
+    ) -> None:
+        self._command, self._path, self._lock = command, folder / "ranks", lock
+        self._most, self._on_restart = most, on_restart
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._running: Running | None = None
@@ -131,8 +137,11 @@ class Replica:
         self._send(Finish())
         if self._writer is None:  # it loads, and hears nothing
             self._signal(signal.SIGTERM)
-        await asyncio.wait([keeper], timeout=LEAVE_S)
-        self._signal(signal.SIGKILL)
+        await asyncio.wait([keeper], timeout=IDLE_LEAVE_S if self._running is None else LEAVE_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):  # after SIGTERM it ends all of its ranks, also stopped ones
+            if not keeper.done():
+                self._signal(number)
+                await asyncio.wait([keeper], timeout=LEAVE_S)
         await asyncio.wait([keeper])
 
     async def _life(self) -> int:
@@ -162,7 +171,8 @@ class Replica:
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
             *self._command,
-            env={**os.environ, SOCKET: str(self._path)},
+            env={**os.environ, SOCKET: str(self._path), STARTER: str(os.getpid())},
+            pass_fds=(self._lock,),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,

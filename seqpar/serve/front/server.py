@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -40,12 +38,14 @@ from seqpar.serve.front.jobs import Queue, ServedJob
 from seqpar.serve.front.keys import Keys, read_keys
 from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
+from seqpar.serve.front.private import private_folder
 from seqpar.serve.front.replica import Ended, Replica
 from seqpar.serve.front.sharing import shared
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.front.state import Front
 
 ANSWERS_S = 5.0  # for answers to reach their clients at the end
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they end the server
 ENDING = Problem(503, "ending", "the server ends and takes no more requests; ask another one, or later")
 
 
@@ -82,24 +82,30 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
     jobs = None if args.jobs is None else JobFolder(args.jobs)
     if jobs is not None:
         jobs.open()
-    folder = Path(tempfile.mkdtemp(prefix="seqpar-"))  # of mode 0700
-    try:
-        with listening(args.host, args.port) as listener:
-            log.start()
-            host, port = listener.getsockname()[:2]
-            log.event("listening", host=host, port=port, models=args.models)
-            parts = _put_together(args, keys, child, folder, jobs)
-            try:
-                async with shared(parts.front) as tasks:
-                    return await _serve(parts, listener, args.grace_s, tasks)
-            finally:
-                parts.dispatch.pictures.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    stop = _stopped_by_signals()  # from here on no signal ends this process before its folder is removed
+    with private_folder() as (folder, lock), listening(args.host, args.port) as listener:
+        log.start()
+        host, port = listener.getsockname()[:2]
+        log.event("listening", host=host, port=port, models=args.models)
+        parts = _put_together(args, keys, child, folder, lock, jobs)
+        try:
+            async with shared(parts.front) as tasks:
+                return await _serve(parts, listener, args.grace_s, stop, tasks)
+        finally:
+            parts.dispatch.pictures.close()
+
+
+def _stopped_by_signals() -> asyncio.Event:
+    """Return what is set by a signal that ends the server; one that is ignored, as by nohup, stays ignored."""
+    stop = asyncio.Event()
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def _put_together(
-    args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path, jobs: JobFolder | None
+    args: ServeArgs, keys: Keys | None, child: Sequence[str], folder: Path, lock: int, jobs: JobFolder | None
 ) -> Assembly:
     speeds = Speeds()
 
@@ -113,7 +119,7 @@ def _put_together(
 
     pictures = Pictures(folder)
     queue = Queue(args.queue, args.keep_s, speeds, ended)
-    replica = Replica(child, folder, args.restarts, lambda: metrics.restarts.inc())
+    replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
     metrics = Metrics(lambda: queue.length, lambda: replica.memory)
     kept = args.keep_s, args.keep_bytes
     files = FolderStore(jobs, *kept) if jobs else FileStore(*kept)
@@ -144,12 +150,9 @@ def http_server(app: ASGIApp, connections: Connections) -> Server:
 
 
 async def _serve(
-    parts: Assembly, listener: socket.socket, grace_s: float, others: Sequence[asyncio.Task[None]]
+    parts: Assembly, listener: socket.socket, grace_s: float, stop: asyncio.Event, others: Sequence[asyncio.Task[None]]
 ) -> Ended:
     """Run all tasks until the first ends or a signal comes; then end what runs in order. others: that go on."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     keeper = asyncio.create_task(parts.front.replica.keep())
     server = asyncio.create_task(parts.server.serve([listener]))
     orders, stopped = asyncio.create_task(parts.dispatch.forever()), asyncio.create_task(stop.wait())

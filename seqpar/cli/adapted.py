@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers.utils import logging as diffusers_logging
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import outputs, parse_size, scales
@@ -41,8 +38,7 @@ VAE: dict[str, Wished] = {
 def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     """The path from a checked and planned order to files. Every rank calls it."""
     started = time.perf_counter()
-    with _one_voice(ranks):
-        pipe = _loaded(job, ranks)
+    pipe = _loaded(job, ranks)
     state = _parallelize(args, pipe, plan)
     if args.verify:
         from seqpar.verifying.verify import EVALUATIONS, verify
@@ -156,20 +152,3 @@ def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, An
     own |= {"fps": job.fps} if job.video else {}
     call: Any = call_of(next(iter(transformers_of(pipe).values())))
     return chosen(args, job, call.mesh, {**names, **own})
-
-
-@contextmanager
-def _one_voice(mesh: Mesh) -> Iterator[None]:
-    """Let rank 0 alone show the bars of loading."""
-    from transformers.utils import logging as transformers_logging
-
-    told = (diffusers_logging, transformers_logging)
-    if not mesh.is_main:
-        for log in told:
-            log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if not mesh.is_main:
-            for log in told:
-                log.enable_progress_bar()

@@ -23,7 +23,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.errors import naming
-from seqpar.loading.hub import errors_only
+from seqpar.loading.hub import errors_only, importing_pipelines
 from seqpar.loading.jsons import read_json
 from seqpar.loading.layout import open_model
 from seqpar.loading.meta import WithoutValues
@@ -65,7 +65,8 @@ class Fitted:
 def kind_of(index: Mapping[str, Any], path: Path) -> Any:
     """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
     name = str(index.get("_class_name"))
-    kind = getattr(diffusers, name, None)
+    with importing_pipelines():
+        kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and name.endswith("Pipeline")):
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"

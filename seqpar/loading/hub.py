@@ -82,6 +82,31 @@ def errors_only(logging: Any) -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@contextmanager
+def importing_pipelines() -> Iterator[None]:
+    """Silence transformers while a module of diffusers imports its image processors, whether or not they will be used.
+
+    Without torchvision it warns of each that PIL takes its place, in every process.
+    """
+    from transformers.utils import logging
+
+    with errors_only(logging):
+        yield
+
+
+@contextmanager
+def no_bars(*logging: Any) -> Iterator[None]:
+    """Show no progress bars of libraries of Hugging Face; logging: their modules of that name."""
+    shown = [library for library in logging if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
 def _nowhere(presets: Sequence[str]) -> str:
     return f"there is no such path; presets with random weights: {', '.join(presets)}"
 

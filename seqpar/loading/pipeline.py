@@ -18,7 +18,9 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin, no_init_weights
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from seqpar.loading import lora as _lora
 from seqpar.loading import vae_keys
@@ -27,6 +29,7 @@ from seqpar.loading.encoders import Begun, begin_encoders, encode_first, load_en
 from seqpar.loading.errors import naming
 from seqpar.loading.folder import Fitted
 from seqpar.loading.garbage import no_collection
+from seqpar.loading.hub import no_bars
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
@@ -60,6 +63,7 @@ class Folder:
         return f"got pipeline {self.path}, which does not load"
 
 
+@no_bars(diffusers_logging, transformers_logging)  # each counts parts that are loaded elsewhere, on every rank
 def load_pipeline(
     folder: Folder,
     dtype: torch.dtype,

@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from seqpar.loading.hub import importing_pipelines
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.order import Order
 
@@ -114,7 +115,8 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
 
 def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
     """Return the class of diffusers that begins with a picture, and has the parts of one that does not; or None."""
-    from diffusers.pipelines import auto_pipeline as theirs
+    with importing_pipelines():
+        from diffusers.pipelines import auto_pipeline as theirs
 
     videos: Any = theirs.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING
     if kind.__name__ == "WanPipeline":  # of whose models only the one with a timestep a token (TI2V) takes a picture

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.loading.errors import naming
-from seqpar.loading.hub import errors_only
+from seqpar.loading.hub import errors_only, importing_pipelines
 from seqpar.pipelines.texts import Encode
 from seqpar.pipelines.unidiffuser_files import PREFIX, Parts, caption_decoder
 from seqpar.vae.shared import own
@@ -130,7 +130,9 @@ def _captioner(parts: Parts) -> tuple[Any, Any]:
         where = parts.decoder
         raise ValueError(f"got the original caption decoder {where}, expected diffusers' folder for captions")
     import transformers
-    from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
+
+    with importing_pipelines():
+        from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
     tokenizers: Any = transformers.AutoTokenizer
     with naming(f"got a caption decoder in {parts.decoder} that does not load"):
@@ -144,4 +146,6 @@ def _seer(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any]:
 
     with naming(f"got an image encoder in {parts.image_encoder} that does not load"):
         encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(parts.image_encoder, dtype=dtype)
-        return encoder, transformers.CLIPImageProcessor.from_pretrained(parts.image_processor)
+        with importing_pipelines():
+            processor = transformers.CLIPImageProcessor
+        return encoder, processor.from_pretrained(parts.image_processor)

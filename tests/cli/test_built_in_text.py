@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.loading.names import NAMES
+from tests.cli.processes import LIMIT_S, environment
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.support.pool import Pool
 
@@ -79,3 +83,14 @@ def test_the_lora_that_comes_with_it_changes_the_picture(tmp_path: Path, capsys:
         middles.append(colours(pixels(plain.out))[0].mean())
     assert middles[1] > middles[0] + 20
     assert "lora      outline:1\n" in capsys.readouterr().out
+
+
+def test_a_run_prints_no_line_of_other_libraries(tmp_path: Path) -> None:
+    """In a process of its own: transformers warns once per process of torchvision, also for image-to-image classes."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    flags = ["--prompt", FROG, "--image", "in.png", "--steps", "2", "--out", "x.png"]
+    command = [sys.executable, "-m", "seqpar.cli", "sample", *flags]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, check=True
+    )
+    assert {line.partition(":")[0] for line in done.stderr.splitlines() if line} == {"encoding", "denoising", "decoding"}

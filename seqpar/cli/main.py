@@ -1,17 +1,7 @@
-"""The `seqpar` command: `sample` makes pictures, `profile` tells where their time goes, `plan` predicts layouts.
+"""The commands of `seqpar` that import torch: parse the flags, then run, in this process or in ranks that it starts.
 
-`fidelity` compares ways of computing, `convert` converts checkpoints.
-
-`seqpar serve` has a help of its own: it answers HTTP, and starts `seqpar replica`.
-
-    seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
-    seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
-    seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
-    seqpar profile --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow"
-    seqpar fidelity --gpus 2 --model builtin
-    seqpar convert DiT-XL-2-256x256.pt dit-xl
-
-Everything is checked before weights load; a mistake is one message and a non-zero exit.
+`seqpar/cli/entry.py` has the help of all commands. Arguments are checked before weights load; an invalid one is one
+message and a non-zero exit.
 """
 
 from __future__ import annotations
@@ -50,7 +40,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
     commands: Any = Sample | Profile | Plan | Fidelity | Convert | Replica
     args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs = tyro.cli(
-        commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
+        commands, prog="seqpar", args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):

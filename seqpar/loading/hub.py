@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,25 @@ ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
 # the last one is the base of what its HTTP client raises
 NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
 SHOWN = 200  # characters of a name in a message
+NEAR = 0.8  # how alike a name and a known one are (`difflib`) that is suggested in its place
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
-def download(name: str, presets: Sequence[str]) -> Path:
+def download(name: str, presets: Sequence[str], models: Sequence[str] = ()) -> Path:
     """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
 
-    presets: the names that were tried before, for the message.
+    presets, models: the names that were tried before, for the message: presets, and models of the package.
     """
+    near = get_close_matches(name.lower()[:SHOWN], (*models, *presets), 1, NEAR)
+    known = f"; did you mean {near[0]}?" if near else ""
     if not re.fullmatch(ID, name):
-        raise ValueError(f"got model {_short(name)}: {_nowhere(presets)}")
+        known = known or f"; presets with random weights: {', '.join(presets)}"
+        raise ValueError(f"got model {_short(name)}: there is no such path{known}")
     try:
         with errors_only(logging):
             reason = _why_not(name)
             if reason is not None:
-                return _cached(name, presets, reason)
+                return _cached(name, reason, known)
             return Path(snapshot_download(name, allow_patterns=DOWNLOADED))  # a process at a time writes a file
     except (*NETWORK, errors.HFValidationError) as error:
         raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
@@ -63,12 +68,16 @@ def _why_not(name: str) -> str | None:
     return None
 
 
-def _cached(name: str, presets: Sequence[str], reason: str) -> Path:
-    """Return the folder of files that were downloaded before; ValueError, with the reason for asking, without them."""
+def _cached(name: str, reason: str, known: str) -> Path:
+    """Return the folder of files that were downloaded before; without them ValueError, which begins with the reason.
+
+    known: how its message ends.
+    """
     try:
         return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=True))
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(f"got model {name!r}: {_nowhere(presets)}, no files of it are here, and {reason}") from error
+        nowhere = "no files of it were downloaded before, and there is no such path"
+        raise ValueError(f"got model {name!r}: {reason}, {nowhere}{known}") from error
 
 
 @contextmanager
@@ -105,10 +114,6 @@ def no_bars(*logging: Any) -> Iterator[None]:
     finally:
         for library in shown:
             library.enable_progress_bar()
-
-
-def _nowhere(presets: Sequence[str]) -> str:
-    return f"there is no such path; presets with random weights: {', '.join(presets)}"
 
 
 def _short(name: str) -> str:

@@ -26,7 +26,7 @@ def resolve(name: str | Path) -> Path | None:
         return None
     path = Path(name)
     if not path.exists():
-        path = download(str(name), list(known))
+        path = download(str(name), list(known), list(NAMES))
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"got model {name}, expected a file or folder; it is a pipe or a device")
     return path

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch.distributed.run import main as agent
 
-from seqpar.cli.main import main, sample
+from seqpar.cli.entry import main
+from seqpar.cli.main import sample
 from tests.support.forks import Forked, Main
 from tests.support.pool import server
 

@@ -3,30 +3,76 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
+from seqpar import __version__
+from seqpar.cli import entry
 from seqpar.cli.args import Args, PlanArgs
 from seqpar.cli.main import command
 from tests.cli.processes import seqpar
 
+LINES, COLUMNS = 24, 90  # of one screen
 
-@pytest.mark.parametrize(("words", "flags"), [("sample", Args), ("plan", PlanArgs), ("", None)], ids=str)
+
+@pytest.mark.parametrize(("words", "flags"), [("sample", Args), ("plan", PlanArgs)], ids=str)
 def test_help_explains_every_flag_and_there_are_few(
-    capsys: pytest.CaptureFixture[str], words: str, flags: type[Args | PlanArgs] | None
+    capsys: pytest.CaptureFixture[str], words: str, flags: type[Args | PlanArgs]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         command([*words.split(), "--help"])
     assert not stop.value.code
     shown = capsys.readouterr().out
-    if flags is None:
-        assert "seqpar sample --gpus 4" in shown
-        assert re.search(r"plan +Print the predicted time", shown)
-        assert re.search(r"fidelity +Compare every way", shown)
-        return
     fields = flags.__dataclass_fields__
     assert len(fields) <= 34  # 25 that say what to do; 6 that say how (--transport ... --verify); 3 that start
     assert all(f"--{name.replace('_', '-')}" in shown for name in fields)
+
+
+def test_help_is_one_screen_with_the_commands_of_users() -> None:
+    lines = entry.HELP.splitlines()
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    listed = re.findall(r"^  ([a-z]+) ", entry.HELP.partition("options:")[0], re.MULTILINE)
+    assert listed == ["sample", "serve", "plan", "profile", "fidelity", "convert"]
+
+
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_every_command_that_help_lists_exists(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["seqpar", name, "--help"])
+    monkeypatch.setattr("seqpar.cli.main.guarded", lambda work: work(0))
+    with pytest.raises(SystemExit) as stop:
+        entry.main()
+    assert not stop.value.code
+    assert f"usage: seqpar {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "out", "error"),
+    [
+        ("--help", 0, entry.HELP, ""),
+        ("-h", 0, entry.HELP, ""),
+        ("--version", 0, f"seqpar {__version__}", ""),
+        ("", 2, "", entry.HELP),
+        ("smaple --help", 2, "", "error: 'smaple' is not a command; did you mean sample?"),
+        ("server", 2, "", "error: 'server' is not a command; did you mean serve?"),
+        ("replicas", 2, "", "error: 'replicas' is not a command; seqpar --help lists the commands"),
+        ("--prompt cat", 2, "", "error: '--prompt' is not a command; seqpar --help lists the commands"),
+    ],
+    ids=str,
+)
+def test_help_version_and_unknown_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, code: int, out: str, error: str
+) -> None:
+    for rank, expected in (("0", (out, error)), ("1", ("", ""))):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["seqpar", *words.split()])
+        with pytest.raises(SystemExit) as stop:
+            entry.main()
+        shown = capsys.readouterr()
+        assert (stop.value.code, shown.out.rstrip("\n"), shown.err.rstrip("\n")) == (code, *expected)
 
 
 def test_a_wrong_flag_starts_no_rank() -> None:

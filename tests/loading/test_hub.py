@@ -14,6 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked
 from seqpar.loading import hub
+from seqpar.loading.names import resolve
 from seqpar.mesh.mesh import Mesh
 from tests.support.pool import Pool
 
@@ -49,7 +50,7 @@ def test_a_name_is_asked_for_once_with_a_short_time_out(asked: Callable[[Any], l
         if error is None:
             assert hub.download("owner/new", ["dit"]) == Path("/there")
         else:
-            with pytest.raises(ValueError, match=r"^got model 'owner/new': there is no such path.*gave no answer.*\)$"):
+            with pytest.raises(ValueError, match=r"^got model 'owner/new': the hub gave no answer.* no such path$"):
                 hub.download("owner/new", ["dit"])
         assert questions[0] == ("owner/new", hub.ASK_S)
         assert len(questions) == (1 if error is not None else 2)
@@ -74,6 +75,19 @@ def test_what_cannot_be_a_hub_id_is_not_asked_for(asked: Callable[[Any], list[An
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("bultin", "builtin"), ("Builtin_Text", "builtin-text"), ("dit-xl2", "dit-xl/2"), ("dit/xl", "")]
+)
+def test_a_name_like_a_known_one_is_suggested_without_a_list(
+    asked: Callable[[Any], list[Any]], name: str, near: str
+) -> None:
+    asked(ConnectionError("no route"))
+    with pytest.raises(ValueError, match="there is no such path") as error:
+        resolve(name)
+    assert str(error.value).endswith(f"; did you mean {near}?" if near else "there is no such path")
+    assert "presets" not in str(error.value)
+
+
 def told(rank: int, world: int, device: torch.device, log: str) -> str:
     """The error of a model that the hub does not know; each question is a line of the log."""
 
@@ -94,5 +108,5 @@ def told(rank: int, world: int, device: torch.device, log: str) -> str:
 def test_ranks_together_ask_once(ranks: Pool, tmp_path: Path) -> None:
     one, other = ranks.run(2, told, str(tmp_path / "log"))
     assert one == other
-    assert "and the hub gave no answer (no route)" in one
+    assert one.startswith("got model 'owner/none-of-this-name': the hub gave no answer (no route), ")
     assert (tmp_path / "log").read_text() == "owner/none-of-this-name\n"

@@ -54,5 +54,5 @@ def loaded() -> ModuleType:
     """Return the module of epilogues; `ValueError` if quack cannot be used."""
     quack = load()
     if isinstance(quack, str):
-        raise ValueError(f"got a tile for quack, expected it installed: {quack}; pip install 'seqpar[flash]'")
+        raise ValueError(f"a tile for quack requires it: {quack}; pip install -e '.[flash]' in a clone")
     return quack

@@ -81,4 +81,4 @@ def _find() -> tuple[int, Callable[..., Any], str] | str:
             return generation, importlib.import_module(module).flash_attn_func, with_lse
         except (ImportError, AttributeError) as error:
             reasons.append(f"FlashAttention-{generation}: {error}")
-    return "not installed (pip install 'seqpar[flash]'): " + "; ".join(reasons)
+    return "not installed (pip install -e '.[flash]' in a clone): " + "; ".join(reasons)

@@ -31,7 +31,7 @@ Groups = dict[str, list[tuple[str, Columns]]]
 def check_drawable() -> None:
     """Raise ValueError if there is nothing to draw with."""
     if find_spec("matplotlib") is None:
-        raise ValueError("got no matplotlib, expected it for the picture of a profile; pip install 'seqpar[plot]'")
+        raise ValueError("profile plots require matplotlib: pip install matplotlib")
 
 
 def drawn(profile: Profile) -> bytes:

@@ -116,6 +116,18 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert missing("got ... processes on a machine with no GPUs at all, expected more")
 
 
+INSTALLED = re.compile(r"pip install[^\n`&;]*[ '\"]seqpar\b")  # by the name of a package, which is not published
+
+
+def test_nothing_installs_a_name_that_is_not_published() -> None:
+    assert INSTALLED.search("pip install -q 'seqpar[ray]'")
+    folders = ("docs", "examples", "launch", "seqpar")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = [path for path in (*paths, *ROOT.glob("*.md")) if path.suffix in (".md", ".py", ".yaml", ".ipynb", "")]
+    assert len(texts) > 400
+    assert [path.name for path in texts if INSTALLED.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_every_model_has_its_way() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert [path.name for path in (ROOT / "docs" / "models").glob("*.md") if f"models/{path.name}" not in page] == []

@@ -27,7 +27,7 @@ from tests.support.ray_nodes import Nodes, parent, tree, two_nodes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'seqpar[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"),
     pytest.mark.filterwarnings("ignore:The Sora API"),
 ]
 PICTURES = "/v1/images/generations"

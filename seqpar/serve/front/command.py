@@ -78,7 +78,7 @@ def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:
     args = tyro.cli(ServeArgs, prog="seqpar serve", description=__doc__, args=words)
     try:
         if missing:
-            raise ValueError(f"got no {', '.join(missing)}, expected the extra `serve`; pip install 'seqpar[serve]'")
+            raise ValueError(f"serving requires {', '.join(missing)}: pip install -e '.[serve]' in a clone")
         # imported when the extra is known to be there
         from seqpar.serve.front.server import run
 

@@ -8,25 +8,31 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import seqpar.families
 from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
+from seqpar.types.plugins import plugins
 from tests.support import benchmarks_page, strategy_pictures
 from tests.support.pages import COMMAND, ROOT
 from tests.support.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
 
 WORK = replace(large_dit.work(large_dit.PRESETS["large-dit-7b"]), heads=4, kv_heads=4)
 SIZES = {"ulysses": (1, 4), "ring": (4, 1), "usp": (2, 2), "kv_gather": (1, 4), "kv_first": (1, 4)}
+README = ROOT / "README.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
 def test_the_page_of_benchmarks_is_made_of_the_lines() -> None:
     written = benchmarks_page.PAGE.read_text(encoding="utf-8")
     assert written == benchmarks_page.page(), "python -m tests.support.benchmarks_page --write"
+    readme = README.read_text(encoding="utf-8")
+    assert readme == benchmarks_page.with_speed(readme), "python -m tests.support.benchmarks_page --write"
 
 
 def test_the_pictures_are_made_of_the_data() -> None:
@@ -128,6 +134,16 @@ def test_nothing_installs_a_name_that_is_not_published() -> None:
     assert [path.name for path in texts if INSTALLED.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_every_model_has_its_way() -> None:
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert [path.name for path in (ROOT / "docs" / "models").glob("*.md") if f"models/{path.name}" not in page] == []
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "models.md"], ids=lambda page: page.name)
+def test_every_model_has_its_way(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [path.name for path in (ROOT / "docs" / "models").glob("*.md") if f"models/{path.name}" not in text] == []
+
+
+def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    rows = re.findall(r"^\| .+ \| (yes|no) \| \[.+\]\(docs/(\S+)\) \|$", text, re.MULTILINE)
+    fused = {Path(path).stem.replace("-", "_") for answer, path in rows if answer == "yes"}
+    assert fused - {"unidiffuser", "README"} == plugins(seqpar.families).keys() - {"ltx2"}  # on the page of ltx
+    assert {path for answer, path in rows if answer == "no"} == {"adapter.md#which-transformers"}

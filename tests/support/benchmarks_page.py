@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks/index.md from the result lines beside it: one table a model, newest first.
+"""Writes docs/benchmarks/index.md from the result lines beside it, one table a model, newest first; and README's table.
 
 python -m tests.support.benchmarks_page --write
 """
@@ -28,6 +28,27 @@ call of the transformer for models of diffusers, of a step with guidance for DiT
 - Times of different dates or kinds of GPUs do not compare; their ratios do. An empty cell was not measured.
 - "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once a run, outside of a call.
 - A date leads to its page, which also says what lost. A command is that of the commit on the page.
+"""
+README = FOLDER.parents[1] / "README.md"
+BEGIN, END = "<!-- speed: python -m tests.support.benchmarks_page --write -->\n", "<!-- end of speed -->"
+# README's models; Chroma is left out, as its peers run without a CUDA graph and so at the speed of the host
+TITLES = {
+    "cogvideox-5b": "CogVideoX-5B",
+    "flux.1-dev": "FLUX.1-dev",
+    "flux.2-dev": "FLUX.2-dev",
+    "hunyuan-video": "HunyuanVideo",
+    "krea-2-prompt": "Krea 2",
+    "ltx-2": "LTX-2",
+    "ltx-video-2b": "LTX-Video 2B",
+    "ltx-video-13b": "LTX-Video 13B",
+    "qwen-image": "Qwen-Image",
+    "wan2.1-14b": "Wan 2.1 14B",
+    "wan2.2-14b": "Wan 2.2 14B",
+    "wan2.2-ti2v-5b": "Wan 2.2 5B",
+    "z-image": "Z-Image",
+}
+SPEED_HEAD = """| model | work | GPUs | date | best peer, ms | seqpar, ms | gain | x ceiling |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 HEAD = "| date | GPUs | work | seqpar, ms | other, ms | gain | x ceiling | command |"
 
@@ -104,6 +125,39 @@ def page() -> str:
     return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
 
 
+def speed() -> str:
+    """Return README's table: each work's last run on two GPUs beside a peer in a CUDA graph, largest gain first."""
+    newest_of = dict[tuple[str, str], Row]()
+    for path in newest("*.jsonl"):
+        for model, of in rows(path).items():
+            for row in of:
+                if model in TITLES and row.gpus == 2:
+                    newest_of.setdefault((TITLES[model], row.work), row)
+    gains = [
+        (row.other["ms"]["median"] / row.ours["ms"]["median"], title, row)
+        for (title, _), row in newest_of.items()
+        if row.other and "graph" in row.other["case"]["way"]
+    ]
+    return SPEED_HEAD + "".join(_speed_row(*each) for each in sorted(gains, key=lambda gain: -gain[0]))
+
+
+def _speed_row(gain: float, title: str, row: Row) -> str:
+    assert row.other
+    peer, ours = (
+        f"{ms:,.{0 if ms >= 1000 else 1}f}" for ms in (line["ms"]["median"] for line in (row.other, row.ours))
+    )
+    peer += f" {row.other['case']['way'].split()[0]}"
+    date = f"[{row.file.name[:10]}](docs/benchmarks/{_page_of(row.file)})"
+    cells = (title, row.work, f"{row.gpus} x {row.gpu}", date, peer, ours, f"{gain:.2f} x", f"{row.ceiling:.2f}")
+    return f"| {' | '.join(cells)} |\n"
+
+
+def with_speed(text: str) -> str:
+    """Return README with its table as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{speed()}\n{END}{rest.partition(END)[2]}"
+
+
 def _newest_first(models: Mapping[str, list[Row]]) -> list[tuple[str, list[Row]]]:
     """Return models, those that were measured last first, and of one date in the order of their names."""
     by_name = sorted(models.items())
@@ -144,5 +198,6 @@ def _title(path: Path) -> str:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         PAGE.write_text(page(), encoding="utf-8")
+        README.write_text(with_speed(README.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(page())

@@ -1,10 +1,8 @@
-"""Tests of what all benches share: the list, flags that are refused, the command line; and README's table."""
+"""Tests of what all benches share: the list, flags that are refused, the command line."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.bench
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_docstring_lists_what_exists() -> None:
@@ -112,47 +109,3 @@ def test_ranks_agree_on_what_failed_and_who_was_slowest(ranks: Pool) -> None:
     slow = {"a": {"median": 3.5, "min": 2.0, "max": 5.0}, "b": {"median": 2.0, "min": 2.0, "max": 2.0}}
     for rank, result in enumerate(ranks.run(2, failing)):
         assert result == [(None, "RuntimeError: cannot"), (rank, None), slow]
-
-
-def beside_peers(lines: Sequence[dict[str, Any]], name: str, model: str, tokens: int) -> str:
-    """A row of README's table: the best peer, our fastest with the tokens split like theirs and by the planner."""
-
-    def least(kind: str, layout: str = "") -> tuple[float, str]:
-        """ms and layout of the fastest line of a kind, on two GPUs and for one picture, of those with this layout."""
-        found = []
-        for line in lines:
-            if not line["bench"].startswith("scale") or line["gpus"] != 2 or not line["ms"]:
-                continue
-            case = line["case"]
-            its = case["way"].removeprefix("ceiling of ").split(",")[0]
-            if (case["model"], case["tokens"], case["kind"]) == (model, tokens, kind) and layout in its:
-                found += [(line["ms"]["median"], its)] if " data" not in its else []  # that makes two pictures
-        return min(found)
-
-    peer, same, (planned, layout) = least("peer")[0], least("ours", "ulysses2")[0], least("ours")
-    ceiling = least("ceiling", layout)[0]
-    digits = 1 if peer >= 100 else 2
-    cells = [f"{name}, {tokens} tokens", f"{peer:.{digits}f}"]
-    for ms in (same, planned):
-        cells += [f"{ms:.{digits}f}", f"{peer / ms:.2f} x"]
-    return "| " + " | ".join([*cells, f"{planned / ceiling:.2f}"]) + " |"
-
-
-def test_the_table_of_the_readme_is_made_of_committed_lines() -> None:
-    (shown,) = [
-        block for block in (ROOT / "README.md").read_text().split("\n\n") if block.startswith("| work | best peer ")
-    ]
-    page = ROOT / "docs" / "benchmarks" / "2026-11-21-2xh200.jsonl"
-    lines = [json.loads(text) for text in page.read_text().splitlines()]
-    works = [("Large-DiT-7B", 256), ("Large-DiT-7B", 4096), ("DiT-XL/2", 1024), ("DiT-XL/2", 4096)]
-
-    def made(of: Sequence[dict[str, Any]]) -> list[str]:
-        return [beside_peers(of, name, name.lower(), tokens) for name, tokens in works]
-
-    assert shown.splitlines()[2:] == made(lines)
-    faster = [
-        {**line, "ms": {"median": line["ms"]["median"] / 2}}
-        for line in lines
-        if line["bench"].startswith("scale") and line["ms"]
-    ]
-    assert not set(made(faster)) & set(shown.splitlines())  # a negative control

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ TITLES = {
     "wan2.2-ti2v-5b": "Wan 2.2 5B",
     "z-image": "Z-Image",
 }
-SPEED_HEAD = """| model | work | GPUs | date | best peer, ms | seqpar, ms | gain | x ceiling |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+SPEED_HEAD = """| model | tokens | GPUs | date | best peer | ms | seqpar | speedup | x ceiling |
+| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |
 """
 HEAD = "| date | GPUs | work | seqpar, ms | other, ms | gain | x ceiling | command |"
 
@@ -146,9 +147,16 @@ def _speed_row(gain: float, title: str, row: Row) -> str:
     peer, ours = (
         f"{ms:,.{0 if ms >= 1000 else 1}f}" for ms in (line["ms"]["median"] for line in (row.other, row.ours))
     )
-    peer += f" {row.other['case']['way'].split()[0]}"
-    date = f"[{row.file.name[:10]}](docs/benchmarks/{_page_of(row.file)})"
-    cells = (title, row.work, f"{row.gpus} x {row.gpu}", date, peer, ours, f"{gain:.2f} x", f"{row.ceiling:.2f}")
+    tokens, _, branches = row.work.partition(" tokens, ")
+    day = date.fromisoformat(row.file.name[:10])
+    cells = (
+        f"{title}, guided" if branches else title,
+        tokens.removesuffix(" tokens"),
+        row.gpu,
+        f"[{day:%b} {day.day}](docs/benchmarks/{_page_of(row.file)})",
+        row.other["case"]["way"].split()[0],
+        *(peer, ours, f"{gain:.2f}", f"{row.ceiling:.2f}"),
+    )
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -33,12 +33,12 @@ class Options:
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
     image: tuple[str, ...] = ()
-    """Pictures to begin with (PNG, JPEG, WebP), for models that edit them or make videos of them; some take several. A
-    model that makes pictures of texts draws them anew, as far as --strength says."""
+    """Input images (PNG, JPEG, WebP) for edit and image-to-video models; some take several. Text-to-image models run
+    image-to-image with --strength."""
     strength: float | None = None
-    """How far a picture is drawn anew, from 0 to 1; the steps before are left out. By default the pipeline's own."""
+    """Image-to-image strength, 0 to 1; earlier steps are skipped. Default: the pipeline's."""
     repeat: int = 1
-    """Number of pictures of each class or prompt."""
+    """Images per class or prompt."""
     steps: int = 25
     """Number of denoising steps."""
     guidance: float | None = None
@@ -84,28 +84,27 @@ class Options:
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
     first_deadline_s: float = 120.0
-    """Seconds that a rank waits for another in an exchange until all have finished the first call of a shape, in which
-    kernels compile and graphs are captured."""
+    """Exchange timeout in seconds until all ranks finish the first call of a shape (compile, capture)."""
     deadline_s: float = 30.0
-    """Seconds that a rank waits for another in an exchange after that; then the run ends and names the late rank."""
+    """Timeout in seconds for later exchanges; the error identifies the late rank."""
     out: Path = Path("seqpar.png")
     """File of the picture (.png, its metadata holds every parameter) or of the video (.mp4). Several pictures of
     prompts get numbers: seqpar-1.png, seqpar-2.png."""
     heads: int | None = None
-    """Number of attention heads, for original files of a size that was never released: no file says it."""
+    """Attention heads; only for original checkpoints of unreleased sizes, which do not store them."""
 
 
 @dataclass(frozen=True)
 class Args(Options):
-    """Make pictures with a diffusion transformer whose tokens are split over processes, one process a GPU."""
+    """Generate images or videos on one or more GPUs."""
 
     gpus: int | None = None
     """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""
     ranks: int | None = None
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
     verify: bool = False
-    """Before the pictures are made, compare a few steps with those of one rank, block by block, and stop with the first
-    block and step that is wrong; for the first run on a new machine (docs/fidelity.md)."""
+    """First compare a few steps with a single-rank run, block by block; stop at the first wrong block
+    (docs/fidelity.md)."""
     dry_run: tuple[int, ...] | None = None
     """Print what `seqpar plan` prints and load no weights: for the processes that run, or for each number of GPUs that
     is given, as --dry-run 1 2 4 8."""
@@ -113,7 +112,7 @@ class Args(Options):
 
 @dataclass(frozen=True)
 class ProfileArgs(Args):
-    """Make pictures as `sample` does, and tell where the time of some steps went on every rank (docs/profiling.md)."""
+    """Generate images or videos as `sample` does, and measure where step time goes, per rank (docs/profiling.md)."""
 
     profile_out: Path = Path("profile")
     """Folder of the traces (for ui.perfetto.dev), the table, its numbers and its picture."""
@@ -123,7 +122,7 @@ class ProfileArgs(Args):
 
 @dataclass(frozen=True)
 class PlanArgs(Options):
-    """Print the predicted time and memory of every layout, best first; load no weights and write no file."""
+    """Predict time and memory per layout, best first; loads no weights and writes no file."""
 
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, as 1 2 4 8: GPUs like this machine's, or H200s if it has none; by default this
@@ -137,8 +136,8 @@ class PlanArgs(Options):
 
 @dataclass(frozen=True)
 class FidelityArgs(Options):
-    """Compare every way of computing pictures with one rank in full precision; fail if one is less precise than it
-    should be."""
+    """Compare all strategies, transports and data types with one rank in full precision; fail if one is less precise
+    than it should be."""
 
     steps: int = 3
     """Number of denoising steps; each takes ten to twenty evaluations of the model by one rank alone."""
@@ -180,12 +179,12 @@ class ReplicaArgs:
 
 @dataclass(frozen=True)
 class ConvertArgs:
-    """Write the weights of a published checkpoint as safetensors in diffusers' layout."""
+    """Convert a published checkpoint to diffusers format (safetensors)."""
 
     source: tyro.conf.Positional[str]
     """Original files, a diffusers or ppdiffusers folder, or a hub id (docs/formats)."""
     target: tyro.conf.Positional[Path]
     """Folder to write; it must not exist."""
     heads: int | None = None
-    """Number of attention heads, for original files of a size that was never released: no file says it."""
+    """Attention heads; only for original checkpoints of unreleased sizes, which do not store them."""
     dtype: Annotated[Literal["same", "fp32", "bf16", "fp16"], tyro.conf.arg(help="Data type to write")] = "same"

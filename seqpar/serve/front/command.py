@@ -24,7 +24,7 @@ FAILURE, MISTAKE = 1, 2
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """Serve models over HTTP, by the interface of OpenAI for pictures."""
+    """Start an OpenAI-compatible server for images and videos."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("builtin", "builtin-text")
     """Models to hold, each as --model of `seqpar sample`."""
@@ -56,7 +56,7 @@ class ServeArgs:
     grace_s: float = 30.0
     """Seconds that running requests have to end after SIGTERM."""
     keep_s: float = 3600.0
-    """Seconds for which files behind links, and what is known of jobs that have ended, are kept."""
+    """Retention of result files and finished job records, in seconds."""
     keep_bytes: int = 1 << 30
     """Bytes of all files behind links; the oldest go first."""
     jobs: Path | None = None
@@ -64,9 +64,9 @@ class ServeArgs:
     show_prompts: bool = False
     """Write prompts into the log."""
     restarts: int = 3
-    """Ends of the ranks within ten minutes that end the server with exit code 1."""
+    """Exit with code 1 after this many failures of the ranks within ten minutes."""
     stuck_s: float = 300.0
-    """Ranks that do not answer for so long after their order was given up are ended and started again."""
+    """Restart the ranks if they do not answer within this many seconds of a cancellation."""
 
 
 def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:

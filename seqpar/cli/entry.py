@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from seqpar import __version__
+from seqpar.cli.interrupted import Ends, leaves, take
 from seqpar.cli.quick_exit import quick_exit
 
 SERVE = "serve"
@@ -50,6 +51,7 @@ def main() -> None:
         if code == MISTAKE:  # nothing has started
             raise SystemExit(code)
         quick_exit(code)
+    take(Ends(leaves(), at_once=True))  # imports take seconds
     from seqpar.cli.main import main as other
 
     other()

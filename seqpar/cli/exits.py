@@ -25,24 +25,33 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
-from seqpar.cli.interrupted import ends_when_interrupted
+import torch.distributed as dist
+
+from seqpar.cli.interrupted import AGENT, REPORTS, Stopped, ends_when_stopped, leaves
 from seqpar.mesh import mesh as meshes
 from seqpar.mesh.errors import is_failure
+from seqpar.mesh.processes import MEETING
+from seqpar.mesh.watch import is_lost
 
-Kind = Literal["mistake", "failure", "bug"]
-GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
+Kind = Literal["mistake", "failure", "bug", "lost"]
+GRACE_S = 5.0  # other ranks give rank 0 this long to print its message
 LAST_GRACE_S = 1.0  # the same for ranks whose main thread has been given time already
-INTERRUPTED_S = 2.0  # for the main thread to end after Ctrl-C
-MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have the last one after Ctrl-C
-PROCESS = ".process"  # name of the file in the folder of reports that holds a rank's process id, after the rank
-REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
+CAUSE_S = 1.0  # a rank that has lost another one prints this much after `GRACE_S`, in which that one says why
+INTERRUPTED_S = 2.0  # for the main thread to end after a signal
+MISTAKE, FAILURE = 2, 1  # exit codes
+STARTER = "SEQPAR_STARTER"  # environment of a rank: a process id
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
+LOST = (meshes.LostRankError, dist.DistBackendError, dist.DistNetworkError)
 LONGEST = 1500  # characters of a message: it may quote a flag or a file's contents
+LONGEST_TRACE = 15_000  # characters of a traceback: at most 60,000 bytes, which fit into a pipe that nobody reads yet
 
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank ended: the user's mistake, what went wrong, or a bug of the program with its traceback."""
+    """Why a rank ended: the user's mistake, what went wrong, a bug of the program with its traceback, or a lost rank.
+
+    A lost rank is never the cause: something has happened to the rank that is lost.
+    """
 
     kind: Kind
     text: str
@@ -57,83 +66,119 @@ class Report:
     def of(error: BaseException) -> Report:
         """Return the report of an error that ends this process now."""
         kind = kind_of(error)
-        text = traceback.format_exc() if kind == "bug" else f"error: {line_of(error)}"
-        return Report(kind, text, time.time())
+        if kind == "bug":
+            return Report(kind, shortened("".join(traceback.format_exception(error)), LONGEST_TRACE), time.time())
+        return Report(kind, f"error: {line_of(error)}", time.time())
 
-    def write(self, folder: str, rank: int) -> None:
-        """Leave the report where `read` finds it; it appears whole or not at all."""
-        unfinished = Path(folder, f"{rank}.part")
-        unfinished.write_text(json.dumps(asdict(self)))
-        unfinished.replace(Path(folder, f"{rank}.json"))
+    def write(self, pipe: int) -> None:
+        """Send the report to the starter, which reads it with `Reports`: no disk is needed, which may be full."""
+        text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        while text:
+            text = text[os.write(pipe, text) :]
 
-    @staticmethod
-    def read(folder: str | Path) -> dict[int, Report]:
-        """Rank -> its report, in order of ranks."""
-        reports = {int(path.stem): Report(**json.loads(path.read_text())) for path in Path(folder).glob("*.json")}
-        return dict(sorted(reports.items()))
+
+class Reports:
+    """A pipe per rank, for its report."""
+
+    def __init__(self) -> None:
+        self._pipes: list[int] = []
+        self._texts: list[bytes] = []
+
+    def open(self) -> int:
+        """Return the end of a new pipe for the next rank; the caller closes it in this process."""
+        receive, send = os.pipe()
+        os.set_blocking(receive, False)
+        self._pipes.append(receive)
+        self._texts.append(b"")
+        return send
+
+    def read(self) -> dict[int, Report]:
+        """Return the reports that are complete, by rank."""
+        for rank, pipe in enumerate(self._pipes):
+            with suppress(BlockingIOError):
+                while text := os.read(pipe, 1 << 16):
+                    self._texts[rank] += text
+        return {rank: Report(**json.loads(text)) for rank, text in enumerate(self._texts) if text.endswith(b"\n")}
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes.clear()
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return whether the user, the machine or the program is to blame for an error."""
+    """Return whether the user, the machine, the program or another rank is to blame for an error."""
+    if isinstance(error, LOST) or (isinstance(error, RuntimeError) and is_lost(error)):
+        return "lost"
     if is_failure(error):
         return "failure"
     return "mistake" if isinstance(error, (ValueError, OSError)) else "bug"
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error that was handled when this one came, if this one is a lost rank; else this one.
+
+    What releases memory after a bug, or after a signal, meets ranks that have left.
+    """
+    each: BaseException | None = error
+    while each is not None and kind_of(each) == "lost":
+        if each.__cause__ is not None:  # what the process group said of the lost rank
+            each = each.__cause__
+        each = None if each.__suppress_context__ and each.__cause__ is None else each.__context__
+    return each or error
+
+
 def line_of(error: BaseException) -> str:
     """Return an error's message as one line of limited length that a terminal shows as it is."""
     parts = [part.strip() for part in str(error).splitlines() if part.strip()]
-    text = "; ".join(parts) or type(error).__name__
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    text = shortened("; ".join(parts) or type(error).__name__, LONGEST)
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return both ends of a text that is longer than this."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -> None:
     """Run `work(rank)`; an error that a bug did not cause ends in one line, a bug ends in a traceback.
 
     Returns only if `work` did; otherwise the process exits at once with the code of the error. interrupted_s: how long
-    `work` may clean up after Ctrl-C.
+    `work` may clean up after a signal.
     """
-    rank, folder = int(os.environ.get("RANK", "0")), os.environ.pop(REPORTS, None)
-    _end_with_the_starter(folder)
-    if folder is not None:
-        with suppress(OSError):  # a full disk: then the socket of a killed rank stays
-            Path(folder, f"{rank}{PROCESS}").write_text(str(os.getpid()))
+    rank, leave = int(os.environ.get("RANK", "0")), leaves()
+    reports = os.environ.pop(REPORTS, None)
+    pipe = None if reports is None else int(reports)
+    if pipe is not None:
+        os.set_inheritable(pipe, False)
+    _end_with_the_starter(os.environ.get(MEETING))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")
-    meshes.last_words(lambda error: _tell(rank, folder, meshes.LostRankError(error), LAST_GRACE_S))
-    with ends_when_interrupted(lambda: _stopped(rank, folder), interrupted_s):
+    meshes.last_words(lambda error: _tell(rank, pipe, meshes.LostRankError(error), LAST_GRACE_S))
+    with ends_when_stopped(leave, interrupted_s):
         try:
             try:
                 work(rank)
             except SystemExit as stop:  # from the parser of the flags, which has printed, or from a launch that failed
                 _leave(rank, stop.code)
             meshes.close()
-        except KeyboardInterrupt:
-            _stopped(rank, folder)
         except BrokenPipeError:  # who reads our output has left, as `head` does
             os._exit(128 + signal.SIGPIPE)
         except BaseException as error:  # told now, because leaving the group may wait for others for ever
-            _tell(rank, folder, error, GRACE_S)
+            cause = cause_of(error)
+            if isinstance(cause, KeyboardInterrupt):
+                leave(cause.number if isinstance(cause, Stopped) else signal.SIGINT)
+            _tell(rank, pipe, cause, GRACE_S)
 
 
-def _stopped(rank: int, folder: str | None) -> NoReturn:
-    """Exit after Ctrl-C."""
-    try:
-        if rank == 0 and folder is None:
-            print("stopped", file=sys.stderr, flush=True)
-    finally:  # also where nobody reads the output any more
-        os._exit(STOPPED)
-
-
-def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -> NoReturn:
-    """Tell why this rank ends, and exit. grace_s: see `_say`."""
+def _tell(rank: int, pipe: int | None, error: BaseException, grace_s: float) -> NoReturn:
+    """Tell why this rank ends, and exit. pipe: to the starter; grace_s: see `_say`."""
     report = Report.of(error)
     try:
-        if folder is not None:
-            report.write(folder, rank)
+        if pipe is not None:
+            report.write(pipe)
         else:
             _say(rank, report, error, grace_s)
         sys.stdout.flush()
@@ -143,23 +188,29 @@ def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -
 
 
 def _say(rank: int, report: Report, error: BaseException, grace_s: float) -> None:
-    """Print why this rank ends. Under torchrun rank 0 prints first, others after `grace_s` if it had nothing to say."""
-    line = line_of(error)
-    if rank > 0:
-        _wait(grace_s)
-    text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
+    """Print why this rank ends. Under torchrun rank 0 prints first, others after `grace_s` if it had nothing to say.
+
+    A rank that has lost another one waits until that one had its `grace_s`, too.
+    """
+    lost = report.kind == "lost" and "WORLD_SIZE" in os.environ
+    _wait((grace_s + CAUSE_S if lost else 0.0) + ((CAUSE_S if lost else grace_s) if rank > 0 else 0.0))
+    text = report.text.rstrip()
     if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
-        text = f"error: a bug: {type(error).__name__}: {line}"
+        text = f"error: a bug: {type(error).__name__}: {line_of(error)}"
     print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _to_torchrun(report: Report) -> bool:
     """Have torchrun's report show the message where it otherwise says how to get one; return whether it will."""
-    file = os.environ.get(ERROR_FILE)
-    if file is None:
+    if ERROR_FILE not in os.environ:
         return False
+    file = Path(os.environ[ERROR_FILE])
     message = {"message": report.text, "extraInfo": {"timestamp": str(int(report.time))}}
-    Path(file).write_text(json.dumps({"message": message}))
+    try:
+        file.write_text(json.dumps({"message": message}))
+    except OSError:  # a full disk; torchrun cannot read a part of it
+        file.unlink(missing_ok=True)
+        return False
     return True
 
 
@@ -169,7 +220,7 @@ def _wait(seconds: float) -> None:
     def ended(number: int, frame: FrameType | None) -> None:
         os._exit(0)  # the agent knows already that the run has failed, and lists whatever ends with another code
 
-    if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
+    if AGENT in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ended)
     time.sleep(seconds)
 
@@ -180,18 +231,20 @@ def _leave(rank: int, code: int | str | None) -> None:
         return
     if rank > 0:
         _wait(GRACE_S)
-    sys.stdout.flush()
-    os._exit(code if isinstance(code, int) else FAILURE)
+    try:
+        sys.stdout.flush()
+    finally:  # also where nobody reads the output any more
+        os._exit(code if isinstance(code, int) else FAILURE)
 
 
 def _end_with_the_starter(folder: str | None) -> None:
     """End this process when the one that started it is gone, also while it waits for other ranks or for a GPU.
 
-    folder: where ranks leave reports; a starter that was killed could not remove it. A process without one is started
-    by a server, alone or as the starter of ranks, and ends them and itself by SIGTERM.
+    folder: in which the ranks meet; a starter that was killed could not remove it. A process without one is started by
+    a server, alone or as the starter of ranks, and ends them and itself by SIGTERM.
     """
     starter = os.environ.pop(STARTER, None)
-    if starter is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if starter is None and AGENT not in os.environ:
         return
     expected = os.getppid() if starter is None else int(starter)
 

@@ -15,6 +15,7 @@ import tyro
 
 from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ProfileArgs, ReplicaArgs
 from seqpar.cli.exits import guarded
+from seqpar.cli.interrupted import at_once
 from seqpar.cli.quick_exit import quick_exit
 from seqpar.cli.ranks import start, wanted
 
@@ -44,12 +45,14 @@ def command(words: Sequence[str], rank: int = 0) -> None:
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
-        from seqpar.cli.convert import run_convert
+        with at_once():
+            from seqpar.cli.convert import run_convert
 
         run_convert(args)
     elif isinstance(args, PlanArgs):
-        from seqpar.cli.plan import as_dry_run
-        from seqpar.cli.sample import run
+        with at_once():
+            from seqpar.cli.plan import as_dry_run
+            from seqpar.cli.sample import run
 
         run(as_dry_run(args), args.hosts, args.explain)
     elif _is_start(args):
@@ -57,15 +60,18 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         if isinstance(args, ReplicaArgs):
             quick_exit(0)
     elif isinstance(args, ReplicaArgs):
-        from seqpar.cli.replica import run_replica
+        with at_once():
+            from seqpar.cli.replica import run_replica
 
         run_replica(args)
     elif isinstance(args, FidelityArgs):
-        from seqpar.cli.verify import run_fidelity
+        with at_once():
+            from seqpar.cli.verify import run_fidelity
 
         run_fidelity(args)
     else:
-        from seqpar.cli.sample import run
+        with at_once():
+            from seqpar.cli.sample import run
 
         run(args)
 

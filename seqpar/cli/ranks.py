@@ -17,20 +17,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import get_args
 
 import torch
 
-from seqpar.cli.exits import PROCESS, REPORTS, STARTER, STOPPED, Report
+from seqpar.cli.exits import STARTER, Kind, Report, Reports
+from seqpar.cli.interrupted import REPORTS, SIGNALS
 from seqpar.mesh.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
 from seqpar.types.arguments import check_whole
 
 MODULE = "seqpar.cli"  # what a rank runs
 LOOK_S = 0.1  # between two looks at the ranks
+CAUSE_S = 1.0  # where ranks have only lost others, these have so long to say why
 SHUTDOWN_S = 5.0  # a rank that does not end in this time is killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they end the ranks, then this process
 SERVED = "SEQPAR_SERVE"  # environment of a server's ranks: the path of its socket
+STOPS = (*SIGNALS, signal.SIGQUIT)  # they end the ranks, then this process
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where gloo and NCCL open their sockets
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
@@ -62,37 +65,52 @@ def start(words: Sequence[str], count: int) -> None:
     """Run `seqpar WORDS` on `count` processes; SystemExit with a non-zero code, after one message, if a rank fails."""
     served = os.environ.get(SERVED)  # a server removes its own folder, whatever ends its ranks
     parent = None if served is None else os.path.dirname(served)
+    reports = Reports()
+    ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="seqpar-", dir=parent) as folder:  # of mode 0700
-        ranks: list[subprocess.Popen[bytes]] = []
         try:
             with _signals_raised():
                 command = (sys.executable, "-u", *_safe_path(), "-m", MODULE, *words)
                 for rank in range(count):
-                    environment = _environment(folder, rank, count)
-                    ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-                failed = _first_failed(ranks)
+                    pipe = reports.open()
+                    environment = _environment(folder, rank, count, pipe)
+                    try:
+                        started = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=[pipe])
+                    finally:
+                        os.close(pipe)
+                    ranks.append(started)
+                failed = _first_failed(ranks, reports)
         except StoppedError as stop:
             _end(ranks, stop.number)
-            print("stopped", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal is closed
+                print("stopped", file=sys.stderr, flush=True)
             raise SystemExit(128 + stop.number) from None
         finally:
             _end(ranks, signal.SIGTERM)  # also where a rank could not be started
-            processes = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
-            remove_sockets([int(process) for process in processes if process])
+            remove_sockets([rank.pid for rank in ranks])
+            told = reports.read()
+            reports.close()
         if failed:
-            codes = {rank: code for rank, one in enumerate(ranks) if (code := one.poll())}
-            killed = {rank: -signal.SIGTERM for rank in codes if codes[rank] == -signal.SIGKILL}  # by `_end`
-            message, code = verdict({**failed, **codes, **killed, **failed}, Report.read(folder))
+            # how others have ended is not the cause: they were ended
+            others = dict.fromkeys((rank for rank, one in enumerate(ranks) if one.poll()), -signal.SIGTERM)
+            message, code = verdict({**failed, **others, **failed}, told)
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all ranks have ended or one has failed; return the exit codes of those that failed, by rank."""
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports) -> dict[int, int]:
+    """Wait until all ranks have ended or one has failed; return the exit codes of those that failed, by rank.
+
+    Where these have only lost another rank, that one has `CAUSE_S` to say why it has failed.
+    """
+    end = float("inf")
     while True:
         codes = [rank.poll() for rank in ranks]
-        if any(codes) or None not in codes:
-            return {rank: code for rank, code in enumerate(codes) if code}
+        told, failed = reports.read(), {rank: code for rank, code in enumerate(codes) if code}
+        end = min(end, time.monotonic() + CAUSE_S) if failed else end
+        lost = all(rank in told and told[rank].kind == "lost" for rank in failed)
+        if None not in codes or (failed and (not lost or time.monotonic() > end)):
+            return failed
         time.sleep(LOOK_S)
 
 
@@ -125,7 +143,7 @@ def _signals_raised() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError(number)
 
-    before = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+    before = {each: signal.getsignal(each) for each in STOPS if signal.getsignal(each) is not signal.SIG_IGN}
     for each in before:
         signal.signal(each, stop)
     try:
@@ -135,10 +153,13 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # the ranks are being ended already
 
 
-def _environment(folder: str, rank: int, count: int) -> dict[str, str]:
-    """Return a rank's environment: torchrun's names for its place, the folder, and sockets for this machine alone."""
+def _environment(folder: str, rank: int, count: int, pipe: int) -> dict[str, str]:
+    """Return a rank's environment: torchrun's names for its place, the folder, and sockets for this machine alone.
+
+    pipe: for its report.
+    """
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    ours = {REPORTS: folder, MEETING: folder, STARTER: str(os.getpid())}
+    ours = {REPORTS: str(pipe), MEETING: folder, STARTER: str(os.getpid())}
     wishes = {
         "OMP_NUM_THREADS": "1",  # like torchrun: ranks that each use all cores would slow each other down
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # warnings about lost connections name no rank
@@ -166,33 +187,42 @@ def loopback(interfaces: Path = Path("/sys/class/net")) -> str:
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
     """The message and the exit code for failed ranks: rank -> exit code (a negative one is a signal), and its report.
 
-    In order: a mistake (rank 0's if it has told one), an interrupted rank, what went wrong first, a signal that the
-    starter does not send to the others, the first bug, any other end. A deadline comes before signals, because the rank
-    that it names may have been stopped and then killed with the job; the starter sees a rank that was killed first long
-    before a deadline.
+    In order: a mistake (rank 0's if it has told one), a rank that a signal has stopped, what went wrong first, a signal
+    that the starter does not send to the others, the first bug, an end without a reason, and a lost rank, to which
+    something of this has happened, or which does not answer. So the order in which ranks end does not matter.
     """
+    kinds: dict[str, dict[int, Report]] = {kind: {} for kind in get_args(Kind)}
     for rank, report in reports.items():
-        if report.kind == "mistake":
-            return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
-    if STOPPED in codes.values():
-        rank = next(rank for rank, code in codes.items() if code == STOPPED)
-        return f"stopped: rank {rank} was interrupted", STOPPED
+        kinds[report.kind][rank] = report
+    for rank, report in kinds["mistake"].items():
+        return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
+    for rank, code in codes.items():
+        if code - 128 in SIGNALS:
+            return f"stopped: rank {rank} got {signal.Signals(code - 128).name}", code
     if 128 + signal.SIGPIPE in codes.values():
         return "stopped: nothing reads the output any more", 128 + signal.SIGPIPE
-    if failures := {rank: report for rank, report in reports.items() if report.kind == "failure"}:
-        rank, first = min(failures.items(), key=lambda pair: pair[1].time)
-        rank_0s = 0 in failures and failures[0].text == first.text  # what all ranks saw needs no number
-        return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
+    if kinds["failure"]:
+        return _first(kinds["failure"])
     for rank, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             return _ended_by(rank, -code), 128 - code
-    if reports:
-        rank, first = min(reports.items(), key=lambda pair: pair[1].time)
+    if kinds["bug"]:
+        rank, first = min(kinds["bug"].items(), key=lambda pair: pair[1].time)
         return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", first.code
+    for rank, code in codes.items():
+        if code > 0 and rank not in reports:
+            return f"error: rank {rank} ended with exit code {code} and told no reason", code
+    if kinds["lost"]:
+        return _first(kinds["lost"])
     rank, code = next(iter(codes.items()))
-    if code < 0:
-        return _ended_by(rank, -code), 128 - code
-    return f"error: rank {rank} ended with exit code {code} and told no reason", code
+    return _ended_by(rank, -code), 128 - code
+
+
+def _first(reports: Mapping[int, Report]) -> tuple[str, int]:
+    """The message and the exit code of the first report; what all ranks saw needs no number of a rank."""
+    rank, first = min(reports.items(), key=lambda pair: pair[1].time)
+    rank_0s = 0 in reports and reports[0].text == first.text
+    return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
 
 
 def _ended_by(rank: int, number: int) -> str:

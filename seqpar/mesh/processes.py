@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from seqpar.mesh.deadlines import Deadlines
 from seqpar.mesh.heartbeat import SignFiles
-from seqpar.mesh.watch import Watch
+from seqpar.mesh.watch import LostRankError, Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
 
@@ -49,7 +49,12 @@ def _meet(limits: Deadlines) -> tuple[Store, int, int]:
         return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _watched().folder = Path(folder)
-    return dist.FileStore(str(Path(folder, "store")), world), rank, world  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        store = dist.FileStore(str(Path(folder, "store")), world)  # pyright: ignore[reportPrivateImportUsage]
+    except dist.DistStoreError as error:
+        why = f"ranks cannot meet in {folder}: {error}"
+        raise dist.DistStoreError(f"{why}; free space there, or set TMPDIR to another folder") from error
+    return store, rank, world
 
 
 def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
@@ -61,7 +66,7 @@ def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
         store.wait(keys, timedelta(seconds=limit_s))
     except RuntimeError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise TimeoutError(
+        raise LostRankError(
             f"rank {rank} waited {limit_s:g} s in vain for rank {', '.join(map(str, missing))} of {world} to start; it "
             f"died, was not started, or starts too slowly: see its output, or wait longer with --first-deadline-s"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.run import main as agent
@@ -26,20 +26,22 @@ def environment(gpus: str = "") -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path}
 
 
-def seqpar(*words: object) -> subprocess.CompletedProcess[str]:
-    """`seqpar WORDS`, forked with its ranks; a hang is a failure."""
-    return _forked(main, words)
+def seqpar(*words: object, rank: Main | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """`seqpar WORDS`, forked with its ranks; a hang is a failure. rank: what ranks run; more: environment."""
+    return _forked(main, words, rank, more)
 
 
-def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`, forked with its ranks; a hang is a failure."""
-    return _forked(agent, ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), sample)
+def torchrun(*flags: object, rank: Main = sample, **more: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`, forked with its ranks; see `seqpar`."""
+    return _forked(agent, ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), rank, more)
 
 
-def _forked(program: Main, words: Sequence[object], rank: Main | None = None) -> subprocess.CompletedProcess[str]:
+def _forked(
+    program: Main, words: Sequence[object], rank: Main | None, more: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     server()
     with tempfile.TemporaryDirectory(prefix="seqpar-test-") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        code = Forked(program, words, environment(), output, errors, rank).wait(LIMIT_S)
+        code = Forked(program, words, {**environment(), **more}, output, errors, rank).wait(LIMIT_S)
         assert code is not None, f"no end within {LIMIT_S} s"
         return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())

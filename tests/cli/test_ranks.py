@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from seqpar.cli.exits import Report, kind_of
+from seqpar.cli.exits import LONGEST_TRACE, Report, Reports, kind_of
 from seqpar.cli.main import command, main
 from seqpar.cli.ranks import start, verdict, wanted
+from seqpar.mesh.watch import Watch
 from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
 from tests.cli.test_mistakes import words
 from tests.support.forks import Forked
@@ -24,6 +28,7 @@ from tests.support.pool import server
 
 LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
 FAILURE = Report("failure", "error: full", 1.0)
+LOST = Report("lost", "error: rank 0 waited in vain for rank 1", 0.0)
 MISTAKE, BUG, LATER = (
     Report("mistake", "error: got x", 2.0),
     Report("bug", "Traceback: x", 1.0),
@@ -134,9 +139,15 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
         ({0: 1, 1: 1}, {0: LATER, 1: BUG}, "rank 1 failed, which is a bug:\nTraceback: x", 1),
         ({0: 1, 1: -15}, {0: BUG}, "rank 0 failed, which is a bug:\nTraceback: x", 1),  # the agent ended rank 1
         ({1: -15, 0: -15}, {}, "error: rank 1 was ended by SIGTERM", 143),
-        ({1: 130, 0: -15}, {}, "stopped: rank 1 was interrupted", 130),  # a KeyboardInterrupt there alone
-        ({1: 130, 0: 1}, {0: LATER}, "stopped: rank 1 was interrupted", 130),
+        ({1: 130, 0: -15}, {}, "stopped: rank 1 got SIGINT", 130),  # there alone
+        ({1: 143, 0: 1}, {0: LOST}, "stopped: rank 1 got SIGTERM", 143),
+        ({1: 130, 0: 1}, {0: LATER}, "stopped: rank 1 got SIGINT", 130),
         ({1: 3, 0: -15}, {}, "error: rank 1 ended with exit code 3 and told no reason", 3),
+        ({0: 1, 1: 3}, {0: LOST}, "error: rank 1 ended with exit code 3 and told no reason", 3),
+        ({0: 1, 1: 1}, {0: LOST, 1: LATER}, "rank 1 failed, which is a bug:\ny", 1),  # rank 0 told before rank 1
+        ({0: 1, 1: 1}, {0: LOST, 1: replace(FAILURE, time=9.0)}, "rank 1: error: full", 1),
+        ({0: 1, 1: -11}, {0: LOST}, "error: rank 1 was ended by SIGSEGV", 139),
+        ({0: 1, 1: -15}, {0: LOST}, "error: rank 0 waited in vain for rank 1", 1),  # stopped, then ended by the starter
     ],
 )
 def test_one_rank_is_named_with_the_reason(
@@ -147,11 +158,62 @@ def test_one_rank_is_named_with_the_reason(
     assert left == code
 
 
-def test_reports_come_back_in_order_of_ranks(tmp_path: Path) -> None:
-    for rank in (10, 2):
-        Report("bug", f"Traceback\n\u00e9 {rank}", float(rank)).write(str(tmp_path), rank)
-    assert Report.read(tmp_path) == {rank: Report("bug", f"Traceback\n\u00e9 {rank}", float(rank)) for rank in (2, 10)}
-    assert list(Report.read(tmp_path)) == [2, 10]
+def test_reports_come_back_whole() -> None:
+    reports = Reports()
+    texts = [f"Traceback\n\u00e9 \udc80 {'x' * 40_000}", "y"]
+    try:
+        for text in texts:
+            pipe = reports.open()
+            Report("bug", text[:LONGEST_TRACE], 2.0).write(pipe)
+            os.close(pipe)
+        told = reports.read()
+    finally:
+        reports.close()
+    assert told == {rank: Report("bug", text[:LONGEST_TRACE], 2.0) for rank, text in enumerate(texts)}
+
+
+def limited() -> None:
+    """A rank that can write no file, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    main()
+
+
+def test_a_rank_that_can_write_no_file_says_why_it_ends(tmp_path: Path) -> None:
+    done = seqpar("sample", "--ranks", "2", *LONG, "--out", tmp_path / "x.png", rank=limited)
+    assert re.fullmatch(
+        r"error: ranks cannot meet in \S+: File too large; free space there, or set TMPDIR to another folder\n",
+        done.stderr,
+    ), done.stderr
+    assert done.returncode == 1
+
+
+def planted() -> None:
+    """A rank of which one has a bug while flags are checked, and the other then loses it."""
+    order, rank = os.environ[ORDER], os.environ.get("RANK")
+
+    def failing(*_: object) -> NoReturn:
+        if "left" in order:  # so that rank 0 tells of it before this rank does
+            dist.destroy_process_group()
+            time.sleep(0.5)
+        raise RuntimeError("a planted bug")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == "0" and "no sign" in order:
+            patch.setattr(Watch, "_signs", lambda *_: {})
+        if rank == "1":
+            patch.setattr("seqpar.cli.job.check", failing)
+        main()
+
+
+ORDER = "SEQPAR_TEST_ORDER"
+
+
+@pytest.mark.parametrize("order", ["no sign", "left", "left, no sign"])
+def test_a_bug_is_told_and_not_the_rank_that_was_lost_by_it(tmp_path: Path, order: str) -> None:
+    done = seqpar("sample", "--ranks", "2", *LONG, "--out", tmp_path / "x.png", rank=planted, **{ORDER: order})
+    assert done.stderr.startswith("rank 1 failed, which is a bug:\nTraceback"), done.stderr
+    assert done.stderr.endswith("\nRuntimeError: a planted bug\n")
+    assert done.returncode == 1
 
 
 def test_flags_say_how_many_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:

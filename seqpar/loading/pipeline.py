@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +143,15 @@ def _whole(
     for name in late:
         first, parameter = next(iter(models[name].named_parameters()))
         put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
+    for encoder in encoders.values():
+        encoder.meets = False
     with naming(folder.fails):
         own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
         own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-        return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
+        pipe = folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
+    for encoder in encoders.values():
+        encoder.meets = True
+    return pipe
 
 
 def _coming(
@@ -188,22 +192,31 @@ def _weights(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weight
 
     Rank 0 prints why another part's weights are read by diffusers, on every rank.
     """
-    weights = dict[str, Weights]()
+    kinds = dict[str, Any]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
-        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
-            continue
-        single = folder.file if name == "transformer" else None
-        part, fitted = single or folder.path / name, folder.fitted.get(name)
-        if single is not None:
-            reason = "its keys are those of the model's authors"
-        else:
-            reason = mesh.of_rank_0(partial(why_not, kind, part, fitted), str | None)
-        if reason is None and fitted is not None:
-            weights[name] = Weights.of(kind, part, fitted, dtype)
-        elif mesh.is_main and mesh.world.size > 1:
+        if isinstance(kind, type) and issubclass(kind, ModelMixin):
+            kinds[name] = kind
+    single = (
+        {"transformer": "its keys are those of the model's authors"} if folder.file and "transformer" in kinds else {}
+    )
+
+    def reasons() -> dict[str, str | None]:
+        own = {name: kind for name, kind in kinds.items() if name not in single}
+        return {name: why_not(kind, folder.path / name, folder.fitted.get(name)) for name, kind in own.items()} | single
+
+    def together() -> dict[str, Weights]:
+        if each := next((each for each in wanted if each not in kinds or each not in folder.fitted), None):
+            raise ValueError(f"got {folder.path} without {each}, which rank 0 has; give all hosts the same files")
+        return {name: Weights.of(kinds[name], folder.path / name, folder.fitted[name], dtype) for name in wanted}
+
+    told = mesh.of_rank_0(reasons, dict[str, str | None])
+    wanted = [name for name, reason in told.items() if reason is None]
+    for name, reason in told.items():
+        if reason is not None and mesh.is_main and mesh.world.size > 1:
+            part = folder.file if name in single else folder.path / name
             print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-    return weights
+    return mesh.together(together)
 
 
 def why_not(kind: Any, folder: Path, fitted: Fitted | None) -> str | None:

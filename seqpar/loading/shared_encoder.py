@@ -106,7 +106,8 @@ class SharedEncoder:
     """One encoder: its calls, which all ranks make together and rank 0 computes.
 
     like: rank 0's dtype, and the names of the parts that it has. module: what stands in the pipeline, on rank 0 the
-    encoder itself, and on other ranks a stub without weights.
+    encoder itself, and on other ranks a stub without weights. meets: whether a stub that lacks a part compares the
+    ranks' calls, which rank 0 meets in its next call; not where an error of one rank is shared anyway.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SharedEncoder:
         """Set up the calls. own: the encoder, on rank 0 alone."""
         self._mesh, self._name, self._kind, self._config, self._like = mesh, name, kind, config, like
         self._outputs = outputs_of(kind)
-        self._computes = False
+        self._computes, self.meets = False, True
         self._kept: list[EncoderCall] | None = None
         self._next: int | None = None
         self.module = self._stub() if own is None else self._shared(own, own)
@@ -135,7 +136,8 @@ class SharedEncoder:
         def missing(module: Any, attribute: str) -> Any:
             if attribute in parts:
                 where = "only rank 0 has" if self._next is None else "has gone"
-                agree(self._mesh, {CALL: f"reads {self._name}.{attribute}, which {where}"})
+                if self.meets:
+                    agree(self._mesh, {CALL: f"reads {self._name}.{attribute}, which {where}"})
                 raise ValueError(f"got a pipeline that reads {self._name}.{attribute}, which {where}")
             return kind.__getattr__(module, attribute)
 

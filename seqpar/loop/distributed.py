@@ -56,7 +56,7 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> None:
-        _ranks_of(mesh).together(lambda: _check_choices(mesh, plan))
+        _ranks_of(mesh, plan).together(lambda: _check_choices(mesh, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
@@ -91,7 +91,7 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        ranks = _ranks_of(mesh)
+        ranks = _ranks_of(mesh, plan)
         ranks.together(lambda: _check_choices(mesh, plan, path, dtype))
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
         wish = Wish(strategy=strategy, local=local, transport=transport)
@@ -198,11 +198,16 @@ class DistributedDiT(nn.Module):
         return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
 
 
-def _ranks_of(mesh: object) -> Mesh:
-    """Return the mesh, or one on which all ranks can learn that it is none; ValueError if only some ranks have one."""
+def _ranks_of(mesh: object, plan: object) -> Mesh:
+    """Return the mesh, or one on which all ranks can learn that it is none; ValueError if only some ranks have one.
+
+    The same for a plan, which ranks without one would make together.
+    """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    if len(set(ranks.collect(mesh is None, bool))) > 1:
-        raise ValueError("got a mesh on some ranks and none on others, expected the same mesh on all")
+    given = ranks.collect((mesh is None, plan is None), tuple[bool, bool])
+    for name, have in zip(("mesh", "plan"), zip(*given, strict=True), strict=True):
+        if len(set(have)) > 1:
+            raise ValueError(f"got a {name} on some ranks and none on others, expected the same {name} on all")
     return ranks
 
 

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 
 from seqpar.mesh.mesh import Mesh, gathered
-from seqpar.mesh.watch import over
+from seqpar.mesh.messages import WHO
+from seqpar.mesh.watch import LostRankError, over
 
 Reason = Literal["cancelled", "deadline"]
 REASONS: tuple[Reason, ...] = ("cancelled", "deadline")
@@ -42,7 +43,7 @@ class StepBoundary:
         self._queued: deque[torch.cuda.Event] = deque()
 
     def __call__(self) -> None:
-        """Pass the boundary. Raises TimeoutError if this rank is known to wait for another in vain."""
+        """Pass the boundary. Raises LostRankError for a rank that this one waits for in vain, or that is no rank."""
         self._wait()
         reason = self._wants()
         mine = torch.tensor([0 if reason is None else 1 + REASONS.index(reason)], dtype=torch.uint8)
@@ -50,6 +51,8 @@ class StepBoundary:
         every = mine if world.size == 1 else gathered(world, self._mesh.device, mine, "the step boundary")
         if agreed := int(every.max()):
             self._queued.clear()
+            if agreed > len(REASONS):
+                raise LostRankError(f"got reason {agreed} at the step boundary, expected 0 to {len(REASONS)}; {WHO}")
             raise CancelledError(REASONS[agreed - 1])
 
     def _wait(self) -> None:

@@ -10,6 +10,8 @@ from seqpar.loading.failures import FAILURES
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
+from seqpar.mesh.mesh import gathered
+from seqpar.mesh.watch import LostRankError
 from seqpar.types.guidance import Guidance
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -37,6 +39,22 @@ def test_all_ranks_end_where_one_of_them_wants_it(ranks: Pool, world: int) -> No
     assert ranks.run(world, passed, (nobody, nobody, last, last)) == [(2, "cancelled")] * world
     assert ranks.run(world, passed, (nobody, nobody)) == [(2, "none")] * world
     assert ranks.run(world, passed, ((*nobody[1:], "deadline"), last)) == [(0, "deadline")] * world
+
+
+def odd(rank: int, world: int, device: torch.device) -> str:
+    """Return the error of a boundary at which rank 1 sends a reason that nobody knows, as another version would."""
+    mesh = mesh_for("ulysses", world, device)
+    if rank == 1:
+        gathered(mesh.world, device, torch.tensor([200], dtype=torch.uint8), "the step boundary")
+        return ""
+    with pytest.raises(LostRankError) as error:
+        StepBoundary(mesh, lambda: None)()
+    return str(error.value)
+
+
+def test_a_reason_that_nobody_knows_is_an_error_of_its_own(ranks: Pool) -> None:
+    told, *_ = ranks.run(2, odd)
+    assert told.startswith("got reason 200 at the step boundary, expected 0 to 2; another process took the place")
 
 
 def runs(rank: int, world: int, device: torch.device, cfg: int, at: int) -> tuple[int, bool]:

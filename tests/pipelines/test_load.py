@@ -345,6 +345,9 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
         encoder(torch.tensor([[0.5]], device=device))  # a GPU would not raise an error for a number above all tokens
     with pytest.raises(ValueError, match="do different things") as apart:
         print(encoder(ids) if mesh.is_main else encoder.model)
+    loaded["text_encoder_2"].meets = False  # as in a pipeline's constructor, whose error all ranks share
+    with pytest.raises(ValueError, match=r"reads text_encoder_2\.model, which only rank 0 has"):
+        mesh.together(lambda: None if mesh.is_main else encoder.model)
     assert not hasattr(encoder, "adapter")
     return [str(failed.value), str(apart.value)]
 

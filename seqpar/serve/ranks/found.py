@@ -58,7 +58,7 @@ class Found:
 
         loras: those of the server, of which some fit the model.
         """
-        family, source = family_of(name)
+        family, source = ranks.together(lambda: family_of(name))
         if family is None:
             raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures or videos with")
         texts = () if family.ASKED == "classes" else ("a",)

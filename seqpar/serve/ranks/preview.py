@@ -164,6 +164,7 @@ class Previews:
         latents: Tensor,
         pixels: tuple[int, int] | None,
     ) -> None:
+        tokens_of(torch.empty(latents.shape), pixels)  # raises on every rank, and not on rank 0 alone, as below
         if self._mesh.is_main:
             small = colours.picture(latents, pixels)
             scale = colours.side // colours.block

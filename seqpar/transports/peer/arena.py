@@ -12,7 +12,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from math import prod
 from typing import IO, Any, TypeVar
@@ -126,9 +126,17 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     alone = None
     while rendezvous.count < most:
         alone = alone or _alone(axis)
-        rendezvous.meet(GRANULE, device, alone)
+        rendezvous.meet(rendezvous.memory(GRANULE, device), alone)
     assert axis.group is not None
-    memory, handle = rendezvous.meet(nbytes, device, axis.group)
+    memory, error = None, None
+    try:
+        memory = rendezvous.memory(nbytes, device)
+    except RuntimeError as raised:
+        error = str(raised)
+    if failed := first_told(axis, error):  # in the rendezvous all ranks would wait for the failed one
+        raise RuntimeError(failed)
+    assert memory is not None
+    handle = rendezvous.meet(memory, axis.group)
     if getattr(handle, "multicast_ptr", 0):
         raise ValueError(f"got symmetric memory with multicast, expected none; set {MULTICAST}=1")
     return [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(axis.size)], (memory, handle)
@@ -140,15 +148,19 @@ class _Rendezvous:
     def __init__(self) -> None:
         self.count = 0
 
-    def meet(self, nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-        """Return this rank's memory and the handle that gives access to the other ranks' memory; keep both."""
-        import torch.distributed._symmetric_memory as symmetric
+    def memory(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory of this rank that others can map; RuntimeError if there is none."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # not symmetric.empty: its pool may give ranks different slots, and then they would write to wrong places
-        memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+    def meet(self, memory: Tensor, group: dist.ProcessGroup) -> Any:
+        """Return the handle that gives access to the other ranks' memory; keep it with this rank's memory."""
+        import torch.distributed._symmetric_memory as symmetric
+
         self.count += 1
-        return memory, symmetric.rendezvous(memory, group)
+        return symmetric.rendezvous(memory, group)
 
 
 @cache
@@ -171,10 +183,19 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         answers = together(axis, (name, error), tuple[str, str | None])
         if (failed := next((error for _, error in answers if error is not None), None)) is not None:
             raise ValueError(failed)
-        paths = [_path_of(name) for name, _ in answers]
-        buffers = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-        together(axis, None, None)  # all ranks have mapped all files, so that they can be closed
+        buffers = list[Tensor]()
+        try:
+            buffers += [_mapped(_path_of(name), nbytes) for name, _ in answers]
+        except RuntimeError as raised:
+            error = str(raised)
+        # all ranks have mapped all files, so that they can be closed; or all raise what failed on one
+        if failed := first_told(axis, error):
+            raise RuntimeError(failed)
     return buffers, None
+
+
+def _mapped(path: str, nbytes: int) -> Tensor:
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 @contextmanager
@@ -184,9 +205,12 @@ def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
     On Linux it has no name in any folder, so that nothing is left behind by a rank that is killed here. Its memory is
     reserved, because a write that finds no memory would kill the process.
     """
-    with _anonymous() if IN_MEMORY else tempfile.NamedTemporaryFile(prefix=f"{MEMORY}-") as file:
-        name = f"{os.getpid()}/fd/{file.fileno()}" if IN_MEMORY else os.path.basename(file.name)
+    with ExitStack() as opened:
+        name = ""
         try:
+            file = _anonymous() if IN_MEMORY else tempfile.NamedTemporaryFile(prefix=f"{MEMORY}-")  # noqa: SIM115
+            opened.enter_context(file)
+            name = f"{os.getpid()}/fd/{file.fileno()}" if IN_MEMORY else os.path.basename(file.name)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             else:

@@ -6,12 +6,13 @@ import errno
 import gc
 import os
 import re
+import resource
 import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 from tests.transports.peer.test_peer import layout_of, payload, settle
 
+NBYTES = 1 << 26
 DEADLINE_S = 3.0  # long enough for ranks on a busy machine to meet in time
 
 
@@ -71,45 +73,70 @@ def test_a_call_that_waited_in_vain_ends_in_an_error_after_one_deadline(ranks: P
     assert other == "nothing"
 
 
-def no_room(rank: int, world: int, device: torch.device) -> str:
-    axis, real = make_mesh(device, cfg=1).sequence, os.posix_fallocate
-
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    os.posix_fallocate = full if rank == 1 else real
-    try:
-        arena.Arena(axis, 1 << 16, torch.device("cpu"))
-    except ValueError as error:
-        return str(error)
-    finally:
-        os.posix_fallocate = real
-    return "nothing"
+def no_handles(*_: object) -> NoReturn:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve the memory of files")
-def test_memory_that_one_rank_does_not_get_is_an_error_of_all(ranks: Pool) -> None:
-    for told in ranks.run(3, no_room):
-        assert "got 65536 bytes of shared memory" in told
-        assert "No space left on device" in told
+def full(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def met(rank: int, world: int, device: torch.device) -> tuple[int, list[int], bool]:
-    """Make symmetric memory on ranks that have had as many rendezvous as their rank; torch's part is faked."""
+def no_room(rank: int, world: int, device: torch.device, what: str) -> tuple[str, str]:
+    """Make an arena where rank 1 lacks something; return the error, and what a value that is exchanged next becomes."""
+    mesh, told = make_mesh(device, cfg=1), "nothing"
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and what == "addresses":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + NBYTES // 2, limit[1]))
+        elif rank == 1:
+            patch.setattr(*{"space": (os, "posix_fallocate", full), "files": (arena, "_anonymous", no_handles)}[what])
+        try:
+            arena.Arena(mesh.sequence, NBYTES, torch.device("cpu"))
+        except (ValueError, RuntimeError) as error:
+            told = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+    return told, mesh.share("next", str)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of a process in /proc")
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("space", "No space left"), ("files", "Too many open files"), ("addresses", "Cannot allocate memory")],
+)
+def test_memory_that_one_rank_does_not_get_is_an_error_of_all(ranks: Pool, what: str, why: str) -> None:
+    told = ranks.run(3, no_room, what)
+    assert [after for _, after in told] == ["next"] * 3  # the ranks are still in step
+    assert len({error for error, _ in told}) == 1
+    assert why in told[0][0]
+
+
+def met(rank: int, world: int, device: torch.device, fails: bool) -> tuple[int, list[int], bool | str]:
+    """Make symmetric memory on ranks that have had as many rendezvous as their rank; torch's part is faked.
+
+    fails: whether rank 1 has no memory for it.
+    """
     axis, meetings = make_mesh(device, cfg=1).sequence, []
     rendezvous = arena._Rendezvous()
     rendezvous.count = rank
 
-    def meet(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    def meet(memory: torch.Tensor, group: dist.ProcessGroup) -> Any:
         rendezvous.count += 1
         meetings.append(group.size())
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
-        return memory, SimpleNamespace(get_buffer=lambda rank, shape, dtype, start: memory[start : shape[0]])
+        return SimpleNamespace(get_buffer=lambda rank, shape, dtype, start: memory[start : shape[0]])
 
-    rendezvous.meet = meet
+    def memory_of(nbytes: int, device: torch.device) -> torch.Tensor:
+        if fails and rank == 1 and nbytes == 64:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    rendezvous.meet, rendezvous.memory = meet, memory_of
     real, arena._rendezvous = arena._rendezvous, lambda: rendezvous  # pyright: ignore
     try:
         views, (memory, _) = arena._on_gpus(axis, 64, torch.device("cpu"))  # pyright: ignore
+    except RuntimeError as error:
+        return rendezvous.count, meetings, str(error)
     finally:
         arena._rendezvous = real
     return rendezvous.count, meetings, views[0].data_ptr() == memory.data_ptr()
@@ -117,7 +144,13 @@ def met(rank: int, world: int, device: torch.device) -> tuple[int, list[int], bo
 
 def test_ranks_that_have_met_less_often_make_up_for_it_alone(ranks: Pool) -> None:
     """torch counts the rendezvous of a process, whatever the group, and ranks need equal counts for the next one."""
-    assert ranks.run(3, met) == [(3, [1, 1, 3], True), (3, [1, 3], True), (3, [3], True)]
+    assert ranks.run(3, met, False) == [(3, [1, 1, 3], True), (3, [1, 3], True), (3, [3], True)]
+    # where a rank has no memory, nobody waits for it
+    assert ranks.run(3, met, True) == [
+        (2, [1, 1], "out of memory"),
+        (2, [1], "out of memory"),
+        (2, [], "out of memory"),
+    ]
 
 
 def test_an_arena_keeps_what_its_views_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

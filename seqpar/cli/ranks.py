@@ -38,12 +38,17 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where 
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
 
-class StoppedError(Exception):
-    """A signal told this process to end."""
+class Stop:
+    """A handler that notes the first signal that tells this process to end; number: 0 before.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    It raises nothing: an error in a handler is lost where Python itself calls a function, as around a fork.
+    """
+
+    number = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal."""
+        self.number = self.number or number
 
 
 def wanted(gpus: int | None, ranks: int | None) -> int:
@@ -68,8 +73,9 @@ def start(words: Sequence[str], count: int) -> None:
     reports = Reports()
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="seqpar-", dir=parent) as folder:  # of mode 0700
+        stop, failed = Stop(), dict[int, int]()
         try:
-            with _signals_raised():
+            with _noted(stop):
                 command = (sys.executable, "-u", *_safe_path(), "-m", MODULE, *words)
                 for rank in range(count):
                     pipe = reports.open()
@@ -79,17 +85,16 @@ def start(words: Sequence[str], count: int) -> None:
                     finally:
                         os.close(pipe)
                     ranks.append(started)
-                failed = _first_failed(ranks, reports)
-        except StoppedError as stop:
-            _end(ranks, stop.number)
-            with suppress(OSError):  # the terminal is closed
-                print("stopped", file=sys.stderr, flush=True)
-            raise SystemExit(128 + stop.number) from None
+                failed = _first_failed(ranks, reports, stop)
         finally:
-            _end(ranks, signal.SIGTERM)  # also where a rank could not be started
+            _end(ranks)  # also where a rank could not be started
             remove_sockets([rank.pid for rank in ranks])
             told = reports.read()
             reports.close()
+        if stop.number:
+            with suppress(OSError):  # the terminal is closed
+                print("stopped", file=sys.stderr, flush=True)
+            raise SystemExit(128 + stop.number)
         if failed:
             # how others have ended is not the cause: they were ended
             others = dict.fromkeys((rank for rank, one in enumerate(ranks) if one.poll()), -signal.SIGTERM)
@@ -98,13 +103,13 @@ def start(words: Sequence[str], count: int) -> None:
             raise SystemExit(code)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports) -> dict[int, int]:
-    """Wait until all ranks have ended or one has failed; return the exit codes of those that failed, by rank.
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports, stop: Stop) -> dict[int, int]:
+    """Wait for a signal, or until all ranks have ended or one has failed; return the exit codes of those that failed.
 
     Where these have only lost another rank, that one has `CAUSE_S` to say why it has failed.
     """
     end = float("inf")
-    while True:
+    while not stop.number:
         codes = [rank.poll() for rank in ranks]
         told, failed = reports.read(), {rank: code for rank, code in enumerate(codes) if code}
         end = min(end, time.monotonic() + CAUSE_S) if failed else end
@@ -112,11 +117,15 @@ def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports) ->
         if None not in codes or (failed and (not lost or time.monotonic() > end)):
             return failed
         time.sleep(LOOK_S)
+    return {}
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """End the ranks that still run by a signal, also those that are stopped, and kill what is left after some time."""
-    for each in (number, signal.SIGCONT):  # a stopped process takes a signal when it continues
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, also those that are stopped, and kill what is left after some time.
+
+    By SIGTERM, whatever signal has come: at SIGINT a Python that is just starting prints a traceback.
+    """
+    for each in (signal.SIGTERM, signal.SIGCONT):  # a stopped process takes a signal when it continues
         _send(ranks, each)
     end = time.monotonic() + SHUTDOWN_S
     for again in (True, False):
@@ -137,12 +146,11 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise StoppedError in this context when a signal tells the process to end; one that is ignored stays ignored."""
+def _noted(stop: Stop) -> Iterator[None]:
+    """Note signals that tell the process to end in this context, and ignore more of them after it, while ranks end.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedError(number)
-
+    One that is ignored stays ignored.
+    """
     before = {each: signal.getsignal(each) for each in STOPS if signal.getsignal(each) is not signal.SIG_IGN}
     for each in before:
         signal.signal(each, stop)

@@ -1,22 +1,145 @@
-"""Tests of Ctrl-C during a run: every rank ends at the same boundary, whichever the signal reached."""
+"""Signals end a run alike in every phase; in steps all ranks end at the same boundary, whichever one got the signal."""
 
 from __future__ import annotations
 
+import importlib.abc
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import main as agent
 
+from launch.benches.fault_job import BAR
+from seqpar.cli import entry
 from seqpar.cli.args import Args
+from seqpar.cli.interrupted import SIGNALS
+from seqpar.cli.main import main, sample
+from seqpar.cli.progress import Progress
 from seqpar.cli.stopping import stoppable
 from seqpar.mesh.mesh import Mesh
-from tests.support.pool import Pool
+from seqpar.pipelines import pictures
+from tests.cli.processes import LIMIT_S, SCRIPT, environment
+from tests.support.forks import Forked
+from tests.support.pool import Pool, server
 
+PHASE, FOLDER = "SEQPAR_TEST_PHASE", "SEQPAR_TEST_FOLDER"  # environment: where ranks pause, and leave a file then
+FLAGS = ("--model", "builtin", "--classes", "cat")
+PAUSES = {  # phase -> a function at whose call a rank pauses for ever
+    "checks": "seqpar.cli.sample.checked",
+    "loading": "seqpar.loop.blueprint.Blueprint.build",
+    "decoding": "seqpar.pipelines.own_loop.Loaded.decode",
+}
+PHASES = ("imports", "checks", "loading", "sampling", "decoding", "writing")
 STEPS, AT = 8, 5
+
+
+def pause(*_: object) -> None:
+    """Show that this rank is here, and stay."""
+    Path(os.environ[FOLDER], os.environ.get("RANK", "0")).touch()
+    time.sleep(LIMIT_S)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Pauses where the command's own module is imported."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """Pause at this name."""
+        if name == "seqpar.cli.main":
+            try:
+                pause()
+            except BaseException as error:  # as some packages do with whatever comes while they are imported
+                raise ImportError("swallowed") from error
+
+
+def paused() -> None:
+    """`seqpar`, or a rank, in whose phase it pauses."""
+    phase, agents = os.environ[PHASE], "TORCHELASTIC_RUN_ID" in os.environ
+    is_starter = "--ranks" in sys.argv and "RANK" not in os.environ
+    counted = Progress.__call__
+
+    def slow(self: Progress, index: int) -> None:
+        counted(self, index)
+        Path(os.environ[FOLDER], os.environ.get("RANK", "0")).touch()
+        time.sleep(0.05)
+
+    def half(image: Any, file: Any, info: Any = None) -> None:
+        file.write(b"half a picture")
+        file.flush()
+        pause()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_starter:
+            return main()
+        if phase in PAUSES:
+            patch.setattr(PAUSES[phase], pause)
+        patch.setattr(Progress, "__call__", slow if phase == "sampling" else counted)
+        patch.setattr(pictures, "write_png", half if phase == "writing" else pictures.write_png)
+        if phase == "imports":
+            patch.delitem(sys.modules, "seqpar.cli.main")
+            patch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+            entry.main()
+        return sample() if agents else entry.main()
+
+
+Ends = dict[int, tuple[int | None, list[str]]]  # exit code and lines, by signal
+
+
+def signalled(folder: Path, phase: str, start: str) -> Ends:
+    """Return how jobs end that get a signal in a phase; nothing may be left."""
+    server()
+    jobs, ends = dict[int, Forked](), Ends()
+    for number in SIGNALS:
+        own = folder / number.name
+        for name in ("here", "out", "tmp"):
+            (own / name).mkdir(parents=True)
+        more = {PHASE: phase, FOLDER: str(own / "here"), "TMPDIR": str(own / "tmp")}
+        flags = (*FLAGS, "--steps", 900 if phase == "sampling" else 2, "--out", own / "out" / "x.png")
+        words, program = ("sample", *(("--ranks", 2) if start == "ranks" else ()), *flags), paused
+        if start == "torchrun":
+            words, program = ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), agent
+        jobs[number] = Forked(program, words, environment() | more, own / "output", own / "errors", paused)
+    try:
+        for number in SIGNALS:
+            here, errors, end = folder / number.name / "here" / "0", folder / number.name / "errors", time.monotonic()
+            while not here.exists():
+                assert jobs[number].poll() is None, errors.read_text()
+                assert time.monotonic() < end + LIMIT_S, errors.read_text()
+                time.sleep(0.02)
+            os.kill(jobs[number].pid, number)
+        for number in SIGNALS:
+            code, own = jobs[number].wait(LIMIT_S), folder / number.name
+            lines = BAR.sub("\n", (own / "errors").read_text()).splitlines()
+            ends[number] = code, [line for line in lines if line.strip()]
+            assert not list((own / "out").iterdir()), number
+            assert not list((own / "tmp").glob("seqpar-*")), number
+    finally:
+        for job in jobs.values():
+            job.wait(0)
+    return ends
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("start", ["alone", "ranks"])
+def test_a_signal_ends_every_phase_with_one_line_and_leaves_nothing(tmp_path: Path, phase: str, start: str) -> None:
+    assert signalled(tmp_path, phase, start) == {number: (128 + number, ["stopped"]) for number in SIGNALS}
+
+
+@pytest.mark.parametrize("phase", ["checks", "sampling", "writing"])
+def test_a_signal_to_torchruns_agent_leaves_nothing_and_the_ranks_say_at_most_one_line(
+    tmp_path: Path, phase: str
+) -> None:
+    """The agent prints a traceback of its own, and ends its ranks by the signal that it got."""
+    for number, (code, lines) in signalled(tmp_path, phase, "torchrun").items():
+        assert code
+        assert lines.count("stopped") == (number != signal.SIGTERM), lines
+        assert not any("seqpar/" in line for line in lines), lines  # no traceback of a rank
 
 
 @contextmanager

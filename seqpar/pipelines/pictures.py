@@ -111,7 +111,7 @@ def written(path: Path) -> Iterator[Path]:
     temporary = _temporary(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_by_sigterm(temporary):
+        with _removed_by_signals(temporary):
             yield temporary
             os.replace(temporary, target)
     except OSError as error:  # a full disk is told without a name, or with that of the temporary file
@@ -125,22 +125,28 @@ def written(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _removed_by_sigterm(temporary: Path) -> Iterator[None]:
-    """Remove the file if this process is told to end meanwhile: torchrun's agent does that where another rank fails."""
+def _removed_by_signals(temporary: Path) -> Iterator[None]:
+    """Remove the file if a signal ends this process meanwhile, as torchrun's agent does where another rank fails.
+
+    Signals that are ignored, or that have a handler, as those of the command, which raises, stay as they are.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
         temporary.unlink(missing_ok=True)
-        signal.signal(number, before)
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _temporary(target: Path) -> Path:

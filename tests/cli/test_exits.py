@@ -18,9 +18,11 @@ import torch.distributed as dist
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, guarded, kind_of, line_of
+from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, cause_of, guarded, kind_of, line_of
+from seqpar.cli.interrupted import Stopped
 from seqpar.local import reference
 from seqpar.mesh import processes
+from seqpar.mesh.watch import LostRankError
 from tests.support.forks import Forked
 from tests.support.pool import server
 from tests.support.tiny import diffusers_dit
@@ -38,6 +40,10 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: 
         (OSError(errno.ENOSPC, "No space left on device", "x.png"), "failure", 1),
         (OSError(errno.EFBIG, "File too large", "x.png"), "failure", 1),  # as under `ulimit -f`
         (ConnectionResetError("gone"), "failure", 1),
+        (LostRankError("rank 1 did not come"), "lost", 1),
+        (RuntimeError("[gloo] Connection closed by peer"), "lost", 1),
+        (dist.DistBackendError("NCCL error: remote process exited"), "lost", 1),
+        (dist.DistStoreError("No space left on device"), "failure", 1),
         (FloatingPointError("latents stopped being finite"), "failure", 1),
         (torch.OutOfMemoryError("CUDA out of memory"), "failure", 1),
         (RuntimeError(NO_MEMORY), "failure", 1),
@@ -76,6 +82,33 @@ def test_a_value_error_of_a_step_is_a_bug_and_one_of_the_arguments_or_the_caller
     monkeypatch.setattr(reference, "attend", failing)
     dit.release()
     assert kind(lambda index: None, steps=2) == ("bug", "step 1 failed: got 3, expected 4")
+
+
+def raised(*errors: tuple[BaseException, BaseException | None]) -> BaseException:
+    """Return the last of some errors, each raised while the one before is handled; with its cause."""
+    last: BaseException | None = None
+    for error, cause in errors:
+        error.__context__ = cause or last
+        if cause is not None:
+            error.__cause__, cause.__context__ = cause, last
+        last = error
+    assert last is not None
+    return last
+
+
+@pytest.mark.parametrize(
+    ("errors", "cause"),
+    [
+        ([(ValueError("got x"), None), (LostRankError("rank 1"), RuntimeError("Connection closed by peer"))], "got x"),
+        ([(Stopped(15), None), (LostRankError("rank 1"), None)], "15"),
+        ([(KeyError("x"), None), (RuntimeError("Connection reset"), None), (LostRankError("rank 1"), None)], "'x'"),
+        ([(LostRankError("rank 1"), RuntimeError("aborted"))], "rank 1"),  # what says so is no cause
+        ([(KeyError("x"), None), (ValueError("got x"), None)], "got x"),
+    ],
+)
+def test_an_error_is_told_and_not_the_rank_that_was_lost_while_it_was_handled(errors: Any, cause: str) -> None:
+    """As where memory is released after an error, which needs the other ranks."""
+    assert str(cause_of(raised(*errors))) == cause
 
 
 @pytest.mark.parametrize(
@@ -130,7 +163,8 @@ def stuck() -> None:
 def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_wait(tmp_path: Path) -> None:
     """As the host does while NCCL makes a communicator, or while it synchronizes with a GPU."""
     server()
-    cases = ("interrupted", "interrupted unread", "vain", "vain unread", "handled")
+    numbers = {"interrupted": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}
+    cases = (*numbers, "interrupted unread", "vain", "vain unread", "handled")
     jobs = {how: Forked(stuck, (how,), os.environ, tmp_path / how, tmp_path / f"{how} errors") for how in cases}
     start = 0.0
     try:
@@ -141,15 +175,16 @@ def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_
                 time.sleep(0.02)
             start = time.monotonic()
             if not how.startswith("vain"):
-                os.kill(job.pid, signal.SIGINT)
+                os.kill(job.pid, numbers.get(how, signal.SIGINT))
         codes = {how: job.wait(60) for how, job in jobs.items()}
         assert time.monotonic() - start >= INTERRUPTED_S
     finally:
         for job in jobs.values():
             job.wait(0)  # which kills what still runs
-    assert codes == {"interrupted": 130, "interrupted unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
+    expected = {"interrupted": 130, "terminated": 143, "hung up": 129}
+    assert codes == {**expected, "interrupted unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
     last_lines = {
-        "interrupted": "stopped",
+        **dict.fromkeys(expected, "stopped"),
         "vain": "error: rank 0 waited in vain for rank 1",
         "handled": "handled",  # as by torchrun's agent
     }

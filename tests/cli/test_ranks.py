@@ -17,8 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launch.benches.fault_job import BAR
+from seqpar.cli import exits
 from seqpar.cli.exits import LONGEST_TRACE, Report, Reports, kind_of
-from seqpar.cli.main import command, main
+from seqpar.cli.main import command, main, sample
+from seqpar.cli.progress import Progress
 from seqpar.cli.ranks import start, verdict, wanted
 from seqpar.mesh.watch import Watch
 from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
@@ -206,6 +209,30 @@ def planted() -> None:
 
 
 ORDER = "SEQPAR_TEST_ORDER"
+
+
+def planted_under_torchrun() -> None:
+    """A rank of which one has a bug in a step; the other waits in vain for it before it is told."""
+    steps = Progress.__call__
+
+    def step(self: Progress, index: int) -> None:
+        steps(self, index)
+        if index == 4 and os.environ["RANK"] == "1":
+            raise RuntimeError("a planted bug")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "__call__", step)
+        patch.setattr(exits, "GRACE_S", 2.0)
+        sample()
+
+
+def test_under_torchrun_a_bug_is_told_before_the_rank_that_was_lost_by_it(tmp_path: Path) -> None:
+    flags = ("--deadline-s", "0.5", "--out", tmp_path / "x.png")
+    done = torchrun(*LONG, *flags, rank=planted_under_torchrun)
+    lines = BAR.sub("\n", done.stderr).splitlines()
+    told = [line for line in lines if "error: " in line and "traceback :" not in line]
+    assert told[:1] == ["rank 1: error: a bug: RuntimeError: a planted bug"], done.stderr
+    assert not any("in vain" in line for line in told)
 
 
 @pytest.mark.parametrize("order", ["no sign", "left", "left, no sign"])

@@ -272,9 +272,12 @@ def test_negative_control_the_cache_skips_a_call() -> None:
     assert torch.equal(first, second)
     assert error(first, third) > VISIBLE
     assert largest([first, second, third], lambda module: None, CPU) > VISIBLE
+    moves = (torch.arange(13) < 7).double()
+    for world in (2, 3):  # ranks that decided by their own tokens would decide otherwise
+        assert len({bool(part.mean() > LIMIT) for part in moves.tensor_split(world)}) == 2
 
 
-def alone(rank: int, world: int, device: torch.device, late: bool) -> tuple[str, str]:
+def alone(rank: int, world: int, device: torch.device) -> tuple[str, str]:
     """Return the messages where the last rank alone has another forward, and where no rank has ours any more."""
     module, given = tiny().to(device), arguments("dev", device=device)
     seqpar.parallelize(module, make_mesh(device, cfg=1), native=False)
@@ -291,7 +294,7 @@ def alone(rank: int, world: int, device: torch.device, late: bool) -> tuple[str,
 
 
 def test_a_forward_that_is_replaced_on_one_rank_is_one_error_on_all(ranks: Pool) -> None:
-    ((one, every),) = set(ranks.run(2, alone, False))
+    ((one, every),) = set(ranks.run(2, alone))
     assert "rank 1 calls FluxTransformer2DModel with another forward than that of parallelize" in one
     assert "was replaced after parallelize by that of its class, so that each rank computes alone" in every
 

@@ -289,7 +289,7 @@ def test_a_pipelines_decoder_is_restored() -> None:
 
 
 def test_what_would_break_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    module = small()
+    module = seqpar.parallelize(MODELS["flux"].build(), Mesh.single(), native=False)
     for work in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ValueError, match="to copy or pickle, expected a plain one"):
             work(module)

@@ -259,7 +259,8 @@ def test_a_users_forward_is_right_or_refused(ranks: Pool, name: str, early: bool
 
     What may decide so is refused where tokens are split, and runs as it is elsewhere.
     """
-    told: Any = FORWARDS[name][1 if early else 2]
+    _, before, after = FORWARDS[name]
+    told = before if early else after
     runs = told is None or (world == cfg and told.endswith("tokens"))
     for found in ranks.run(world, with_forward, name, cfg, early):
         assert max(found) < TOLERANCE if runs else told in found, found

@@ -87,11 +87,11 @@ class Body:
         is now cannot be computed; another rank may find nothing wrong.
         """
         refuse_late(self.module)
-        count = self._watch.count()
+        self._follow()
+        count = self._watch.counted
         if count != self._looked:
             self._look()
-        self._follow()
-        self._looked = count
+            self._looked = count
         return self.ranks.keeper.state, self.module.training, count, self._scale()
 
     def told(self) -> Mapping[str, str]:

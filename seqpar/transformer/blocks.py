@@ -60,6 +60,14 @@ class FusedBlocks:
         """Return whether adapters are merged into copies of weights, at `scale`."""
         return bool(self._copies)
 
+    @property
+    def copies(self) -> Mapping[str, Tensor]:
+        """Return these copies by the names of blocks and matrices, biases too."""
+        paths = {one: path for path, one in self._every}
+        parts = {f"{paths[one]}, {name}": matrix for (one, name), matrix in self._copies.items()}
+        named = {f"{name} {part}": x for name, one in parts.items() for part, x in one._asdict().items()}
+        return {name: x for name, x in named.items() if x is not None}
+
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
         if scale != self.scale:

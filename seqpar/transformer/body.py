@@ -106,6 +106,10 @@ class Body:
         """Return a key that stays equal while the module would compute the same, also by weights written in place."""
         return self.module.training, self._watch.count(), self._watch.values()
 
+    def merged(self) -> Mapping[str, Tensor]:
+        """Return the copies of weights with merged adapters that compute blocks, by names that all ranks have."""
+        return {} if self._installed is None else self._installed.fused.copies
+
     def foreign(self) -> Foreign:
         """Return what others have put onto the module, as it was at the last `state`."""
         return self._watch.foreign()

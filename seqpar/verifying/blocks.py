@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.mesh.shard import Shard
-
 Take = Callable[[Tensor], Tensor]
 """Takes this rank's rows and tokens of a whole tensor."""
 
@@ -77,8 +75,10 @@ class TokenShare:
     def _joined(self, lengths: Iterable[int]) -> tuple[int, ...]:
         index, start = list[int](), 0
         for length in lengths:
-            part = Shard(length, self.parts).slice(self.rank)
-            index += range(start + part.start, start + part.stop)
+            # larger shares come first; counted here and not by `Shard`, whose fault a comparison would share
+            share, rest = divmod(length, self.parts)
+            first = start + self.rank * share + min(self.rank, rest)
+            index += range(first, first + share + (self.rank < rest))
             start += length
         return tuple(index)
 

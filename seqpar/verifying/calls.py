@@ -11,7 +11,7 @@ blocks as well. Text encoders and the VAE are not verified.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seqpar.graphs.deferred import Promise, plain
+from seqpar.graphs.exchanges import Keeper
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Tokens
 from seqpar.transformer.call import Call
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.foreign import BEFORE
 from seqpar.transformer.lease import call_of
 from seqpar.transformer.parallelize import transformers_of
+from seqpar.types.protocols import Attend
 from seqpar.verifying.blocks import TokenShare
-from seqpar.verifying.compare import BITS, Comparison, Place, digest, first_unequal
+from seqpar.verifying.compare import BITS, OTHER_WEIGHTS, Comparison, Place, digest, first_unequal
+from seqpar.verifying.copies import Seen, seen_of, unequal
 from seqpar.verifying.look import AFTER, ROOM, Look, Streams
 from seqpar.verifying.one_rank import wide
 
@@ -154,6 +158,10 @@ def measure(calls: Sequence[RecordedCall]) -> Comparison:
         for each in calls:
             each.call.check_delivered()
         for call in {id(each.call): each.call for each in calls}.values():
+            if (found := unequal(call.mesh, call.body.merged())) is not None:
+                measured.find(
+                    Place(0, -1, "the weights with merged adapters"), OTHER_WEIGHTS.format(*found), by=found[0]
+                )
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
         for each in again:
             each.compare()
@@ -161,7 +169,10 @@ def measure(calls: Sequence[RecordedCall]) -> Comparison:
 
 
 class _Again:
-    """A call again: by the ranks now, and by one rank alone with `compare`, after all calls were made by the ranks."""
+    """A call again: by the ranks now, and by one rank alone with `compare`, after all calls were made by the ranks.
+
+    One rank computes it three times: as the ranks do, to compare what they copy, and by the transformer's own forward.
+    """
 
     def __init__(self, recorded_call: RecordedCall, measured: Comparison) -> None:
         body, self._forward = recorded_call.call.body, recorded_call.call.__wrapped__
@@ -169,22 +180,48 @@ class _Again:
         self._arguments: Mapping[str, Any] = rank_0s.whole
         computed: Mapping[str, Any] = recorded_call.call.computed(rank_0s).whole
         self._ours = dict(recorded_call.results.each(plain).tensors)  # a promise is computed now, on all ranks
-        self._look = Look(measured, recorded_call.place, [body.module], recorded_call.call.mesh, WIDE)
-        keeper, attend = body.ranks.keeper, body.ranks.keeper.attend
-        try:
-            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked), kind[1])
-            with self._look.ranks():
-                body(computed)
-        finally:
-            del vars(keeper)["attend"]
+        mesh, strategy = recorded_call.call.mesh, body.ranks.plan.strategy.name
+        self._look = look = Look(measured, recorded_call.place, [body.module], mesh, strategy, WIDE)
+        self._body, self._computed = body, computed
+        with look.ranks(), self._seen(look.attention):
+            body(computed)
         self._share = TokenShare(dict(body.ranks.last.lengths), body.ranks.axis.size, body.ranks.axis.rank)
 
     def compare(self) -> None:
         """Compare the call with one rank alone, in the model's data type and in a wider one."""
         self._look.compare("the result", self._ours, self._by_one)
 
+    @contextmanager
+    def _seen(self, observe: Callable[[Attend, Tokens], Attend]) -> Iterator[None]:
+        """Let `Copies` see the body's call that is made inside. observe: returns what takes an attention's place."""
+        ranks, copies = self._body.ranks, self._look.copies
+        keeper, attend = ranks.keeper, ranks.keeper.attend
+        try:
+            vars(keeper)["attend"] = lambda *kind, **masked: observe(
+                Seen(attend(*kind, **masked), copies, kind[1]), kind[1]
+            )
+            with seen_of(ranks, self._body.module, copies):
+                yield
+        finally:
+            del vars(keeper)["attend"]
+
+    def _body_of_one(self) -> None:
+        """Let the body compute the call on this rank alone, whose positions, masks and modulation are compared."""
+        body, ranks = self._body, self._body.ranks
+        before = ranks.mesh, ranks.keeper
+        ranks.mesh = Mesh.single(ranks.mesh.device)
+        ranks.keeper = Keeper(ranks.mesh, ranks.plan)
+        try:
+            self._look.copies.alone(self._share)
+            with self._seen(lambda attend, tokens: attend):
+                body(self._computed)
+        finally:
+            body.release()
+            ranks.mesh, ranks.keeper = before
+
     def _by_one(self) -> tuple[Streams, Streams]:
         arguments = self._arguments
+        self._body_of_one()
         return self._look.by_one(
             self._share, lambda: self._results(arguments), lambda: self._results(wide(arguments, WIDE))
         )

@@ -22,6 +22,7 @@ PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
 WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 BITS = "other bits than {}, expected the same"
+OTHER_WEIGHTS = "rank {} has other weights than rank 0: {}"
 NOT_FINITE = "one rank alone has numbers that are not finite there; try another data type"
 
 
@@ -68,11 +69,16 @@ Bits = Mapping[Place, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """A place at which something is wrong, and what. ratio: of an error, in units of that of one rank; else 0."""
+    """A place at which something is wrong, and what.
+
+    ratio: of an error, in units of that of one rank; else 0. by: the rank that computed it; None for the rank that
+    found it.
+    """
 
     place: Place
     reason: str
     ratio: float = 0.0
+    by: int | None = None
 
 
 @dataclass
@@ -80,7 +86,7 @@ class Comparison:
     """What one rank has measured: errors of the ranks' run, and of one rank alone in the same data type.
 
     findings: what is wrong besides errors. bits: digests of what all ranks should have whole. blocks: the largest
-    number of blocks' outputs in an evaluation.
+    number of blocks' outputs in an evaluation. by: the ranks that computed what is most wrong in whole tensors.
     """
 
     dtype: torch.dtype
@@ -88,6 +94,7 @@ class Comparison:
     findings: list[Finding] = field(default_factory=list)
     bits: dict[Place, str] = field(default_factory=dict)
     blocks: int = 0
+    by: dict[Place, int] = field(default_factory=dict)
 
     def add(self, place: Place, mine: Error, alone: Error) -> None:
         """Add the errors at a place; one rank alone must have finite numbers there."""
@@ -95,9 +102,9 @@ class Comparison:
         if math.isnan(alone.rms):
             self.find(place, NOT_FINITE)
 
-    def find(self, place: Place, reason: str) -> None:
-        """Add what is wrong at a place."""
-        self.findings.append(Finding(place, reason))
+    def find(self, place: Place, reason: str, ratio: float = 0.0, by: int | None = None) -> None:
+        """Add what is wrong at a place; see `Finding`."""
+        self.findings.append(Finding(place, reason, ratio, by))
 
     def ratio(self, place: Place) -> float:
         """Return the error at a place in units of one rank's, or of the smallest that counts."""
@@ -117,12 +124,12 @@ class Comparison:
         for place, (mine, alone) in self.errors.items():
             accepted = bound(alone, self.dtype)
             if (reason := mine.why_not(accepted)) is not None:
-                over.append(Finding(place, reason, ratios[place]))
+                over.append(Finding(place, reason, ratios[place], self.by.get(place)))
             elif together > 1 and ratios[place] > FACTOR:
                 reason = (
                     f"error {mine.rms:.2e}, expected at most {accepted.rms:.2e}; {together:.2f} times over all steps"
                 )
-                over.append(Finding(place, reason, ratios[place]))
+                over.append(Finding(place, reason, ratios[place], self.by.get(place)))
         return min([*self.findings, *over], key=lambda each: each.place, default=None)
 
 
@@ -157,11 +164,21 @@ def first_unequal(bits: Bits, reference: Bits) -> Place | None:
     return min((place for place in places if bits.get(place) != reference.get(place)), default=None)
 
 
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors have the same shape, data type and bits."""
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y).to(x.device))
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, of any strides."""
+    whole = x.detach().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
+    return whole.view(torch.uint8)
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return 16 hex digits of a hash over names and all bits of tensors."""
     hashed = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         hashed.update(name.encode())
-        whole = x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
-        hashed.update(whole.view(torch.uint8).numpy().tobytes())
+        hashed.update(bytes_of(x.cpu()).numpy().tobytes())
     return hashed.hexdigest()[:16]

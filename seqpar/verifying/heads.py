@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import torch
@@ -19,22 +20,30 @@ from seqpar.attention._streams import given, present, split_out
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula
 from seqpar.mesh.mesh import Axis
-from seqpar.mesh.shard import Tokens
+from seqpar.mesh.shard import Shard, Tokens
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.types.protocols import Attend, Core, Projected, Stream
 from seqpar.verifying.compare import FACTOR, FLOORS, NOT_FINITE, WIDER
 from seqpar.verifying.one_rank import full_precision
+
+Find = Callable[[str, float, int | None], None]
+"""Takes the reason why a head is wrong, its error in units of the accepted one, and the rank that computed it, if it is
+not this one."""
 
 
 class Observed:
     """An attention that computes the same as another one, and compares its heads with the formula.
 
     find: is told which head is wrong. tokens: the split for which the attention was built, whose order of keys masks
-    have; None for the order of the ranks. Every rank of the sequence axis must call it together.
+    have; None for the order of the ranks. heads: the axis over which the strategy splits heads; None where each rank
+    computes all heads of its tokens. Every rank of the sequence axis must call it together.
     """
 
-    def __init__(self, attend: Attend, axis: Axis, find: Callable[[str], None], tokens: Tokens | None = None) -> None:
+    def __init__(
+        self, attend: Attend, axis: Axis, find: Find, tokens: Tokens | None = None, heads: Axis | None = None
+    ) -> None:
         self._attend, self._axis, self._find, self.tokens = attend, axis, find, attend.tokens
+        self._heads = heads
         self._formula: Core = by_formula if tokens is None else in_key_order(by_formula, tokens, axis.rank)
 
     def __call__(
@@ -50,10 +59,19 @@ class Observed:
         accepted = (FACTOR * alone).clamp(min=max(FLOORS.get(dtype, 0.0), torch.finfo(dtype).eps))
         error = _errors(torch.cat(outs, dim=1), truth)
         for row, head in (~(error <= accepted)).nonzero()[:1].tolist():
-            wrong, most = error[row, head], accepted[row, head]
+            wrong, most = float(error[row, head]), float(accepted[row, head])
             reason = f"head {head} of row {row} has error {wrong:.2e}, expected at most {most:.2e}"
-            self._find(NOT_FINITE if most.isnan() else reason)
+            owner = self._owner(head, error.shape[1], _groups(streams))
+            self._find(NOT_FINITE if isnan(most) else reason, wrong / most, owner)
         return outs
+
+    def _owner(self, head: int, heads: int, groups: int) -> int | None:
+        """Return the rank that computes a head, or None for this one: groups of heads are split over their axis."""
+        if self._heads is None or self._heads.size == 1:
+            return None
+        group, split = head * groups // heads, Shard(groups, self._heads.size)
+        part = next(part for part in range(split.parts) if group < split.starts[part] + split.sizes[part])
+        return self._heads.ranks[part]
 
     def _by(self, formula: Core, streams: Sequence[Stream], mask_BL: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the output in this data type, as one rank computes it from the tokens of all."""
@@ -89,6 +107,12 @@ class ByFormula:
 def _dtype(streams: Sequence[Stream]) -> torch.dtype:
     first = streams[0]
     return first.x.dtype if isinstance(first, Projected) else first.q.dtype
+
+
+def _groups(streams: Sequence[Stream]) -> int:
+    """Return the number of key-value heads."""
+    first = streams[0]
+    return first.kv_heads if isinstance(first, Projected) else first.k.shape[2]
 
 
 def _joined(streams: Sequence[Stream], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

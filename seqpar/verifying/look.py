@@ -20,16 +20,18 @@ from seqpar.loop.interface import SequenceModel
 from seqpar.mesh.inputs import broadcast
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
+from seqpar.planner.costs import facts_of
 from seqpar.types.protocols import Attend
 from seqpar.verifying.blocks import Take, TokenShare, watched
 from seqpar.verifying.compare import BITS, EXACT, Comparison, Place, bound, digest, error
+from seqpar.verifying.copies import Copies, Seen
 from seqpar.verifying.heads import ByFormula, Observed
 from seqpar.verifying.one_rank import Conditioning, held, wide, widened
 
 Streams = Mapping[str, Tensor]
 Work = Callable[[], Streams]
-# positions of a step's result and of the state after it, which follow its blocks: the outputs of block n have position
-# 2 n + 1, and the attentions before them the even one before
+# positions of a step's result and of the state after it, which follow its blocks: output n has position 3 n + 2, the
+# attention before it 3 n + 1, and what is copied for that 3 n
 RESULT, AFTER = 10**6, 2 * 10**6
 ROOM = 10 * RESULT  # positions of one call of a step
 
@@ -39,11 +41,17 @@ def is_result(place: Place) -> bool:
     return place.position % ROOM == RESULT
 
 
+def evaluation_of(place: Place) -> tuple[int, int]:
+    """Return what is the same for all places of one evaluation: the step, and which of its calls it was."""
+    return place.step, place.position // ROOM
+
+
 class Look:
     """A look into one evaluation: what its blocks return on this rank and on one rank alone, and which heads are wrong.
 
     measured: takes errors and findings, at the places that `place(position, name)` returns. models: those that may
-    compute the evaluation. dtype: the wider data type. same_bits: whether the ranks must have the bits of one rank.
+    compute the evaluation. strategy: the name of the ranks' strategy. dtype: the wider data type. same_bits: whether
+    the ranks must have the bits of one rank.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Look:
         place: Callable[[int, str], Place],
         models: Iterable[nn.Module],
         mesh: Mesh,
+        strategy: str,
         dtype: torch.dtype,
         same_bits: bool = False,
     ) -> None:
@@ -60,7 +69,11 @@ class Look:
         self._kept: dict[str, Tensor] = {}
         self._alone: dict[str, tuple[Take, Tensor]] = {}
         self._positions: dict[str, int] = {}
-        self._wrong: list[tuple[int, str]] = []
+        self._wrong: list[tuple[int, str, float, int | None]] = []
+        self._heads = mesh.ulysses if "ulysses" in facts_of(strategy).axes else None
+        self.copies = Copies(
+            lambda name, before, reason: measured.find(place(3 * before, name), reason), lambda: len(self._kept)
+        )
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
@@ -68,15 +81,18 @@ class Look:
         with watched(self._models, lambda name, x: self._kept.update({name: x.clone()})):
             yield
         names = [*self._kept]
-        self._positions = {name: 2 * number + 1 for number, name in enumerate(names)}
-        for before, reason in self._wrong:
+        self._positions = {name: 3 * number + 2 for number, name in enumerate(names)}
+        for before, *wrong in self._wrong:
             name = names[before].partition(",")[0] if before < len(names) else "the last layers"
-            self._measured.find(self._place(2 * before, f"attention in {name}"), reason)
+            self._measured.find(self._place(3 * before + 1, f"attention in {name}"), *wrong)
 
     def attention(self, attend: Attend, tokens: Tokens | None = None) -> Attend:
         """Return an attention that computes the same, and compares its heads; tokens: see `Observed`."""
-        axis = self._mesh.sequence
-        return Observed(attend, axis, lambda reason: self._wrong.append((len(self._kept), reason)), tokens)
+
+        def find(reason: str, ratio: float, by: int | None) -> None:
+            self._wrong.append((len(self._kept), reason, ratio, by))
+
+        return Observed(attend, self._mesh.sequence, find, tokens, self._heads)
 
     def compare(self, name: str, ours: Streams, by_one: Callable[[], tuple[Streams, Streams]]) -> None:
         """Compare the evaluation's result with that of one rank; all ranks must call this together.
@@ -86,6 +102,9 @@ class Look:
         """
         place = self._place(RESULT, name)
         alone, truth = held(self._mesh, by_one)
+        worst = self.copies.compare(self._mesh)
+        if worst is not None:
+            self._measured.by[place] = worst
         self._measured.add(place, error(ours, truth), error(alone, truth))
         self.whole(place, ours)
         if self._same_bits and digest(alone) != digest(ours):
@@ -128,7 +147,9 @@ class Look:
         def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
             *inputs, attend = arguments
             formula = ByFormula(attend.tokens)
-            plain = attend if self._same_bits else formula
+            plain = Seen(attend if self._same_bits else formula, self.copies)
+            self.copies.alone(share)
+            self._copied(*inputs)
             both[:] = self.by_one(
                 share, lambda: copied(true(*inputs, plain)), lambda: copied(true(*wide(inputs, self._dtype), formula))
             )
@@ -138,19 +159,31 @@ class Look:
             call()
         return both[0], both[1]
 
-    def tokens(self, call: Callable[[], object]) -> Streams:
-        """Return what `forward_tokens` returns on this rank in this call, whose attentions `ranks` compares."""
+    def tokens(self, call: Callable[[], object], split: Tokens) -> Streams:
+        """Return what `forward_tokens` returns on this rank in this call, whose attentions `ranks` compares.
+
+        split: of the tokens over the ranks.
+        """
         outputs: dict[str, Tensor] = {}
 
         def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
             *inputs, attend = arguments
-            returned = true(*inputs, self.attention(attend))
+            self._copied(*inputs)
+            returned = true(*inputs, self.attention(Seen(attend, self.copies, split)))
             outputs.update(copied(returned))
             return returned
 
         with in_place_of(self._models, compute):
             call()
         return outputs
+
+    def _copied(self, streams: Streams, positions: Streams, conditioning: Streams) -> None:
+        """Look at the inputs of `forward_tokens`; attention shows the mask among them."""
+        for name, x in positions.items():
+            self.copies.part(f"positions of {name}", x, rows=False)
+        for name, x in (*streams.items(), *conditioning.items()):
+            if name != "mask":
+                self.copies.part(f"the input {name}", x.clone())  # tokens are a buffer that the step writes to
 
     def _see_alone(self, share: TokenShare, name: str, whole: Tensor) -> None:
         if name not in self._kept:

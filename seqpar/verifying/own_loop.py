@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -68,9 +70,9 @@ class _Loop:
         """Let the ranks make the step of this number, and compare it."""
         dit, inputs, share = self._dit, copied(self.ranks.inputs()), _share(self._dit, self._request, self.ranks)
         place, wider = partial(Place, index), WIDER.get(dit.dtype, torch.float32)
-        look = Look(self._measured, place, self._models, dit.mesh, wider, _is_exact(dit))
+        look = Look(self._measured, place, self._models, dit.mesh, dit.strategy.name, wider, _is_exact(dit))
         with look.ranks():
-            mine = look.tokens(self.ranks.step)
+            mine = look.tokens(self.ranks.step, self.ranks.split.tokens)
         dit.check_delivered()
         ours, after = self._whole(mine), copied(self.ranks.inputs())
 
@@ -86,9 +88,29 @@ class _Loop:
         """Compare the ranks' step with one rank's from the same outputs, whose state stays that of the ranks."""
         with in_place_of(self._models, lambda *_: dict(ours)):
             self._alone.step()
-        reason = error(after, self._alone.inputs()).why_not(STEP.get(self._dit.dtype, STEP_FP32))
+        alone = self._alone.inputs()
+        reason = error(after, alone).why_not(STEP.get(self._dit.dtype, STEP_FP32))
         if reason is not None:
-            self._measured.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction")
+            by = self._most_wrong(after, alone)
+            self._measured.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction", 1.0, by)
+
+    def _most_wrong(self, states: Streams, alone: Streams) -> int:
+        """Return the rank whose images and tokens of these states have the largest error, among those of this replica.
+
+        Ranks of the cfg axis hold the same tokens, which each computes itself.
+        """
+        mesh, model, images = self._dit.mesh, self._dit.model, _images(self._dit, self._request)
+        found = dict[int, tuple[bool, float]]()
+        for data, part in product(range(mesh.data.size), range(mesh.sequence.size)):
+            off = 0.0
+            for name, x in states.items():
+                shard, both = self.ranks.split.shard(name), (x, alone[name])
+                both = [y[images.slice(data)] for y in both]
+                mine, right = (y if y.dim() < 4 else model.patchify(y) for y in both)
+                tokens = shard.slice(part)
+                off += error({name: mine[:, tokens]}, {name: right[:, tokens]}).rms
+            found[(data * mesh.cfg.size + mesh.cfg.rank) * mesh.sequence.size + part] = isnan(off), off
+        return max(found, key=lambda rank: found[rank])
 
     def _whole(self, outputs: Streams) -> Streams:
         """Return the model's outputs for all tokens, and for the rows of all images with the prompt, then without."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from seqpar.loop.arguments import check_request
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
-from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.own_loop import Loaded
 from seqpar.planner.plan import Plan
 from seqpar.types.arguments import MOST_STEPS, check_whole
 from seqpar.verifying import own_loop
-from seqpar.verifying.compare import Comparison, Finding, Place
-from seqpar.verifying.look import is_result
+from seqpar.verifying.compare import OTHER_WEIGHTS, Comparison, Finding, Place
+from seqpar.verifying.copies import unequal, weights_of
+from seqpar.verifying.look import evaluation_of, is_result
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
 
@@ -64,7 +64,8 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.what}: {self.steps} evaluations of {self.blocks} block outputs ({self.seconds:.1f} s)",
+            f"{self.what}: {self.steps} evaluation{'s' * (self.steps != 1)} of {self.blocks} block outputs "
+            f"({self.seconds:.1f} s)",
             f"largest error {self.ratio:.2f} times that of one rank in the same data type, at {self.where}",
             *self.notes,
             "every step holds" if self.finding is None else f"FAILS at {self.finding}",
@@ -156,8 +157,8 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # graphs and peer memory could not take what the reference leaves there
     for model in models:
-        if (reason := other_weights(mesh, model)) is not None:
-            measured.find(Place(0, -1, "the weights"), reason)
+        if (found := unequal(mesh, weights_of(model))) is not None:
+            measured.find(Place(0, -1, "the weights"), OTHER_WEIGHTS.format(*found), by=found[0])
     worst = max(measured.errors, key=lambda place: _size(measured.ratio(place)))
     results = [mine.rms for place, (mine, _) in measured.errors.items() if is_result(place)]
     mine = measured.ratio(worst), worst, max(results, key=_size), measured.blocks
@@ -170,7 +171,7 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
     layout = ", ".join([str(mesh), *strategy, plan.transport.name, plan.local.name])
     return Verdict(
         f"{mesh.world.size} ranks ({layout}), {str(measured.dtype).removeprefix('torch.')}",
-        steps=len({place.step for place in measured.errors}),
+        steps=len({evaluation_of(place) for place in measured.errors}),
         blocks=max(blocks),
         error=max(errors, key=_size),
         ratio=ratio,
@@ -182,14 +183,25 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
 
 
 def _finding(mesh: Mesh, measured: Comparison) -> str | None:
-    """Return in words what is wrong first on any rank, and of several ranks the one that is most wrong there."""
+    """Return in words what is wrong first on any rank: which rank computed it, and which ranks saw it.
+
+    Of what several ranks saw there, the most wrong is reported.
+    """
     every = enumerate(mesh.collect(measured.first(), Finding | None))
-    findings = [(each, rank) for rank, each in every if each is not None]
+    findings = {rank: each for rank, each in every if each is not None}
     if not findings:
         return None
-    place = min(each.place for each, _ in findings)
-    finding, rank = max((pair for pair in findings if pair[0].place == place), key=lambda pair: _size(pair[0].ratio))
-    return f"{place} on rank {rank}: {finding.reason}"
+    place = min(each.place for each in findings.values())
+    there = {rank: each for rank, each in findings.items() if each.place == place}
+    worst, finding = max(there.items(), key=lambda pair: _size(pair[1].ratio))
+    by = worst if finding.by is None else finding.by
+    computed = f"computed by rank {by}, " if finding.ratio else ""
+    return f"{place} on rank {by}: {finding.reason}; {computed}seen on {_ranks(there)}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = [*map(str, ranks)]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 def _size(number: float) -> tuple[bool, float]:
@@ -202,12 +214,5 @@ def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
 
     Raises ValueError on all ranks if names, shapes or data types differ.
     """
-    mine, same = {name: x.detach() for name, x in model.named_parameters()}, dict[str, bool]()
-    agree(mesh, shapes(mine))
-    for name, x in mine.items():
-        theirs = broadcast(mesh, {name: x})[name]
-        same[name] = torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs)))
-    every = mesh.collect([name for name in mine if not same[name]][:1], list[str])
-    return next(
-        (f"rank {rank} has other weights than rank 0: {each[0]}" for rank, each in enumerate(every) if each), None
-    )
+    found = unequal(mesh, weights_of(model))
+    return None if found is None else OTHER_WEIGHTS.format(*found)

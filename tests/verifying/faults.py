@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.embeddings import PatchEmbed
+from diffusers.models.normalization import AdaLayerNormZero
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from seqpar.attention import ulysses
 from seqpar.attention.ulysses import Ulysses
+from seqpar.families import flux
 from seqpar.graphs.exchanges import Keeper
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.models import dit as builtin
 from seqpar.loop.run import Run
+from seqpar.mesh.shard import JointShard
+from seqpar.transformer import lora as adapters
+from seqpar.transformer import masks
+from seqpar.transformer.blocks import BlockHook
+from seqpar.transformer.forward import Ranks
 from seqpar.transports.collective.exchange import CollectiveToHeads
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -194,3 +202,87 @@ def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
     after(patch, builtin, "linear_gelu", lambda out, *args: out * (1.001 if rank == 1 else 1))
+
+
+def is_last(rank: int) -> bool:
+    """Return whether this is the last of several ranks, on which a fault is planted."""
+    group: Any = dist.group.WORLD
+    return group is not None and rank == group.size() - 1 > 0
+
+
+def position_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Give one token of the last rank the position of its neighbour, in our own loop."""
+
+    def off(rows: dict[str, Tensor], dit: DistributedDiT, *size_split: Any) -> dict[str, Tensor]:
+        wrong = is_last(rank) and dit.mesh.world.size > 1
+        return {name: torch.cat([x[:-1], x[-2:-1]]) if wrong else x for name, x in rows.items()}
+
+    after(patch, DistributedDiT, "positions", off)
+
+
+def cut_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank's cut of ids or rotary rows, which have no dim for a batch, hold the row of another token."""
+
+    def off(mine: Tensor, ranks: Ranks, whole: Tensor, cut: Any) -> Tensor:
+        wrong = is_last(rank) and ranks.axis.size > 1 and cut.dim in (0, -2) and len(mine) > 1
+        return torch.cat([mine[:-1], mine[-2:-1]]) if wrong else mine
+
+    after(patch, Ranks, "cut", off)
+
+
+def position_in_block_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank's fused blocks turn one token by the angles of its neighbour."""
+
+    def off(rows: tuple[Tensor, Tensor], call: BlockHook, *rest: Any) -> tuple[Tensor, ...]:
+        wrong = is_last(rank) and call._ranks.axis.size > 1
+        return tuple(torch.cat([x[:-1], x[-2:-1]]) if wrong else x for x in rows)
+
+    after(patch, flux, "pairs", off)
+
+
+def mask_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank attend to one token of padding."""
+
+    def off(bias: Tensor | None, forward: Any, streams: Any, tokens: JointShard, *dtype: Any) -> Tensor | None:
+        if bias is None or not is_last(rank) or tokens.parts == 1:
+            return bias
+        first = bias[0].argmin()
+        return bias.index_fill(1, first, 0.0)
+
+    after(patch, masks, "from_streams", off)
+
+
+def merged_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank merge LoRAs at a scale that is two percent off."""
+    true = adapters.with_terms
+
+    def off(weight: Tensor, bias: Tensor | None, terms: Any) -> Any:
+        return true(weight, bias, [(term, scale * (1.02 if is_last(rank) else 1)) for term, scale in terms])
+
+    patch.setattr(adapters, "with_terms", off)
+
+
+def modulation_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank's modulation be two percent off: in our own loop, in fused blocks and in diffusers' own."""
+
+    def rows(every: Any, *given: Any) -> Any:
+        return [[tuple(x * (1.02 if is_last(rank) else 1) for x in one) for one in block] for block in every]
+
+    def table(made: Any, *given: Any) -> Any:
+        return {name: x * (1.02 if is_last(rank) else 1) for name, x in made.items()}
+
+    def outputs(made: Any, *given: Any) -> Any:
+        return (made[0], made[1] * (1.02 if is_last(rank) else 1), *made[2:])
+
+    after(patch, builtin.Model, "modulate", table)
+    after(patch, flux, "modulations", rows)
+    after(patch, AdaLayerNormZero, "forward", outputs)
+
+
+def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let one row of the last rank's table of positions, a buffer of the model, be its neighbour's."""
+
+    def off(whole: Tensor, module: PatchEmbed, *size: Any) -> Tensor:
+        return torch.cat([whole[:, :-1], whole[:, -2:-1]], dim=1) if is_last(rank) else whole
+
+    after(patch, PatchEmbed, "cropped_pos_embed", off)

@@ -159,9 +159,7 @@ def measure(calls: Sequence[RecordedCall]) -> Comparison:
             each.call.check_delivered()
         for call in {id(each.call): each.call for each in calls}.values():
             if (found := unequal(call.mesh, call.body.merged())) is not None:
-                measured.find(
-                    Place(0, -1, "the weights with merged adapters"), OTHER_WEIGHTS.format(*found), by=found[0]
-                )
+                measured.find(Place(0, -1, "the merged adapters"), OTHER_WEIGHTS.format(*found), by=found[0])
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
         for each in again:
             each.compare()

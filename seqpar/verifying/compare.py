@@ -86,7 +86,8 @@ class Comparison:
     """What one rank has measured: errors of the ranks' run, and of one rank alone in the same data type.
 
     findings: what is wrong besides errors. bits: digests of what all ranks should have whole. blocks: the largest
-    number of blocks' outputs in an evaluation. by: the ranks that computed what is most wrong in whole tensors.
+    number of blocks' outputs in an evaluation. by: the ranks that computed what is most wrong in whole tensors. other:
+    a rank that computes other numbers than rank 0 also alone; what it sends makes blocks of all ranks wrong.
     """
 
     dtype: torch.dtype
@@ -95,6 +96,7 @@ class Comparison:
     bits: dict[Place, str] = field(default_factory=dict)
     blocks: int = 0
     by: dict[Place, int] = field(default_factory=dict)
+    other: int | None = None
 
     def add(self, place: Place, mine: Error, alone: Error) -> None:
         """Add the errors at a place; one rank alone must have finite numbers there."""
@@ -124,13 +126,20 @@ class Comparison:
         for place, (mine, alone) in self.errors.items():
             accepted = bound(alone, self.dtype)
             if (reason := mine.why_not(accepted)) is not None:
-                over.append(Finding(place, reason, ratios[place], self.by.get(place)))
+                over.append(self._over(place, reason))
             elif together > 1 and ratios[place] > FACTOR:
                 reason = (
                     f"error {mine.rms:.2e}, expected at most {accepted.rms:.2e}; {together:.2f} times over all steps"
                 )
-                over.append(Finding(place, reason, ratios[place], self.by.get(place)))
+                over.append(self._over(place, reason))
         return min([*self.findings, *over], key=lambda each: each.place, default=None)
+
+    def _over(self, place: Place, reason: str) -> Finding:
+        """Return an error that is over its bound, as a finding."""
+        if self.other is None:
+            return Finding(place, reason, self.ratio(place), self.by.get(place))
+        reason += f"; rank {self.other} computes other numbers than rank 0 also alone"
+        return Finding(place, reason, self.ratio(place), self.other)
 
 
 def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:

@@ -22,25 +22,26 @@ from torch.utils import _pytree as pytree
 from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Tokens
-from seqpar.transformer.forward import Forward, Ranks
+from seqpar.transformer.forward import Forward, Ranks, shares
 from seqpar.types.protocols import Attend, Stream
 from seqpar.verifying.blocks import TokenShare, hooked
 from seqpar.verifying.compare import BITS, digest, error, same_bits
 from seqpar.verifying.one_rank import ROW_DIMS
 
 ALONE = BITS.format("one rank has")
-Find = Callable[[str, int, str], None]
-"""Takes a finding: the name of what is wrong, after how many outputs of blocks it was seen, and the reason."""
+Find = Callable[[str, int, str, int | None], None]
+"""Takes a finding: the name of what is wrong, after how many outputs of blocks it was seen, the reason, and the rank
+that computed it, if it is not this one."""
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What every rank has whole. early: whether it was seen before any attention, so that one rank has its bits."""
+    """What every rank has whole. by: the rank that computed it for all of them; None where each computes it."""
 
     seen: int
     bits: str
     shape: tuple[int, ...]
-    early: bool
+    by: int | None = None
 
 
 class Copies:
@@ -56,6 +57,7 @@ class Copies:
         self._counts, self._attended = Counter[str](), False
         self._parts: dict[str, tuple[int, Tensor]] = {}
         self._wholes: dict[str, _Whole] = {}
+        self._both: dict[str, _Whole] = {}  # those that were seen on one rank, too
         self._digests: dict[str, tuple[Tensor, str]] = {}
         self._gathered: list[Tensor] = []
         self._off = 0.0
@@ -72,32 +74,32 @@ class Copies:
             self._parts[name] = self._seen(), x
             return
         if name not in self._parts:
-            self._find(name, 0, "it was seen on one rank alone, expected on all ranks")
+            self._find(name, 0, "it was seen on one rank alone, expected on all ranks", None)
             return
         seen, mine = self._parts.pop(name)
         if not _is_share(self._share if rows else replace(self._share, rows=None), x, mine):
-            self._find(name, seen, ALONE)
-        self._wholes[name] = _Whole(seen, self._digest(name, x), tuple(x.shape), False)
+            self._find(name, seen, ALONE, None)
+        self._both[name] = _Whole(seen, self._digest(name, x), tuple(x.shape))
 
-    def whole(self, name: str, x: Tensor, like_one: bool = False) -> None:
-        """See a tensor that every rank has whole. like_one: whether one rank has its bits, if no attention was before.
+    def whole(self, name: str, x: Tensor, like_one: bool = False, by: int | None = None) -> None:
+        """See a tensor that every rank has whole. like_one: whether one rank has its bits. by: see `_Whole`.
 
         One that has another shape on one rank is a share, and is not compared.
         """
         name = self._numbered(name)
         if self._share is None:
-            self._wholes[name] = _Whole(self._seen(), digest({"": x}), tuple(x.shape), not self._attended)
-        elif (mine := self._wholes.get(name)) is not None:
-            if mine.shape != tuple(x.shape):
-                del self._wholes[name]
-            elif like_one and mine.early and mine.bits != digest({"": x}):
-                self._find(name, mine.seen, ALONE)
+            self._wholes[name] = _Whole(self._seen(), digest({"": x}), tuple(x.shape), by)
+        elif (mine := self._wholes.get(name)) is not None and mine.shape == tuple(x.shape):
+            self._both[name] = mine
+            if like_one and mine.bits != digest({"": x}):
+                self._find(name, mine.seen, ALONE, mine.by)
 
     def cut(self, name: str, x: Tensor, mine: Tensor, lengths: Mapping[str, int], axis: Axis) -> None:
         """See a cut of tokens: a whole tensor, and what was made of it. lengths: the tokens of the streams in it."""
-        self.whole(f"the whole of {name}", x, like_one=True)
+        # what was made of attention's results may round otherwise on one rank
+        self.whole(f"the whole of {name}", x, like_one=not self._attended)
         if self._share is None and not _is_share(TokenShare(lengths, axis.size, axis.rank), x, mine):
-            self._find(name, self._seen(), BITS.format("this rank's tokens of the whole tensor have"))
+            self._find(name, self._seen(), BITS.format("this rank's tokens of the whole tensor have"), None)
 
     def attention(self, streams: Sequence[Stream], mask_BL: Tensor | None, tokens: Tokens | None) -> None:
         """See the positions and the key mask of an attention. tokens: the split whose order of keys the mask has."""
@@ -124,15 +126,15 @@ class Copies:
         Returns the rank whose part of the result differs most from that of one rank, or None where none was gathered.
         """
         for name, (seen, _) in self._parts.items():
-            self._find(name, seen, "it was not seen on one rank alone")
-        mine = {name: whole.bits for name, whole in self._wholes.items()}
+            self._find(name, seen, "it was not seen on one rank alone", None)
+        mine = {name: whole.bits for name, whole in self._both.items()}
         every = [dict(each) for each in mesh.collect([*mine.items()], list[tuple[str, str]])]
         for name, bits in mine.items():
             # most ranks are right; of two, rank 0 is the reference
             usual = Counter(each.get(name, "") for each in every).most_common(1)[0][0]
             if bits != usual:
                 other = next(rank for rank, each in enumerate(every) if each.get(name, "") == usual)
-                self._find(name, self._wholes[name].seen, BITS.format(f"rank {other} has"))
+                self._find(name, self._both[name].seen, BITS.format(f"rank {other} has"), None)
         off = mesh.collect(self._off, float)
         return off.index(max(off)) if max(off) else None
 
@@ -219,7 +221,7 @@ def seen_of(ranks: Ranks, module: nn.Module, copies: Copies) -> Iterator[None]:
             result = make()
             for x in pytree.tree_leaves(result):
                 if isinstance(x, Tensor):
-                    copies.part(named.format(name), x.clone(), rows=False)
+                    copies.whole(named.format(name), x, like_one=True)
             return result
 
         vars(now)["once"] = lambda name, of, make: once(name, of, partial(made, name, make))
@@ -240,8 +242,9 @@ def seen_of(ranks: Ranks, module: nn.Module, copies: Copies) -> Iterator[None]:
 
     def spread_one(use: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         results = spread(use, widths, make)
-        for x in results:
-            copies.part(use, x.clone(), rows=False)
+        owners = [rank for rank, part in enumerate(shares(widths, ranks.axis.size)) for _ in widths[part]]
+        for x, owner in zip(results, owners, strict=True):
+            copies.whole(use, x, like_one=True, by=ranks.axis.ranks[owner] if ranks.axis.size > 1 else None)
         return results
 
     def gather_one(x: Tensor, how: Any, use: str) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class Look:
         self._wrong: list[tuple[int, str, float, int | None]] = []
         self._heads = mesh.ulysses if "ulysses" in facts_of(strategy).axes else None
         self.copies = Copies(
-            lambda name, before, reason: measured.find(place(3 * before, name), reason), lambda: len(self._kept)
+            lambda name, before, reason, by: measured.find(place(3 * before, name), reason, by=by),
+            lambda: len(self._kept),
         )
 
     @contextmanager
@@ -82,9 +84,9 @@ class Look:
             yield
         names = [*self._kept]
         self._positions = {name: 3 * number + 2 for number, name in enumerate(names)}
-        for before, *wrong in self._wrong:
+        for before, reason, ratio, by in self._wrong:
             name = names[before].partition(",")[0] if before < len(names) else "the last layers"
-            self._measured.find(self._place(3 * before + 1, f"attention in {name}"), *wrong)
+            self._measured.find(self._place(3 * before + 1, f"attention in {name}"), reason, ratio, by)
 
     def attention(self, attend: Attend, tokens: Tokens | None = None) -> Attend:
         """Return an attention that computes the same, and compares its heads; tokens: see `Observed`."""
@@ -109,9 +111,12 @@ class Look:
         self.whole(place, ours)
         if self._same_bits and digest(alone) != digest(ours):
             self._measured.find(place, BITS.format("one rank has, and only data moves"))
-        reason = error(truth, broadcast(self._mesh, truth)).why_not(bound(EXACT, torch.float32))
-        if reason is not None:
+        apart = error(truth, broadcast(self._mesh, truth))
+        if (reason := apart.why_not(bound(EXACT, torch.float32))) is not None:
             self._measured.find(place, f"{reason}, between what this rank and what rank 0 compute alone")
+        others = self._mesh.collect(reason is not None and not isnan(apart.rms), bool)
+        if self._measured.other is None and any(others):
+            self._measured.other = others.index(True)
 
     def whole(self, place: Place, tensors: Streams) -> None:
         """Compare the bits of what all ranks should have whole with those of rank 0; all must call this together."""

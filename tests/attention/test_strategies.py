@@ -42,9 +42,13 @@ def skip_refused(strategy: str, world: int, case: tuple[int, ...]) -> None:
         pytest.skip(reason)
 
 
-def inputs(case: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+CALLS = 2  # with other data each, in the same buffers: a call that returns an earlier one's data is wrong
+
+
+def inputs(case: tuple[int, ...], device: torch.device, call: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of all tokens. call: the number of a call, each of which has other data."""
     batch, tokens, heads, kv = case
-    q, k, v = (random((batch, tokens, n, DIM), seed, device) for seed, n in enumerate((heads, kv, kv)))
+    q, k, v = (random((batch, tokens, n, DIM), 3 * call + seed, device) for seed, n in enumerate((heads, kv, kv)))
     return q, k, v
 
 
@@ -66,31 +70,33 @@ def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.
 def sharded(
     rank: int, world: int, device: torch.device, strategy: str, transport: str, case: tuple[int, ...], shift: int = 0
 ) -> Tensor:
+    """Return this rank's outputs of several calls with other data, (calls, B, l, H, D)."""
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
     attend = build(strategy, mesh, shard, local_for(device), transport)
     mine = shard.slice(mesh.sequence.rank)
     cos, sin = rotary(case[1] + 1, device)
     rows = cos[mine.start + shift : mine.stop + shift], sin[mine.start + shift : mine.stop + shift]
-    q, k, v = (x[:, mine] for x in inputs(case, device))
     how = preparation(case[2], case[3], rows, device)
     outs = []
-    for _ in range(3):  # buffers are reused: every call must be right
+    for call in (*range(CALLS), 0):  # buffers are reused: every call must be right, also one with data of before
+        q, k, v = (x[:, mine] for x in inputs(case, device, call))
         out = attend((Given(q, k, v, how),))[0]
         # the output projection must get contiguous (B, l, H D) rows: strided rows would use a GEMM with other bits
         assert out.flatten(2).is_contiguous()
         outs.append(out.clone())
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
-    return outs[0]
+    assert torch.equal(outs[0], outs[-1])
+    return torch.stack(outs[:CALLS])
 
 
 @cache
 def whole(case: tuple[int, ...], device: str) -> Tensor:
-    """Return the truth: attention of all tokens in one process."""
-    where = torch.device(device)
-    q, k, v = inputs(case, where)
-    q, k = prepare(q, k, preparation(case[2], case[3], rotary(case[1], where), where))
-    return reference.attend(q, k, v)[0].cpu()
+    """Return the truth: attention of all tokens in one process, of each call."""
+    where, outs = torch.device(device), list[Tensor]()
+    for call in range(CALLS):
+        q, k, v = inputs(case, where, call)
+        q, k = prepare(q, k, preparation(case[2], case[3], rotary(case[1], where), where))
+        outs.append(reference.attend(q, k, v)[0].cpu())
+    return torch.stack(outs)
 
 
 # every strategy with every world and every case, by one transport after the other
@@ -103,7 +109,7 @@ def test_strategy_equals_unsharded_attention(
     ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
 ) -> None:
     skip_refused(strategy, world, case)
-    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=1)
+    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=2)
     assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
 
 
@@ -131,9 +137,11 @@ def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask: Tensor | No
 
 def moved(rank: int, world: int, device: torch.device, strategy: str, transport: str, case: tuple[int, ...]) -> Tensor:
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
-    attend = build(strategy, mesh, shard, row_by_row, transport)
-    q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device))
-    return attend((Given(q, k, v, Prepare()),))[0].clone()  # a copy, because shared memory ends with the strategy
+    attend, outs = build(strategy, mesh, shard, row_by_row, transport), list[Tensor]()
+    for call in range(CALLS):
+        q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device, call))
+        outs.append(attend((Given(q, k, v, Prepare()),))[0].clone())  # the next call writes there
+    return torch.stack(outs)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,7 @@ def test_strategy_that_only_moves_data_has_one_ranks_bits(
     ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
 ) -> None:
     skip_refused(strategy, world, case)
-    got = torch.cat(ranks.run(world, moved, strategy, transport, case), dim=1)
+    got = torch.cat(ranks.run(world, moved, strategy, transport, case), dim=2)
     assert torch.equal(got, bits(ranks, case))
 
 
@@ -157,7 +165,7 @@ def bits(ranks: Pool, case: tuple[int, ...]) -> Tensor:
 def test_strategy_with_many_ranks(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     case = (2, 19, 5, 5)
     skip_refused(strategy, world, case)
-    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=1)
+    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=2)
     assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
 
 
@@ -165,7 +173,7 @@ def test_strategy_with_many_ranks(ranks: Pool, world: int, transport: str, strat
 def test_strategy_negative_control_wrong_rotary_offset_is_noticed(ranks: Pool, strategy: str) -> None:
     case = CASES[1]
     # equal shifts on all ranks would cancel in q.k, so only the last rank is off by one
-    got = torch.cat(ranks.run(2, shifted_on_last, strategy, case), dim=1)
+    got = torch.cat(ranks.run(2, shifted_on_last, strategy, case), dim=2)
     assert (got - whole(case, ranks.device)).abs().max() > 1e-3
 
 

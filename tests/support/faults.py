@@ -291,6 +291,26 @@ FAULTS = (
         "attention depends on differences of positions alone, so only the table itself shows it",
     ),
     Fault(
+        "ulysses attends to what it was given first",
+        "seqpar/attention/ulysses.py",
+        "q, k, v = into.deliver(met)\n",
+        "q, k, v = into.deliver(met)\n"
+        '        q, k, v = vars(self).setdefault("_stale", (q.clone(), k.clone(), v.clone()))\n',
+        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention"
+        "[2-ulysses-(1, 16, 4, 4)-collective]",
+        "a buffer of the call before, which a test that repeats its data cannot see",
+    ),
+    Fault(
+        "kv_gather attends to the keys that it was given first",
+        "seqpar/attention/kv_gather.py",
+        "prepared, k, v = exchange.deliver(met)\n",
+        "prepared, k, v = exchange.deliver(met)\n"
+        '        k, v = vars(self).setdefault("_stale", (k.clone(), v.clone()))\n',
+        "tests/attention/test_strategies.py::test_strategy_that_only_moves_data_has_one_ranks_bits"
+        "[2-kv_gather-(1, 16, 4, 4)-collective]",
+        "a buffer of the call before",
+    ),
+    Fault(
         "ring leaves its last block out",
         "seqpar/attention/ring.py",
         "out, lse = merge(out, lse, ",

@@ -31,6 +31,7 @@ from seqpar.transformer import lora as adapters
 from seqpar.transformer import masks
 from seqpar.transformer.blocks import BlockHook
 from seqpar.transformer.forward import Ranks
+from seqpar.transformer.hooks import Cutter
 from seqpar.transports.collective.exchange import CollectiveToHeads
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -56,6 +57,12 @@ def ending(rank: int, fault: Fault, call: Callable[[], object]) -> tuple[str, st
 
 def none(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Plant nothing."""
+
+
+def is_last(rank: int) -> bool:
+    """Return whether this is the last of several ranks, on which a fault is planted."""
+    group: Any = dist.group.WORLD
+    return group is not None and rank == group.size() - 1 > 0
 
 
 def rotary_off_by_one(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -175,20 +182,20 @@ def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's kernel for attention compute its first head two percent off."""
+    """Let the last rank's kernel for attention compute its first head two percent off."""
 
     def off(out_lse: tuple[Tensor, Tensor], *q_k_v_mask: Any) -> tuple[Tensor, Tensor]:
-        out_lse[0][:, :, 0] *= 1.02 if rank == 1 else 1
+        out_lse[0][:, :, 0] *= 1.02 if is_last(rank) else 1
         return out_lse
 
     after(patch, sdpa, "attend", off)
 
 
 def guidance_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the ranks' runs on rank 1 have a guidance scale that is one percent off."""
+    """Let the ranks' runs on the last rank have a guidance scale that is one percent off."""
 
     def off(nothing: None, run: Run, dit: DistributedDiT, course: Any) -> None:
-        run._guidance_S *= 1.01 if rank == 1 and dit.mesh.world.size > 1 else 1
+        run._guidance_S *= 1.01 if is_last(rank) and dit.mesh.world.size > 1 else 1
 
     after(patch, Run, "__init__", off)
 
@@ -204,10 +211,9 @@ def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     after(patch, builtin, "linear_gelu", lambda out, *args: out * (1.001 if rank == 1 else 1))
 
 
-def is_last(rank: int) -> bool:
-    """Return whether this is the last of several ranks, on which a fault is planted."""
-    group: Any = dist.group.WORLD
-    return group is not None and rank == group.size() - 1 > 0
+def layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank's layers be so far off, in both runs, that other ranks see it in what they attend to."""
+    after(patch, builtin, "linear_gelu", lambda out, *args: out * (1.2 if is_last(rank) else 1))
 
 
 def position_off(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -286,3 +292,13 @@ def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
         return torch.cat([whole[:, :-1], whole[:, -2:-1]], dim=1) if is_last(rank) else whole
 
     after(patch, PatchEmbed, "cropped_pos_embed", off)
+
+
+def last_layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the last rank's tokens be ten percent off after all blocks, in the ranks' run."""
+    true = Cutter.gather_by_number
+
+    def gather(cutter: Cutter, x: Tensor, which: int) -> Tensor:
+        return true(cutter, x * 1.1 if is_last(rank) and cutter.ranks.axis.size > 1 else x, which)
+
+    patch.setattr(Cutter, "gather_by_number", gather)

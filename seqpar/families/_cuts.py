@@ -133,7 +133,8 @@ class Cuts:
     masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
     one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
     `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
-    masks nothing; one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
+    masks nothing; one in `at_end` gives diffusers' result only if its padding is at the end, which is said otherwise;
+    one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
     `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
     tokens whose numbers are both 1.
     weighed: such a mask -> the arguments (B, tokens, ...) of the streams that attention joins, in order. Padding at the
@@ -159,6 +160,7 @@ class Cuts:
     forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
     passed: tuple[str, ...] = ()
     bools: tuple[str, ...] = ()
+    at_end: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason

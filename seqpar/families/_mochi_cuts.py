@@ -16,4 +16,6 @@ def _mochi() -> Cuts:
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
-    return Cuts(places, joint, masks={"encoder_attention_mask": "text"}, kept=("encoder_attention_mask",))
+    mask = "encoder_attention_mask"
+    # diffusers' processor adds the outputs of a text's tokens to its first places, wherever the tokens are
+    return Cuts(places, joint, masks={mask: "text"}, kept=(mask,), at_end=(mask,))

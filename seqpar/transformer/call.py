@@ -33,6 +33,11 @@ from seqpar.transformer.guidance import Branches, Task
 from seqpar.transformer.masks import FullMasks
 from seqpar.transformer.rows import STATE, Split, as_dtype, cut_rows, joined_rows
 
+EARLY = (
+    "{name} has padding before tokens of the text: diffusers' {kind} adds the attention outputs of tokens to the first "
+    "places of the text, seqpar to the tokens' own, so that results differ; put padding at the end for the same results"
+)
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -201,6 +206,8 @@ class Call:
         shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
         full = self._masks.among(form.tensors) if self.mesh.is_main else 0
         self._full = self._compare({**shapes(form.tensors), **shown}, state, full)
+        for name in self._masks.early(self._full):
+            self._say(EARLY.format(name=name, kind=type(self._module).__name__))
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device

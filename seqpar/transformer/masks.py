@@ -24,6 +24,7 @@ from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 BITS = 16  # of a mask in the number that tells all ranks what rank 0 has seen; there is room for three masks
 ODD = 2  # a mask of a text that is not cut has other numbers than 0 and 1
+EARLY = 4  # a mask of `Cuts.at_end` has padding before a token
 MOST = 1 << BITS - 2  # tokens of a text that may be cut, or of padding that is weighed
 RANKS = 16  # on up to so many ranks exact mode computes as much padding as on one
 
@@ -42,6 +43,7 @@ class FullMasks:
         self._names, self._padding = tuple(dict.fromkeys((*cuts.masks, *cuts.padding))), cuts.padding
         self._weighed = cuts.weighed if weighs else {}
         self._kept = (*cuts.kept, *(name for name in cuts.padding if name not in cuts.masks))
+        self._at_end = cuts.at_end
         self._passed, self._bools, self._ranks = cuts.passed, cuts.bools, max(ranks, RANKS) if exact else ranks
         # mask, or rows of `Padding.rows` -> its count of writes when it was read, what was read of it
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
@@ -54,6 +56,10 @@ class FullMasks:
         """
         codes = [self._code_among(tensors, name) for name in self._names]
         return sum(code << BITS * place for place, code in enumerate(codes))
+
+    def early(self, number: int) -> list[str]:
+        """Return the masks of `Cuts.at_end` with padding before a token. number: what `among` returned on rank 0."""
+        return [name for name, code in self._codes(number) if name in self._at_end and code & EARLY]
 
     def cut(self, form: Form, number: int) -> Form:
         """Return the arguments of a call with texts, and their masks, as long as the longest text of the batch.
@@ -138,7 +144,9 @@ class FullMasks:
             return 0  # as it is, so that it is refused
         if padding is None or not 0 < tokens < MOST or (mask.dim() > 2 and padding.text != name):
             odd = mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any())
-            return ODD * (padding is None) if odd else int(bool((mask != 0).all()))
+            if odd:
+                return ODD * (padding is None)
+            return int(bool((mask != 0).all())) or EARLY * (name in self._at_end and _is_early(mask))
         needed, count = _needed_and_count(mask, at_end=not padding.rows)
         least = max(padding.least, self._ranks if padding.on_ranks else 0)
         tokens = max(needed, min(least, tokens))
@@ -158,6 +166,11 @@ def _needed_and_count(mask: Tensor, at_end: bool) -> tuple[int, int]:
     needed = (valid * places).amax() if at_end else valid.sum(dim=1).amax()
     tokens, count = torch.stack((needed, valid.sum())).tolist()
     return tokens, count
+
+
+def _is_early(mask_BL: Tensor) -> bool:
+    """Return whether a row of a mask has padding before a token."""
+    return int((mask_BL != 0).byte().diff(dim=1).eq(1).sum()) > 0
 
 
 def _is_of(mask: Tensor, streams: Sequence[torch.Size], end: int) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -119,6 +120,30 @@ def flagged(rank: int, world: int, device: torch.device, name: str) -> float:
 @pytest.mark.parametrize(("world", "name"), [(1, "mochi"), (2, "qwen_masked"), (2, "mochi")])
 def test_padding_that_is_flagged_by_numbers_is_left_out(ranks: Pool, name: str, world: int) -> None:
     assert max(ranks.run(world, flagged, name)) < TOLERANCE
+
+
+def early(rank: int, world: int, device: torch.device) -> tuple[list[str], float]:
+    """Return what calls of Mochi print, and the error of one whose padding is before its tokens."""
+    tiny = MODELS["mochi"]
+    module, arguments, name = tiny.build().to(device), tiny.arguments(device), NAMES["mochi"]
+    body, mesh = body_of(module, world, device, "ulysses"), mesh_for("ulysses", world, device)
+    call = Call(module, mesh, body, None, cuts_of(module))
+    printed = list[str]()
+    for mask in (arguments[name], arguments[name].flip(1), arguments[name].flip(1)):
+        with redirect_stdout(io.StringIO()) as shown, StayDouble():
+            got = call(**{**arguments, name: mask}, return_dict=False)[0].clone()
+        printed.append(shown.getvalue())
+    call.release()
+    return printed, error((got,), tiny.whole(arguments={**arguments, name: arguments[name].flip(1)}, device=device))
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_padding_before_tokens_where_diffusers_moves_their_outputs_is_said_once(ranks: Pool) -> None:
+    (first, off), (other, _) = ranks.run(2, early)
+    assert [bool(text) for text in first] == [False, True, False]
+    assert first[1].startswith("seqpar: encoder_attention_mask has padding before tokens of the text: diffusers' Mochi")
+    assert not any(other)
+    assert off > VISIBLE  # the line is true
 
 
 def test_the_reference_adds_a_bias_as_kernels_do() -> None:

@@ -180,8 +180,10 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 def bytes_of(x: Tensor) -> Tensor:
     """Return the bytes of a tensor, of any strides."""
-    whole = x.detach().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
-    return whole.view(torch.uint8)
+    flat = x.detach().flatten()
+    if flat.stride(0) != 1:  # of one number it may be 0
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ It takes the first evaluations of the model in the run's own size, layout and da
 times that of one rank in the same data type, both compared with one rank in a wider one (fp32 for 16 bits, fp64 for
 fp32): of each head of attention, of each block, of each prediction. Guidance and scheduler start from the ranks' own
 prediction and must be right to rounding; in exact mode, strategies that only move data must have one rank's bits.
+What ranks copy or compute alike (positions, masks, modulation, weights) must have the same bits in every data type.
 It fails closed: what is not compared does not hold. Text encoders and VAEs are not verified.
 When it wins: for the first run on a new machine, driver or version of torch. An evaluation costs about as much as ten
 to twenty of one rank alone, because the reference computes without TF32, and one rank must have the memory for the run.

@@ -297,7 +297,7 @@ FAULTS = (
         "q, k, v = into.deliver(met)\n"
         '        q, k, v = vars(self).setdefault("_stale", (q.clone(), k.clone(), v.clone()))\n',
         "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention"
-        "[2-ulysses-(1, 16, 4, 4)-collective]",
+        "[2-ulysses-(2, 13, 4, 4)-collective]",
         "a buffer of the call before, which a test that repeats its data cannot see",
     ),
     Fault(

@@ -296,9 +296,9 @@ def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def last_layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's tokens be ten percent off after all blocks, in the ranks' run."""
-    true = Cutter.gather
+    true: Any = Cutter.gather
 
-    def gather(cutter: Cutter, x: Tensor, which: int) -> Tensor:
-        return true(cutter, x * 1.1 if is_last(rank) and cutter.ranks.axis.size > 1 else x, which)
+    def gather(cutter: Cutter, x: Tensor, *where: Any) -> Tensor:
+        return true(cutter, x * 1.1 if is_last(rank) and cutter.ranks.axis.size > 1 else x, *where)
 
     patch.setattr(Cutter, "gather", gather)

@@ -347,5 +347,5 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
         assert group is None or isinstance(group, dist.ProcessGroup)
         axes[name] = Axis(name, mine.index(rank), len(mine), group, None if group is None else watch())
         if group is not None:
-            watch().groups.append(group)
+            watch().add(group)
     return axes

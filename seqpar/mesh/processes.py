@@ -91,7 +91,7 @@ class _Watched:
             self.watch = Watch(dist.get_rank(), Deadlines(), self._store())
             self.watch.last_words = self.last_words or self.watch.last_words
             if group is not None:
-                self.watch.groups.append(group)
+                self.watch.add(group)
         return self.watch
 
     def _store(self) -> Store | None:

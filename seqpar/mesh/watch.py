@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,8 @@ class Watch:
     def __init__(self, rank: int, deadlines: Deadlines, store: Store | None) -> None:
         self.rank, self.deadlines = rank, deadlines
         self.failed: str | None = None
-        self.groups: list[dist.ProcessGroup] = []
+        self._groups: tuple[ref[dist.ProcessGroup], ...] = ()  # weak: a destroyed group must not keep its sockets
+        self.dropped: dict[str, dist.ProcessGroup] = {}  # by name: groups that wait until all their ranks drop them
         self.last_words: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
         self._is_first, self._inside = True, False
@@ -142,6 +143,10 @@ class Watch:
         """Tell a transport the deadline of each call from now on, as long as it lives."""
         self._followers.add(transport)
 
+    def add(self, group: dist.ProcessGroup) -> None:
+        """Abort this group, as long as it exists, if a wait is in vain."""
+        self._groups = (*(one for one in self._groups if one() is not None), ref(group))
+
     def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for a host exchange, to which ranks may come late because they work on their hosts.
 
@@ -173,7 +178,8 @@ class Watch:
         if self._pulse is not None:
             self._pulse.leave()
         self._queued.clear()
-        self.groups.clear()
+        self._groups = ()
+        self.dropped.clear()
 
     def _begun(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
         """Count that this rank begins something, so that others can see that it has come."""
@@ -218,7 +224,9 @@ class Watch:
     def _fail(self, error: str) -> None:
         """Wake the main thread; where that is impossible, end the process."""
         self.failed = error
-        for group in self.groups:
+        for group in (one() for one in self._groups):
+            if group is None:
+                continue
             # one thread each, because an abort waits until the graphs that hold the communicator are gone
             threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.watch import Watch
 from seqpar.planner.plan import Plan
 from seqpar.planner.settled import settled
 from seqpar.transformer.call import Call
@@ -30,6 +33,8 @@ class Lease:
         self.mesh, self._groups = mesh, groups
         self.ends = ExitStack()  # what is closed when the last transformer is released
         self._users = 0
+        self._collected = finalize(self, _drop, groups, mesh.device.type, mesh.world.watch)
+        self._collected.atexit = False
 
     def join(self, module: nn.Module, names: Sequence[str], call: Call) -> Before:
         """Count a transformer, and return its call and what its release puts back of the attributes of these names."""
@@ -44,8 +49,9 @@ class Lease:
         self.ends.close()
         if self._groups and self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
-        for group in self._groups if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
+        self._collected.detach()
+        for group in self._groups:
+            _destroy(group)
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,48 @@ def call_of(module: nn.Module) -> Call | None:
 
 
 def leased(plan: Plan, mesh: Mesh | None) -> Lease:
-    """Make the mesh of a plan, or take the caller's, and return what is made for it."""
-    settled_mesh = _with_host_group(settled(plan, mesh))
-    return Lease(settled_mesh, _new_groups(settled_mesh, mesh))
+    """Make the mesh of a plan, or take the caller's, and return what is made for it; see `settled` for its error."""
+    _destroy_dropped(mesh or Mesh.joined())
+    made = _with_host_group(mesh or Mesh.from_env(*plan.sizes.values()))
+    lease = Lease(made, _new_groups(made, mesh))
+    try:
+        settled(plan, made)
+    except ValueError:
+        lease.leave()
+        raise
+    return lease
+
+
+def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
+    """Destroy the groups of transformers that were collected without a release, at different times on the ranks.
+
+    Destroying a group of NCCL waits for its other ranks, which may be waiting for this one, so it is left to the next
+    `parallelize`. So is any group that another thread collects: the watch's thread must not wait.
+    """
+    at_once = device == "cpu" and threading.current_thread() is threading.main_thread()
+    for group in groups:
+        if at_once:
+            _destroy(group)
+        elif watch is not None:
+            watch.dropped[group.group_name] = group
+
+
+def _destroy_dropped(mesh: Mesh) -> None:
+    """Destroy the groups that all of their ranks have dropped; every rank must call this at the same time."""
+    if mesh.world.size == 1 or mesh.world.watch is None:
+        return
+    dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
+    every = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
+    for name, group in sorted(dropped.items()):  # in one order on all ranks
+        if all(name in every.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            _destroy(dropped.pop(name))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # torch has destroyed it with all others
+        dist.destroy_process_group(group)
 
 
 def _with_host_group(mesh: Mesh) -> Mesh:

@@ -120,6 +120,10 @@ class Exchange:
         return self.error is not None
 
 
+class Group(str):
+    """A process group, as its name."""
+
+
 class Event:
     """A call on a device that has ended or not; query: fails as the device does."""
 
@@ -253,7 +257,8 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
     for name in ("computes", *reasons):
         ranks = two()
         mine, other = ranks.watches
-        mine.groups.append(name)  # pyright: ignore[reportArgumentType]
+        group: Any = Group(name)
+        mine.add(group)
         mine.last_words = words.put  # pyright: ignore[reportAttributeAccessIssue]
         with mine.call("step 7", (0, 1), False, GPU):
             assert mine.limit_s == SHORT.later_s
@@ -359,7 +364,8 @@ def left_alone(rank: int, world: int, device: torch.device, transport: str, port
     store: Any = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=60))  # pyright: ignore
     mesh = mesh_for("ulysses", world, device)
     watch = Watch(rank, Deadlines(first_s=60, later_s=3, host_s=60), store.clone())
-    watch.groups += [group for group in {mesh.world.group, mesh.sequence.group} if group is not None]
+    for group in {mesh.world.group, mesh.sequence.group} - {None}:
+        watch.add(group)  # pyright: ignore[reportArgumentType]
     mesh = _watched(mesh, watch)
     try:
         model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)

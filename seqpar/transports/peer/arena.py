@@ -127,6 +127,8 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     while rendezvous.count < most:
         alone = alone or _alone(axis)
         rendezvous.meet(rendezvous.memory(GRANULE, device), alone)
+    if alone is not None:
+        dist.destroy_process_group(alone)
     assert axis.group is not None
     memory, error = None, None
     try:

@@ -83,6 +83,8 @@ class Call:
         self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.mesh.boundary`
         self._aside: Callable[..., Any] | None = None  # what is called after the release
         self._reached, self._reaches = False, cast(Any, self)  # the module's last forward that has called this one
+        self.check: Callable[[], None] | None = None  # raises ValueError for what no call may find
+        self._grads = False  # whether the caller wants gradients
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +93,7 @@ class Call:
             return self._aside(*args, **kwargs)
         self._reached = True
         self.pass_boundary()
+        self._grads = torch.is_grad_enabled()
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
@@ -269,6 +272,9 @@ class Call:
         try:
             state = self.body.state()
             self._refuse_offload(state != self._state)
+            self._refuse_training()
+            if self.check is not None:
+                self.check()
         except ValueError as error:
             return error
         if self.mesh.world.size > 1:
@@ -286,6 +292,21 @@ class Call:
                 f"got {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
                 f"GPU; call seqpar.release before enabling offload"
             )
+
+    def _refuse_training(self) -> None:
+        """Raise ValueError for a call of a training loop; print once that other calls in grad mode have no gradients."""
+        if not self._grads or not any(x.requires_grad for x in self._module.parameters()):
+            return
+        name = type(self._module).__name__
+        if self._module.training:
+            raise ValueError(
+                f"{name} is in training mode and its parameters require gradients, but parallelize supports inference "
+                f"only; call seqpar.release to train, or eval() and torch.no_grad() for inference"
+            )
+        self._say(
+            f"parameters of {name} require gradients, but parallelize supports inference only: results have no "
+            f"gradients; call it under torch.no_grad()"
+        )
 
     def _compare_alone(self) -> None:
         """Compare the ranks before a promised call is computed, whose result was read before the next one came."""

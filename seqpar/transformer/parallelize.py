@@ -174,6 +174,10 @@ def _share_vae(
             call.pass_boundary()
 
     lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
+    if lease.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
+        for module in modules.values():
+            call: Any = module.forward
+            call.check = sharing.same_vae(pipe_or_transformer)
 
 
 def install(module: nn.Module, call: Call, before: Before) -> None:

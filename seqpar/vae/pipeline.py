@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
+from weakref import ref
 
 from torch.utils import _pytree as pytree
 
@@ -17,7 +18,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.vae.known import why_unknown
 from seqpar.vae.on_mesh import MeshVAE, tiling
 from seqpar.vae.refusal import refuse_sizes
-from seqpar.vae.shared import User, share
+from seqpar.vae.shared import Shared, User, share
 
 Wished = Literal["auto", "tiled"] | bool  # how a pipeline's VAE decodes; see `seqpar.parallelize`
 
@@ -62,6 +63,27 @@ def share_vae(
     ends.callback(refuse_sizes(pipe_or_transformer, on_mesh))
     ends.callback(share(vae, User(mesh, check, _of_values(on_mesh.decode), _of_values(on_mesh.encode))))
     return ends.close
+
+
+def same_vae(pipe: Any) -> Callable[[], None]:
+    """Return what raises ValueError if a pipeline, as long as it exists, has another VAE than now.
+
+    Ranks would decode different latents with it, each its own.
+    """
+    vae, pipe = pipe.vae, ref(pipe)
+
+    def check() -> None:
+        other = getattr(pipe(), "vae", None)
+        if other is None or other is vae or isinstance(getattr(other, "decode", None), Shared):
+            return  # none decodes nothing; a compiled one, or another pipeline's, is shared
+        parts = (*vars(other).values(), *vars(other).get("_modules", {}).values())
+        if not any(part is vae for part in parts):  # as a wrapper has it
+            raise ValueError(
+                f"got another VAE ({type(other).__name__}) in a pipeline since parallelize, which ranks do not share; "
+                f"call seqpar.release, replace the VAE and call parallelize again"
+            )
+
+    return check
 
 
 def _of_values(method: Callable[..., Any]) -> Callable[..., Any]:

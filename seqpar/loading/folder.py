@@ -20,6 +20,7 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.errors import naming
@@ -67,7 +68,7 @@ def kind_of(index: Mapping[str, Any], path: Path) -> Any:
     name = str(index.get("_class_name"))
     with importing_pipelines():
         kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and name.endswith("Pipeline")):
+    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
         )

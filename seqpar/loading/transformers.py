@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from seqpar.types.arguments import shown
+
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
 
 
@@ -17,7 +19,7 @@ def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
     modules = {name: module for name, module in parts.items() if isinstance(module, nn.Module)}
     if not modules:
         raise ValueError(
-            f"got {type(pipe_or_transformer).__name__} without {' or '.join(NAMES)}, expected a diffusers "
+            f"got pipe_or_transformer={shown(pipe_or_transformer)} without {' or '.join(NAMES)}, expected a diffusers "
             f"transformer or a pipeline that has one"
         )
     return modules

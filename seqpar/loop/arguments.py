@@ -6,6 +6,8 @@ What depends on the schedule or on several arguments together is checked where i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -22,6 +24,22 @@ TOKENS = ("drawn", "negative_drawn")
 def check_model(dit: object) -> None:
     """Refuse what is no `DistributedDiT`."""
     check_kind("dit", dit, DistributedDiT, expected="a seqpar.DistributedDiT; make one of the model")
+
+
+def check_settings(dit: DistributedDiT, settings: Mapping[str, Any]) -> None:
+    """Raise the same ValueError on all ranks for a setting that is missing or unknown; every rank must call this."""
+    known = {each.name: each.default is MISSING and each.default_factory is MISSING for each in fields(Request)[3:]}
+    expected = {"steps": "the number of steps", "guidance": "seqpar.Guidance(scale); a scale of 1 is no guidance"}
+
+    def check() -> None:
+        for name, required in known.items():
+            if required and name not in settings:
+                raise ValueError(f"got no {name}=, expected {expected[name]}")
+        for name in settings.keys() - known:
+            near = get_close_matches(name, known, 1)
+            raise ValueError(f"got {name}=, expected {f'{near[0]}=' if near else ', '.join(known)}")
+
+    dit.mesh.together(check)
 
 
 def check_request(dit: DistributedDiT, request: Request, on_step: object = print) -> None:

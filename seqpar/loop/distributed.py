@@ -26,7 +26,7 @@ from seqpar.loop.streams import Split, completed
 from seqpar.mesh.deadlines import Calls
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard, check_tokens
-from seqpar.planner.plan import Plan, for_library
+from seqpar.planner.plan import Plan, check_names, for_library, named_mesh
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.planner.search import Wish
 from seqpar.planner.settled import settled
@@ -41,7 +41,8 @@ class DistributedDiT(nn.Module):
 
     model: a `seqpar` model or a diffusers transformer, whose weights are used unchanged. mesh, strategy, local,
     transport: the caller's choices; the planner decides once on those that are None or "auto", for one guided picture
-    of the model's own size. plan: a plan that was made before (`seqpar.planner.plan`), in place of names.
+    of the model's own size. mesh may be what `--mesh` takes, as "cfg=2,ulysses=2". plan: a plan that was made before
+    (`seqpar.planner.plan`), in place of names.
     The attributes `plan`, `strategy`, `local` and `transport` hold the choices and their reasons.
     Raises ValueError if model, mesh, names and plan do not fit together.
     """
@@ -49,21 +50,21 @@ class DistributedDiT(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
         *,
         plan: Plan | None = None,
     ) -> None:
-        _ranks_of(mesh, plan).together(lambda: _check_choices(mesh, plan))
+        wish = Wish(strategy=strategy, local=local, transport=transport)
+        own, wish = _ranks_of(mesh, plan).together(lambda: _checked(mesh, wish, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
         dtype = next(model.parameters()).dtype
-        wish = Wish(strategy=strategy, local=local, transport=transport)
-        plan = plan_of(config, model, dtype, mesh, wish) if plan is None else alone(plan, wish)
-        self.mesh = settled(plan, mesh)
+        plan = plan_of(config, model, dtype, own, wish) if plan is None else alone(plan, wish)
+        self.mesh = settled(plan, own)
         built = model if blueprint is None else blueprint.build(dtype, self.mesh.device)
         assert isinstance(built, SequenceModel)
         self.model, self.plan = built.to(self.mesh.device), plan
@@ -76,7 +77,7 @@ class DistributedDiT(nn.Module):
     def from_pretrained(
         cls,
         path: str | Path | Blueprint,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
@@ -91,14 +92,13 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        ranks = _ranks_of(mesh, plan)
-        ranks.together(lambda: _check_choices(mesh, plan, path, dtype))
+        ranks, wish = _ranks_of(mesh, plan), Wish(strategy=strategy, local=local, transport=transport)
+        own, wish = ranks.together(lambda: _checked(mesh, wish, plan, path, dtype))
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
-        wish = Wish(strategy=strategy, local=local, transport=transport)
-        plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
-        mesh = settled(plan, mesh)
-        model = blueprint.build(dtype, mesh.device, 0, mesh)
-        return cls(model, mesh, plan=plan)
+        plan = plan_of(blueprint.config, blueprint.meta(), dtype, own, wish) if plan is None else alone(plan, wish)
+        own = settled(plan, own)
+        model = blueprint.build(dtype, own.device, 0, own)
+        return cls(model, own, plan=plan)
 
     @property
     def config(self) -> Any:
@@ -211,12 +211,15 @@ def _ranks_of(mesh: object, plan: object) -> Mesh:
     return ranks
 
 
-def _check_choices(mesh: object, plan: object, path: object = "", dtype: object = torch.float32) -> None:
-    """Refuse a mesh, plan, path or dtype that is none."""
+def _checked(
+    mesh: Mesh | str | None, wish: Wish, plan: object, path: object = "", dtype: object = torch.float32
+) -> tuple[Mesh | None, Wish]:
+    """Return what `named_mesh` does, and refuse a mesh, plan, path, name or dtype that is none."""
     check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
     check_dtype(dtype)
-    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
+    check_names(wish.strategy, wish.local, wish.transport)
+    return named_mesh(mesh, wish)
 
 
 def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:
@@ -228,5 +231,5 @@ def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None
 def alone(plan: Plan, wish: Wish) -> Plan:
     """Return the caller's plan; `ValueError` if names are given as well, because the plan already decides them."""
     if wish != Wish():
-        raise ValueError("got a plan and names of strategy, local or transport, expected one of them: a plan has all")
+        raise ValueError("got a plan and names of mesh, strategy, local or transport, expected one: a plan has all")
     return plan

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.loop.interface import SequenceModel
 from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Mesh
-from seqpar.types.arguments import check_dense, check_floats
+from seqpar.types.arguments import check_dense, check_floats, is_not_finite
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
 
@@ -116,6 +116,8 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             (check_floats if name == "hidden_states" else check_dense)(name, x)
             if x.is_complex():
                 reasons[name] = f"got {name} of {x.dtype}, expected real numbers"
+            if name in SCALARS and (x.dtype == torch.bool or is_not_finite(x)):
+                reasons[name] = f"got {name} {x.tolist()}, expected finite numbers"
         except ValueError as error:
             reasons[name] = str(error)
     return {f"use of {name}": why for name, why in reasons.items()}

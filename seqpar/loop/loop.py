@@ -14,7 +14,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.loading.clean import check_clean
-from seqpar.loop.arguments import check_model, check_request
+from seqpar.loop.arguments import check_model, check_request, check_settings
 from seqpar.loop.checks import why_not_captured
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Course, Request, Settings, course, rank_0s
@@ -106,6 +106,7 @@ class Sampler:
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
         self._latents = None
+        check_settings(self.dit, settings)
         request = Request(scheduler, noise, prompt, **settings)
         check_request(self.dit, request, on_step)
         if self._shown:

@@ -109,7 +109,7 @@ class Pipeline(Loaded):
     @staticmethod
     def load(
         files: Files,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
@@ -159,7 +159,7 @@ def generate(
     classes: Sequence[str | int],
     model: str | Path = "builtin",
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     steps: int = 25,
     guidance: float = 4.0,
     seed: int = 0,

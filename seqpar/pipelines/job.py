@@ -14,7 +14,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.files import Files
 from seqpar.pipelines.order import NO_IMAGES, NO_LORA, Order
 from seqpar.pipelines.pictures import to_pil
-from seqpar.planner.plan import make, work_of
+from seqpar.planner.plan import make, named_mesh, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
 from seqpar.types.facts import Work
@@ -108,7 +108,7 @@ def planned(order: Order, model: Blueprint) -> Job:
 
 def generated(
     order: Order,
-    mesh: Mesh | None,
+    mesh: Mesh | str | None,
     kind: str,
     guidance: Callable[[], Guidance | None],
     job: Callable[[Order, Guidance | None, str], Job],
@@ -120,7 +120,8 @@ def generated(
     model.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(mesh, order.model, order.dtype))
+    ranks.together(lambda: check_loading(order.model, order.dtype))
+    own, wish = ranks.together(lambda: named_mesh(mesh, Wish()))
     asked: Any = getattr(order, kind)
     ranks.together(lambda: check_pictures(kind, asked, order.steps, guidance() or Guidance(), order.size, order.seed))
     given: Any = {kind: tuple(asked), "model": str(order.model)}
@@ -128,6 +129,6 @@ def generated(
     if not getattr(shared, kind):
         raise ValueError(f"got no {kind}, expected one a picture")
     work = ranks.together(lambda: job(shared, scale, shared.model))
-    plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, Wish(), mesh)
-    with work.pipeline.load(**work.loading, mesh=mesh, plan=plan) as pipeline:
+    plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, wish, own)
+    with work.pipeline.load(**work.loading, mesh=own, plan=plan) as pipeline:
         return to_pil(pipeline.decode(pipeline.latents(**work.settings)))

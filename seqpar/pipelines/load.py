@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-import seqpar.attention
-import seqpar.local
-import seqpar.transports
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
 from seqpar.loading.folder import kind_of
@@ -25,14 +23,13 @@ from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import Plan
+from seqpar.planner.search import Wish
 from seqpar.transformer.parallelize import parallelize
 from seqpar.transformer.plain import expected
 from seqpar.transformer.state import keep_fp32
-from seqpar.types.plugins import plugin
+from seqpar.transformer.subjects import choices
+from seqpar.types.arguments import check_kind, shown
 from seqpar.vae.pipeline import Wished, check_wish
-
-# what a caller chooses by the name of a file
-CHOICES = ((seqpar.attention, "strategy"), (seqpar.local, "local attention"), (seqpar.transports, "transport"))
 
 
 @no_collection()
@@ -40,14 +37,14 @@ def load(
     path_or_id: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     strategy: str = "auto",
     local: str = "auto",
     transport: str = "auto",
     vae: Wished = "auto",
     loras: Sequence[str] = (),
     fp32_state: bool = False,
-) -> Any:
+) -> DiffusionPipeline:
     """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
@@ -59,9 +56,16 @@ def load(
     ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
     part that does not fit its files before weights are read.
     """
-    ranks = mesh or Mesh.joined()
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
+    wish = Wish(strategy=strategy, local=local, transport=transport)
+
+    def check() -> Folder:
+        choices(mesh, wish, True, True)
+        check_kind("fp32_state", fp32_state, bool, expected="True or False")
+        return checked(path_or_id, dtype, loras, vae)
+
+    folder = ranks.together(check)
     pipe = load_pipeline(folder, dtype, ranks, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
@@ -76,18 +80,18 @@ def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
-def checked(
-    path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str], vae: Wished = "auto"
-) -> Folder:
+def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: Wished = "auto") -> Folder:
     """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
 
-    names: those of `CHOICES`, which must exist. vae: a way of decoding, which its VAE must have.
+    vae: a way of decoding, which its VAE must have.
     """
-    for (package, what), name in zip(CHOICES, names, strict=True):
-        if name != "auto":
-            plugin(package, name, what)
-    if dtype not in WEIGHTS:
+    check_kind("path_or_id", path_or_id, str, Path, expected="a pipeline's folder or hub id")
+    if not str(path_or_id):
+        raise ValueError("got path_or_id='', expected a pipeline's folder or hub id")
+    if not isinstance(dtype, torch.dtype) or dtype not in WEIGHTS:
         raise ValueError(f"got dtype={dtype!r}, expected {', '.join(map(str, WEIGHTS))}")
+    if isinstance(loras, str) or not isinstance(loras, Sequence) or not all(isinstance(each, str) for each in loras):
+        raise ValueError(f"got loras={shown(loras)}, expected a list of files, as ['style.safetensors:0.8']")
     path = resolve(path_or_id)
     if path is None:
         raise ValueError(f"got the preset {path_or_id}, expected a diffusers pipeline's folder or hub id")

@@ -17,7 +17,7 @@ from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.files import Files
 from seqpar.pipelines.texts import Encode, Texts
-from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.plan import Plan, make, named_mesh, wished_images, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
 from seqpar.planner.settled import settled
@@ -132,7 +132,7 @@ class FromTexts(Loaded):
     def load(
         cls,
         files: Any,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         dtype: torch.dtype = torch.float32,
         *,
         wish: Wish | None = None,
@@ -160,7 +160,13 @@ class FromTexts(Loaded):
 
     @classmethod
     def of(
-        cls, pipe: Any, mesh: Mesh | None = None, *, wish: Wish | None = None, plan: Plan | None = None, **own: Any
+        cls,
+        pipe: Any,
+        mesh: Mesh | str | None = None,
+        *,
+        wish: Wish | None = None,
+        plan: Plan | None = None,
+        **own: Any,
     ) -> Self:
         """Return a pipeline of the parts of diffusers' pipeline in memory; its text encoders stay with it.
 
@@ -195,17 +201,19 @@ class FromTexts(Loaded):
 
 
 def placed(
-    files: Files, dtype: torch.dtype, mesh: Mesh | None, wish: Wish | None, plan: Plan | None
+    files: Files, dtype: torch.dtype, mesh: Mesh | str | None, wish: Wish | None, plan: Plan | None
 ) -> tuple[Plan, Mesh]:
     """Return the caller's plan, or a new one for one picture with a branch for each rank of the cfg axis; and its mesh.
 
     Every rank must call this at the same time.
     """
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    own, names = ranks.together(lambda: named_mesh(mesh, wish or Wish()))
     if plan is None:
-        ranks = mesh or Mesh.joined()
-        load = files.smallest(dtype)(ranks.cfg.size > 1)
-        plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
-    return plan, settled(plan, mesh)
+        load = files.smallest(dtype)((own.cfg.size if own is not None else names.axes.get("cfg", 1)) > 1)
+        load = replace(load, images=wished_images(names, ranks))
+        plan = make(work_of(files.blueprint.config), load, dtype, ranks, names, own)
+    return plan, settled(plan, own)
 
 
 def drawn_in(dtype: torch.dtype) -> torch.dtype:

@@ -253,7 +253,7 @@ def generate(
     prompts: Sequence[str],
     model: str | Path,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     steps: int = 50,
     guidance: float = GUIDANCE,
     size: tuple[int, int] | None = None,

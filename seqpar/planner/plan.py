@@ -18,6 +18,7 @@ import torch
 
 import seqpar.attention
 import seqpar.local
+import seqpar.transports
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
@@ -26,6 +27,7 @@ from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
+from seqpar.types.arguments import check_kind
 from seqpar.types.facts import Layout, Work
 from seqpar.types.plugins import plugin, plugins
 
@@ -115,9 +117,11 @@ def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | N
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     work = work_of(config)
-    guided = work.guided or (mesh is not None and mesh.cfg.size > 1)
-    load = Load(1, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined)
-    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
+    ranks = mesh or Mesh.joined()
+    guided = work.guided or (mesh.cfg.size if mesh is not None else wish.axes.get("cfg", 1)) > 1
+    images = wished_images(wish, ranks)
+    load = Load(images, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined)
+    return make(work, load, dtype, ranks, wish, mesh)
 
 
 def work_of(config: Any) -> Work:
@@ -256,20 +260,49 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
     return reason
 
 
-def parse_mesh(text: str) -> tuple[Aim, dict[str, int]]:
+def check_names(strategy: str, local: str, transport: str) -> None:
+    """Raise ValueError for the name of a strategy, local attention or transport that does not exist."""
+    for package, name, what in (
+        (seqpar.attention, strategy, "strategy"),
+        (seqpar.local, local, "local attention"),
+        (seqpar.transports, transport, "transport"),
+    ):
+        if not isinstance(name, str) or name != "auto":
+            plugin(package, name, what)
+
+
+def named_mesh(mesh: Mesh | str | None, wish: Wish) -> tuple[Mesh | None, Wish]:
+    """Return the caller's mesh, or None with a wish for what a text names, as `--mesh` does.
+
+    Raises ValueError for another text or another type.
+    """
+    check_kind("mesh", mesh, Mesh, str, type(None), expected="a seqpar.Mesh, axes like 'cfg=2,ulysses=2', or 'auto'")
+    if not isinstance(mesh, str):
+        return mesh, wish
+    aim, axes = parse_mesh(mesh, "mesh=")
+    return None, replace(wish, aim=aim, axes=axes)
+
+
+def wished_images(wish: Wish, ranks: Mesh) -> int:
+    """Return for how many pictures a call of the library is planned: one, or as many as ranks may have their own."""
+    return ranks.world.size if wish.aim == "throughput" else wish.axes.get("data", 1)
+
+
+def parse_mesh(text: str, argument: str = "--mesh ") -> tuple[Aim, dict[str, int]]:
     """Return the aim and the axis sizes that a `--mesh` text names.
 
     "cfg=2,ulysses=2" names axis sizes; "auto" and "throughput" name only an aim. Other texts raise ValueError.
+    argument: how the caller names it, for the message.
     """
     axes: dict[str, int] = {}
     for part in text.split(",") if text not in ("auto", "throughput") else ():
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdecimal():
             raise ValueError(
-                f"got --mesh {text}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}, or auto, or throughput"
+                f"got {argument}{text}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}, or auto, or throughput"
             )
         if name in axes:
-            raise ValueError(f"got --mesh {text}, expected each axis once: {name} is there twice")
+            raise ValueError(f"got {argument}{text}, expected each axis once: {name} is there twice")
         axes[name] = int(size)
     return "throughput" if text == "throughput" else "latency", axes
 

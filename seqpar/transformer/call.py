@@ -32,12 +32,13 @@ from seqpar.transformer.foreign import name_of
 from seqpar.transformer.guidance import Branches, Task
 from seqpar.transformer.masks import FullMasks
 from seqpar.transformer.rows import STATE, Split, as_dtype, cut_rows, joined_rows
+from seqpar.types.arguments import is_not_finite
 
+NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
 EARLY = (
     "{name} has padding before tokens of the text: diffusers' {kind} adds the attention outputs of tokens to the first "
     "places of the text, seqpar to the tokens' own, so that results differ; put padding at the end for the same results"
 )
-
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -205,6 +206,7 @@ class Call:
         form = form_of(self._converted(arguments)).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
+        state = state if isinstance(state, ValueError) else _not_finite(arguments) or state
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
         shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
         full = self._masks.among(form.tensors) if self.mesh.is_main else 0
@@ -271,14 +273,14 @@ class Call:
         """
         try:
             state = self.body.state()
+            if self.mesh.world.size > 1:
+                self._texts = self.body.told()
             self._refuse_offload(state != self._state)
             self._refuse_training()
             if self.check is not None:
                 self.check()
         except ValueError as error:
             return error
-        if self.mesh.world.size > 1:
-            self._texts = self.body.told()
         return state
 
     def _refuse_offload(self, changed: bool) -> None:
@@ -294,7 +296,7 @@ class Call:
             )
 
     def _refuse_training(self) -> None:
-        """Raise ValueError for a call of a training loop; print once that other calls in grad mode have no gradients."""
+        """Raise ValueError for a call of a training loop; print once that any other in grad mode has no gradients."""
         if not self._grads or not any(x.requires_grad for x in self._module.parameters()):
             return
         name = type(self._module).__name__
@@ -336,6 +338,15 @@ class Call:
             self._say(f"calls run without CUDA graphs while {hooks[0]}")
         eagerly = bool(hooks) or self._branches.pairs.restless
         return *cut_rows(task.form.whole, task.axes), eagerly
+
+
+def _not_finite(arguments: Mapping[str, Any]) -> ValueError | None:
+    """Return the error for a timestep or scale of guidance on the host that is NaN or infinity, or None."""
+    for name, value in arguments.items():
+        x = torch.tensor(value) if isinstance(value, float) else value
+        if name.startswith(NUMBERS) and isinstance(x, torch.Tensor) and is_not_finite(x):
+            return ValueError(f"got {name} {x.tolist()}, expected finite numbers")
+    return None
 
 
 def _raised(state: Hashable) -> None:

@@ -30,7 +30,7 @@ from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.foreign import BEFORE, look, refuse
 from seqpar.transformer.lease import Before, Lease, call_of, leased
 from seqpar.transformer.seats import refuse_backends
-from seqpar.transformer.subjects import all_checked, planned, takes_variances
+from seqpar.transformer.subjects import all_checked, choices, planned, takes_variances
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
 
@@ -73,7 +73,7 @@ def _plan_is_cuts(function: Callable[Arguments, PipeT]) -> Callable[Arguments, P
 @_plan_is_cuts
 def parallelize(
     pipe_or_transformer: PipeT,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     *,
     strategy: str = "auto",
     local: str = "auto",
@@ -86,17 +86,22 @@ def parallelize(
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
+    mesh may be what `--mesh` takes, as "cfg=2,ulysses=2"; "throughput" plans for a picture a rank in each call.
     native: whether blocks of this package may compute on the transformer's weights, which is faster. cuts: where the
     tokens of a transformer are split, as `seqpar.families.Cuts` or diffusers' `_cp_plan`; None takes what
     is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
-    modules, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
-    where = ranks.together(lambda: all_checked(pipe_or_transformer, modules, cuts, vae, cfg, mesh))
-    wish = Wish(strategy=strategy, local=local, transport=transport)
-    plan = planned(pipe_or_transformer, modules, mesh, wish, native, cfg)
-    lease = leased(plan, mesh)
+    names: Any = {"strategy": strategy, "local": local, "transport": transport}
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    own, wish = ranks.together(lambda: choices(mesh, Wish(**names), native, cfg))
+    modules = ranks.together(lambda: transformers_of(pipe_or_transformer))
+    where = ranks.together(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
+    axes = mesh if own is None else own.sizes
+    agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
+    plan = planned(pipe_or_transformer, modules, own, wish, native, cfg)
+    lease = leased(plan, own)
     bodies = _bodies(pipe_or_transformer, modules, lease, plan, where, native)
     _install_all(pipe_or_transformer, modules, bodies, lease, plan, where)
     _share_vae(pipe_or_transformer, modules, lease, plan, vae)
@@ -248,7 +253,6 @@ def _bodies(
     """
     mesh, bodies = lease.mesh, dict[str, Body]()
     try:
-        agree(mesh, {"native": native})
         for name, module in modules.items():
             mesh.together(lambda module=module, name=name: _checked(module, mesh, cuts[name]))
         mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
@@ -14,11 +15,12 @@ from seqpar.families._guided import is_guided
 from seqpar.loading.variances import check_variances, learns_range
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
-from seqpar.planner.plan import Plan, make
+from seqpar.planner.plan import Plan, check_names, make, named_mesh, wished_images
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
 from seqpar.transformer.foreign import COMPILED, look, refuse_compiled
 from seqpar.transformer.lease import call_of
+from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
 
@@ -27,19 +29,23 @@ PIPELINES = ("diffusers.pipelines.", "diffusers.modular_pipelines.")
 BASES = ("diffusers.pipelines.pipeline_utils", "diffusers.modular_pipelines.modular_pipeline")
 
 
+def choices(mesh: Mesh | str | None, wish: Wish, native: bool, cfg: bool) -> tuple[Mesh | None, Wish]:
+    """Return the caller's mesh and choices (`named_mesh`); ValueError for those that are none or contradict."""
+    own, wish = named_mesh(mesh, wish)
+    check_names(wish.strategy, wish.local, wish.transport)
+    check_kind("native", native, bool, expected="True or False")
+    check_kind("cfg", cfg, bool, expected="True or False")
+    branches = own.cfg.size if own is not None else wish.axes.get("cfg", 1)
+    if not cfg and branches > 1:
+        raise ValueError(f"got cfg=False and a mesh with cfg={branches}, expected one with cfg=1")
+    return own, wish
+
+
 def all_checked(
-    pipe_or_transformer: Any,
-    modules: Mapping[str, nn.Module],
-    cuts: Cuts | Mapping[str, Any] | None,
-    vae: Wished,
-    cfg: bool,
-    mesh: Mesh | None,
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], cuts: Cuts | Mapping[str, Any] | None, vae: Wished
 ) -> dict[str, Cuts]:
     """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
-    if not isinstance(cfg, bool):
-        raise ValueError(f"got cfg={cfg!r}, expected True or False")
-    if not cfg and mesh is not None and mesh.cfg.size > 1:
-        raise ValueError(f"got cfg=False and a mesh with cfg={mesh.cfg.size}, expected one with cfg=1")
+    check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
     takes_variances(pipe_or_transformer)
     sharing.check_wish(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
     return {name: _checked(module, cuts) for name, module in modules.items()}
@@ -106,12 +112,14 @@ def planned(
 
     native: whether functions of `seqpar.families` may compute.
     """
-    guided = _guided(pipe_or_transformer, modules) and cfg if mesh is None else mesh.cfg.size > 1
+    axis = mesh.cfg.size if mesh is not None else wish.axes.get("cfg")
+    guided = _guided(pipe_or_transformer, modules) and cfg if axis is None else axis > 1
     module = next(iter(modules.values()))
     dtype = estimate.dtype_of(module)
     work = estimate.planned_work(module, native)
-    load = estimate.load_of(module, dtype, guided, work.joined)
-    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
+    ranks = mesh or Mesh.joined()
+    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=wished_images(wish, ranks))
+    return make(work, load, dtype, ranks, wish, mesh)
 
 
 def _is_offloaded(module: nn.Module) -> bool:

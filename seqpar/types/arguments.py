@@ -50,6 +50,11 @@ def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
         raise ValueError(f"got {name}={shown(value)}, expected {expected}")
 
 
+def is_not_finite(x: torch.Tensor) -> bool:
+    """Return whether a tensor on the host has NaN or infinity; a device is not waited for."""
+    return x.device.type == "cpu" and x.is_floating_point() and not bool(x.isfinite().all())
+
+
 def check_dtype(dtype: object) -> None:
     """Refuse what is no dtype of weights."""
     if dtype not in FLOATS:

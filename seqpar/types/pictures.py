@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from seqpar.mesh.mesh import Mesh
 from seqpar.types.arguments import MOST_STEPS, check_dtype, check_kind, check_picture, check_whole, shown
 from seqpar.types.guidance import Guidance
 
@@ -19,8 +18,7 @@ def check_pictures(name: str, wanted: object, steps: object, guidance: object, s
     check_kind("guidance", guidance, Guidance, expected="seqpar.Guidance(scale)")
 
 
-def check_loading(mesh: object, model: object, dtype: object) -> None:
-    """Refuse what no model can be loaded from or onto."""
-    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
+def check_loading(model: object, dtype: object) -> None:
+    """Refuse what no model can be loaded from, or as."""
     check_kind("model", model, str, Path, expected="a name, folder or file of a model")
     check_dtype(dtype)

@@ -22,6 +22,6 @@ def _files(*folders: str) -> tuple[str, ...]:
 def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:
     """Import and return the plugin of that name; `ValueError` names its `kind` and lists the known names."""
     known = plugins(package)
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(known)}")
     return importlib.import_module(known[name])

@@ -28,7 +28,7 @@ def check_wish(name: str, vae: Any, wish: Wished) -> None:
 
     name: of the class that owns the VAE, which may be None, and needs no weights.
     """
-    if wish not in ("auto", "tiled", True, False):
+    if not isinstance(wish, bool) and not (isinstance(wish, str) and wish in ("auto", "tiled")):
         raise ValueError(f"got vae={wish!r}, expected 'auto', 'tiled', True or False")
     if wish in (True, "tiled") and not _is_vae(vae):
         raise ValueError(f"got vae={wish!r} for a {name} without a VAE, expected 'auto'")

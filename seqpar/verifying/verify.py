@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.loop.arguments import check_request
+from seqpar.loop.arguments import check_request, check_settings
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
@@ -35,6 +35,7 @@ from seqpar.verifying.look import evaluation_of, is_result
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
 
+NOT_ASKED = ("graph", "on_step")  # arguments of `sample` that are no part of the request
 EVALUATIONS = 3  # on GPUs the third one is the first that replays a graph which was captured before
 
 
@@ -85,6 +86,7 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     """
     if isinstance(target, DistributedDiT):
         mesh = target.mesh
+        check_settings(target, {name: x for name, x in kwargs.items() if name not in NOT_ASKED})
         verdict = verdict_of(target, _asked(*args, **kwargs), _agreed(mesh, evaluations))
     elif isinstance(target, Loaded):
         mesh = target.dit.mesh
@@ -132,7 +134,7 @@ def _agreed(mesh: Mesh, evaluations: int) -> int:
 
 
 def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:
-    for name in ("graph", "on_step"):  # arguments of `sample` that are no part of the request
+    for name in NOT_ASKED:
         settings.pop(name, None)
     return Request(scheduler, noise, prompt, **settings)
 

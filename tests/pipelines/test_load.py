@@ -187,7 +187,7 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         whole.append(encoders())
         end(self, model, placing, mesh)
 
-    end, checked_folder = Weights.end, checked(folder, torch.float32, (), ("auto",) * 3)
+    end, checked_folder = Weights.end, checked(folder, torch.float32, ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weights, "end", placed)
         pipe = load_pipeline(checked_folder, torch.float32, mesh, call if first else None)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from seqpar import DistributedDiT, Guidance, Mesh, Sampler, parallelize, sample
+import seqpar
+from seqpar import DistributedDiT, Guidance, Mesh, Sampler, load, parallelize, sample
 from seqpar.loop.loop import draw_noise
 from seqpar.pipelines.classes import Files, Pipeline, generate
+from seqpar.transformer.call import NUMBERS
 from tests.loop.test_sampling import scheduler
+from tests.support import pipelines
+from tests.support.diffusers_tiny import SD3
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit
+from tests.support.tiny_flux import arguments, tiny
 
 NOISE = draw_noise((1, 4, 8, 8), torch.Generator().manual_seed(0))
 SETTINGS: dict[str, Any] = {"steps": 2, "guidance": Guidance(3.0)}
@@ -52,6 +59,33 @@ SAMPLE: list[tuple[str, list[Any], str]] = [
 ]
 
 
+WRONG = [None, True, 0, 1.5, float("nan"), "", "x", b"auto", [1], {}, object(), torch.ones(2), nn.Linear]
+
+
+def others(*right: type) -> list[Any]:
+    """Return the values of `WRONG` that are of none of these types."""
+    return [value for value in WRONG if not isinstance(value, right)]
+
+
+# argument of `parallelize` or `load` -> values, each of which is refused by a message with its name
+PARALLELIZE: list[tuple[str, list[Any]]] = [
+    ("pipe_or_transformer", WRONG),
+    ("mesh", [*others(type(None)), "ulysses", "ulysses=", "ulysses=2,ulysses=2", "heads=2", "ulysses=2"]),
+    *((name, WRONG) for name in ("strategy", "local", "transport")),
+    *((name, others(bool)) for name in ("native", "cfg")),
+    ("cuts", others(type(None), dict)),
+    ("vae", [*others(bool), "strips"]),
+]
+LOAD: list[tuple[str, list[Any]]] = [
+    ("path_or_id", others(str)),
+    ("path_or_id", [""]),
+    ("dtype", [*others(type(None)), "bf16", torch.int8]),
+    *((name, values) for name, values in PARALLELIZE if name in ("mesh", "strategy", "local", "transport", "vae")),
+    ("loras", [*others(list), [1], [None]]),
+    ("fp32_state", others(bool)),
+]
+
+
 def refusal(work: Callable[[], object]) -> str:
     """Return the text of the ValueError that `work` ends in, or what else it does."""
     try:
@@ -69,6 +103,11 @@ def test_sample_refuses_what_it_cannot_use() -> None:
         for value in values:
             with pytest.raises(ValueError, match=expected):
                 sample(dit, **{**given, name: value})
+    for missing in ("guidance", "steps"):
+        with pytest.raises(ValueError, match=f"got no {missing}=, expected "):
+            sample(dit, **{name: value for name, value in given.items() if name != missing})
+    with pytest.raises(ValueError, match="got step=, expected steps="):
+        sample(dit, **given, step=2)  # pyright: ignore[reportCallIssue]
     for wrong in (None, dit.model):
         with pytest.raises(ValueError, match="expected a seqpar"):
             Sampler(wrong)  # pyright: ignore[reportArgumentType]
@@ -81,6 +120,7 @@ def test_a_call_of_the_model_refuses_what_it_cannot_use() -> None:
         *(("hidden_states", x) for x in (NOISE.long(), NOISE > 0, NOISE + 1j, NOISE.to("meta"), NOISE.to_sparse())),
         *(("hidden_states", x) for x in (None, NOISE[0], NOISE[:0])),
         *(("timestep", x) for x in (None, "x", torch.tensor([1j]), torch.tensor([[3]]), torch.tensor([1, 2]))),
+        *(("timestep", x) for x in (True, float("nan"), float("inf"), torch.tensor([float("nan")]))),
         *(("class_labels", x) for x in (None, torch.tensor([CLASSES + 1]), torch.tensor([3.0]), torch.tensor([[3]]))),
     ]
     mine = given["class_labels"]
@@ -115,7 +155,7 @@ def test_pipelines_and_models_refuse_what_they_cannot_use() -> None:
         with pytest.raises(ValueError, match="got "):
             generate([3], **given)  # pyright: ignore[reportArgumentType]
     for model in (nn.Identity(), None):
-        with pytest.raises(ValueError, match=r"got (a )?(Identity|NoneType)"):
+        with pytest.raises(ValueError, match=r"got (a Identity|Identity|pipe_or_transformer=None)"):
             parallelize(model, Mesh.single())
     for given in ({"mesh": 5}, {"plan": 5}, {"mesh": Mesh.single(), "strategy": 5}):
         with pytest.raises(ValueError, match="got "):
@@ -123,6 +163,61 @@ def test_pipelines_and_models_refuse_what_they_cannot_use() -> None:
     for given in ({"path": 5}, {"path": "dit-s/8", "dtype": torch.int8}):
         with pytest.raises(ValueError, match="got "):
             DistributedDiT.from_pretrained(**{"mesh": Mesh.single(), **given})
+
+
+def test_parallelize_and_load_refuse_what_they_cannot_use(tmp_path_factory: pytest.TempPathFactory) -> None:
+    transformer, folder = tiny(num_layers=1), tmp_path_factory.mktemp("pipeline")
+    pipelines.flux().to(torch.float32).save_pretrained(folder)
+    cases: Any = [
+        (parallelize, PARALLELIZE, {"pipe_or_transformer": transformer}),
+        (load, LOAD, {"path_or_id": folder}),
+    ]
+    for function, table, given in cases:
+        for name, values in table:
+            for value in values:
+                text = refusal(lambda f=function, mine={**given, name: value}: f(**mine))
+                assert re.match(rf"got .*\b{name}\b", text), (name, value, text)
+    assert "forward" not in vars(transformer)
+
+
+def by_names(rank: int, world: int, device: torch.device) -> list[object]:
+    """Return the axes of transformers by the names of `--mesh`, and what is told where ranks name different ones."""
+    found: list[object] = []
+    for name in ("auto", "throughput", "ulysses=2", "ring=2", "data=2", "cfg=2", "data=1,cfg=1"):
+        module: Any = SD3Transformer2DModel(**SD3)
+        parallelize(module.to(device), mesh=name)
+        found.append(str(module.forward.mesh))
+        seqpar.release(module)
+    found.append(str(DistributedDiT(diffusers_dit().to(device), "ulysses=2").mesh))
+    wrong: Any = ({"mesh": ("ulysses=2", "ring=2")[rank]}, {"mesh": "cfg=2", "cfg": False}, {"mesh": "ulysses=3"})
+    return [*found, *(refusal(lambda given=given: parallelize(module, **given)) for given in wrong)]
+
+
+def test_python_takes_the_names_of_the_command_line(ranks: Pool) -> None:
+    first, second = ranks.run(2, by_names)
+    assert first == second
+    axes = ["cfg 2", "data 2", "ulysses 2", "ring 2", "data 2", "cfg 2", "ulysses 2", "ulysses 2"]
+    assert first[:-3] == axes
+    assert first[-3].startswith("got mesh 'ring=2' on rank 1, expected 'ulysses=2' as on rank 0")
+    assert first[-2].startswith("got cfg=False and a mesh with cfg=2")
+    assert first[-1].startswith("got ")
+
+
+def not_finite(rank: int, world: int, device: torch.device) -> list[str]:
+    """Return what calls of a transformer tell of numbers on the host that one rank alone has."""
+    module: Any = tiny()
+    parallelize(module.to(device), make_mesh(device, cfg=1))
+    given, factor = arguments("dev", device=device), torch.tensor([float("nan"), 1])
+    wrong = {name: (given[name].cpu() * factor).to(given[name].dtype) for name in NUMBERS}
+    calls = [{name: wrong[name] if rank == where else given[name].cpu()} for where in (0, 1) for name in NUMBERS]
+    return [refusal(lambda mine=mine: float(module(**{**given, **mine}).sample.sum())) for mine in calls]
+
+
+def test_numbers_that_are_not_finite_are_refused_on_all_ranks(ranks: Pool) -> None:
+    first, second = ranks.run(2, not_finite)
+    assert first == second
+    for text, where, name in zip(first, ("rank 0", "rank 0", "rank 1", "rank 1"), 2 * NUMBERS, strict=True):
+        assert re.fullmatch(rf"{where}: got {name} \[nan, [.0-9]+\], expected finite numbers", text), text
 
 
 def told(rank: int, world: int, device: torch.device) -> dict[str, str]:

@@ -9,6 +9,7 @@ why.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -101,9 +102,11 @@ class FusedBlocks:
         if not self._merges:
             self.reasons = dict.fromkeys(self._adapted(), NO_ROOM) | self.reasons
         self._take_weights()
-        for why in dict.fromkeys(self.reasons.values()):
-            count = sum(why == other for other in self.reasons.values())
-            self._ranks.say(f"{count} of {len(self._every)} blocks are diffusers' own, because {why}")
+        for reasons in _by_kind(self.reasons):
+            first = f" (first of {len(reasons)})" if len({*reasons}) > 1 else ""
+            self._ranks.say(
+                f"{len(reasons)} of {len(self._every)} blocks are diffusers' own, because {reasons[0]}{first}"
+            )
         every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
         if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
             self._ranks.say(f"activations are kernels of their own after cuBLAS's products: {why}")
@@ -276,6 +279,14 @@ def _reasons(
         if reason := inside or _why_not(one) or families()[type(one).__name__].why_not(one):
             reasons[path] = reason
     return reasons
+
+
+def _by_kind(reasons: Mapping[str, str]) -> list[list[str]]:
+    """Return the reasons of all blocks, by their paths, as lists of those that differ in the place alone."""
+    kinds: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        kinds.setdefault(re.sub(rf"\b{re.escape(path)}\b[\w.]*", "", reason), []).append(reason)
+    return list(kinds.values())
 
 
 def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tuple[str, str]]:

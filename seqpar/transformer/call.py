@@ -28,7 +28,7 @@ from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.body import Body
-from seqpar.transformer.foreign import name_of
+from seqpar.transformer.foreign import is_offloaded, name_of
 from seqpar.transformer.guidance import Branches, Task
 from seqpar.transformer.masks import FullMasks
 from seqpar.transformer.rows import STATE, Split, as_dtype, cut_rows, joined_rows
@@ -286,9 +286,9 @@ class Call:
     def _refuse_offload(self, changed: bool) -> None:
         """Raise ValueError if weights travel between host and GPU, whose addresses graphs and exchanges rely on.
 
-        changed: whether the weights' addresses have, without which diffusers' hooks are not searched for again.
+        changed: whether the weights' addresses have, without which hooks are not searched for again.
         """
-        offloaded = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
+        offloaded = is_offloaded(self._module, changed) or (changed and _is_group_offload_enabled(self._module))
         if offloaded:
             raise ValueError(
                 f"got {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "

@@ -159,12 +159,34 @@ def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
     yield from (Addition(path, f"hook {name_of(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
     forward = unhooked(_set_on(one) if path or "_hf_hook" not in own else own.get("_old_forward"))
     plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
-    if path and "_hf_hook" in own:
+    if path and "_hf_hook" in own and _moves(own["_hf_hook"], one):
         yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
     elif not plain and not (_home(forward) if path else _home_of_code(forward)).startswith(PASSIVE):
         yield Addition(path, f"forward {name_of(forward)}", forward)
     elif patched:
         yield Addition(path, f"class with the forward {name_of(type(one).forward)}", type(one).forward)
+
+
+def is_offloaded(module: nn.Module, inside: bool = True) -> bool:
+    """Return whether accelerate moves a transformer's weights between host and GPU.
+
+    Hooks that bring inputs to the device on which the weights stay move nothing: those of `dispatch_model` to one.
+    inside: whether to look at submodules, too.
+    """
+    hook = vars(module).get("_hf_hook")
+    if hook is None or not inside:
+        return hook is not None and _moves(hook, module)
+    return any(_moves(vars(one)["_hf_hook"], one) for one in module.modules() if "_hf_hook" in vars(one))
+
+
+def _moves(hook: Any, one: nn.Module) -> bool:
+    """Return whether a hook of accelerate may do more than bring inputs to the device of a module's weights."""
+    if type(hook).__name__ != "AlignDevicesHook" or hook.offload:
+        return True
+    if hook.execution_device is None:
+        return False
+    to, weight = torch.device(hook.execution_device), next(one.parameters(), None)
+    return weight is not None and (weight.device.type != to.type or to.index not in (None, weight.device.index))
 
 
 def _is_patched(kind: type, method: str) -> bool:
@@ -230,8 +252,8 @@ def _and_more(paths: list[str]) -> str:
 
 
 def unhooked(forward: Any) -> Any:
-    """Return the forward inside of those that diffusers' hooks have put around it."""
-    while isinstance(forward, partial) and _home(forward.func) == "diffusers.hooks.hooks":
+    """Return the forward inside of those that hooks of diffusers and accelerate have put around it."""
+    while isinstance(forward, partial) and _home(forward.func) in ("diffusers.hooks.hooks", "accelerate.hooks"):
         forward = vars(forward)["__wrapped__"]
     return forward
 

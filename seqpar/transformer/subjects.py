@@ -18,7 +18,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, check_names, make, named_mesh, wished_images
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
-from seqpar.transformer.foreign import COMPILED, look, refuse_compiled
+from seqpar.transformer.foreign import COMPILED, is_offloaded, look, refuse_compiled
 from seqpar.transformer.lease import call_of
 from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
@@ -124,4 +124,4 @@ def planned(
 
 def _is_offloaded(module: nn.Module) -> bool:
     """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
-    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)
+    return is_offloaded(module) or _is_group_offload_enabled(module)

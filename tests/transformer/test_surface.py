@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import tempfile
@@ -79,6 +80,66 @@ def offloaded(rank: int, world: int, device: torch.device, how: str, wished: boo
 def test_offload_is_refused_in_one_sentence(ranks: Pool, how: str, wished: bool) -> None:
     for message in ranks.run(2, offloaded, how, wished):
         assert "offloaded between calls" in message or "move the pipeline there" in message
+
+
+class Louder(torch.nn.Linear):
+    """A layer of others, as quantised ones are."""
+
+
+def others_everywhere(module: Any) -> None:
+    """Give every block a linear layer of another class, as GGUF, bitsandbytes and quanto do."""
+    for path, one in [*module.named_modules()]:
+        if type(one) is torch.nn.Linear and "blocks." in path:
+            one.__class__ = Louder
+
+
+def hooks_everywhere(module: Any) -> None:
+    """Put a hook of accelerate on every layer."""
+    for path, one in [*module.named_modules()]:
+        if type(one) is torch.nn.Linear and "blocks." in path:
+            accelerate.hooks.add_hook_to_module(one, accelerate.hooks.ModelHook())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (others_everywhere, "transformer_blocks.0.norm1.linear is a Louder and no Linear"),
+        (hooks_everywhere, "accelerate's hook ModelHook is on transformer_blocks.0.norm1.linear"),
+    ],
+)
+def test_reasons_of_one_kind_are_one_line(
+    capfd: pytest.CaptureFixture[str], change: Callable[[Any], None], reason: str
+) -> None:
+    module, given = tiny(), arguments("dev")
+    truth = theirs(module, given)
+    change(module)
+    seqpar.parallelize(module, Mesh.single())
+    assert error(theirs(module, given), truth) < TOLERANCE
+    printed = capfd.readouterr().out
+    assert printed.count("blocks are diffusers' own") == 1
+    assert f"4 of 4 blocks are diffusers' own, because {reason} (first of 4)\n" in printed
+
+
+def dispatched(rank: int, world: int, device: torch.device, wished: bool) -> tuple[float, str]:
+    """Return the error of a transformer that accelerate has dispatched to one device, and what is printed."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    truth = theirs(module, given)
+    accelerate.dispatch_model(module, {"": device}, force_hooks=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        seqpar.parallelize(module, mesh_for("ulysses", world, device), native=wished)
+    found = max(error(theirs(module, given), truth) for _ in range(3))
+    seqpar.release(module)
+    assert torch.equal(theirs(module, given), truth)
+    return found, out.getvalue()
+
+
+@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_transformer_on_one_device_is_not_offloaded(ranks: Pool, world: int, wished: bool) -> None:
+    (found, printed), *others = ranks.run(world, dispatched, wished)
+    assert max(found, *(error for error, _ in others), 0.0) < TOLERANCE
+    assert "diffusers' own" not in printed
+    assert ("4 blocks by fused kernels" in printed) == wished
 
 
 def surface(rank: int, world: int, device: torch.device) -> str:

@@ -63,7 +63,9 @@ def open_consolidated(path: Path) -> Checkpoint:
     _check_arguments(about.get("args", {}), len(parts), parts[0].parent)
     if len(opened) == 1:
         first = opened[0]
-        return Checkpoint(first.name, first.shapes, first.read, first.dtypes, {**first.about, **about})
+        return Checkpoint(
+            first.name, first.shapes, first.read, first.dtypes, {**first.about, **about}, files=first.files
+        )
     return merged(opened, about)
 
 
@@ -85,7 +87,8 @@ def merged(parts: Sequence[Checkpoint], about: Mapping[str, object]) -> Checkpoi
                 raise ValueError(f"{part.name}: {key} differs from that in {first.name}, expected equal tensors")
         return tensors[0]
 
-    return Checkpoint(first.name, shapes, read, first.dtypes, {**about, "shards": len(parts)})
+    files = {path: now for part in parts for path, now in part.files.items()}
+    return Checkpoint(first.name, shapes, read, first.dtypes, {**about, "shards": len(parts)}, files=files)
 
 
 def _dim(key: str, name: str) -> int | None:

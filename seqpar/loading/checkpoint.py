@@ -7,7 +7,7 @@ wrong file is refused after reading its header, not gigabytes of weights. `seqpa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -58,13 +58,24 @@ def stamp(file: Path | int) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
+def check_stamp(path: Path, before: tuple[int, ...], file: Path | int) -> None:
+    """Raise ValueError if a file is not the one that had this `stamp`. file: its path, or the number of the open file."""
+    try:
+        same = stamp(file) == before
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise ValueError(f"{path} changed while it was read; load it again when it is complete")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
 
     about: what is known beside the tensors of an original file. "args": arguments of the training script (name ->
     number or text). "shards": the number of model-parallel files that were merged. positions: where the bytes of a
-    tensor lie in a file, row by row, for the keys of which that is known; reading there makes no page resident.
+    tensor lie in a file, row by row, for the keys of which that is known; reading there makes no page resident. files:
+    path -> its `stamp` when its header was read, for every file with weights.
     """
 
     name: str
@@ -73,6 +84,12 @@ class Checkpoint:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     positions: Mapping[str, Position] = field(default_factory=dict)
+    files: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if a file has changed since its header was read; call it after the last read."""
+        for path, before in self.files.items():
+            check_stamp(path, before, path)
 
     def nbytes(self, key: str) -> int:
         """Return the bytes of a tensor, in fp32 where its dtype is not known; 0 for one that is not there."""
@@ -86,10 +103,15 @@ class Checkpoint:
             raise ValueError(f"{self.name}: got {key}, which does not load: {error}") from error
 
 
-def from_state_dict(name: str, state: Mapping[str, Tensor], about: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Return a checkpoint for a state dict in memory."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    return Checkpoint(name, shapes, state.__getitem__, {key: x.dtype for key, x in state.items()}, about or {})
+def from_state_dict(
+    name: str,
+    state: Mapping[str, Tensor],
+    about: Mapping[str, Any] | None = None,
+    files: Mapping[Path, tuple[int, ...]] | None = None,
+) -> Checkpoint:
+    """Return a checkpoint for a state dict in memory. files: those it is mapped from."""
+    shapes, dtypes = ({key: tuple(x.shape) for key, x in state.items()}, {key: x.dtype for key, x in state.items()})
+    return Checkpoint(name, shapes, state.__getitem__, dtypes, about or {}, files=files or {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -114,10 +136,11 @@ def _opened(path: Path) -> Checkpoint:
         return _sharded(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
+    files = {path: stamp(path)}
     if path.suffix == ".pdparams":
-        return from_state_dict(str(path), paddle.read_state(path))
+        return from_state_dict(str(path), paddle.read_state(path), files=files)
     state, args = pickles.read_state(path)
-    return from_state_dict(str(path), state, {"args": args} if args else None)
+    return from_state_dict(str(path), state, {"args": args} if args else None, files)
 
 
 def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
@@ -138,12 +161,7 @@ def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
     """Raise ValueError if keys are missing or unknown, or if they make a parameter of another shape."""
     used = {key for source in keys.sources.values() for key in source.keys} | set(keys.repeats)
-    missing, unknown = used - set(checkpoint.shapes), set(checkpoint.shapes) - used - keys.ignored
-    if missing or unknown:
-        raise ValueError(
-            f"{checkpoint.name}: wrong keys. Missing {len(missing)}: {_some(missing)}. "
-            f"Unknown {len(unknown)}: {_some(unknown)}"
-        )
+    check_keys(checkpoint.name, used - set(checkpoint.shapes), set(checkpoint.shapes) - used - keys.ignored)
     check_types(checkpoint, sorted(used))
     for name, parameter in model.named_parameters():
         source = keys.sources[name]
@@ -155,6 +173,14 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if shape != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
+
+
+def check_keys(name: str, missing: Collection[str], unknown: Collection[str]) -> None:
+    """Raise ValueError if a checkpoint lacks keys, or has keys that its model does not know."""
+    if missing or unknown:
+        raise ValueError(
+            f"{name}: wrong keys. Missing {len(missing)}: {_some(missing)}. Unknown {len(unknown)}: {_some(unknown)}"
+        )
 
 
 def check_types(
@@ -207,7 +233,9 @@ def _safetensors(path: Path) -> Checkpoint:
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:MOST_LETTERS]
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {reason}") from error
-    checkpoint = Checkpoint(str(path), shapes, opened.get_tensor, dtypes, positions=positions)
+    checkpoint = Checkpoint(
+        str(path), shapes, opened.get_tensor, dtypes, positions=positions, files={path: now}
+    )
     return _from_paddle(checkpoint) if by_paddle else checkpoint
 
 
@@ -219,7 +247,10 @@ def _from_paddle(opened: Checkpoint) -> Checkpoint:
 
     shapes = {key: tuple(meta(key).shape) for key in opened.shapes}
     dtypes = {key: meta(key).dtype for key in opened.shapes}
-    return Checkpoint(opened.name, shapes, lambda key: paddle.torch_layout(key, opened.read(key)), dtypes)
+    read = opened.read
+    return Checkpoint(
+        opened.name, shapes, lambda key: paddle.torch_layout(key, read(key)), dtypes, files=opened.files
+    )
 
 
 def _sharded(index: Path) -> Checkpoint:
@@ -231,4 +262,7 @@ def _sharded(index: Path) -> Checkpoint:
     shapes = {key: files[name].shapes[key] for key, name in names.items()}
     dtypes = {key: files[name].dtypes[key] for key, name in names.items()}
     positions = {key: files[name].positions[key] for key, name in names.items() if key in files[name].positions}
-    return Checkpoint(str(index), shapes, lambda key: files[names[key]].read(key), dtypes, positions=positions)
+    stamps = {path: now for shard in files.values() for path, now in shard.files.items()}
+    return Checkpoint(
+        str(index), shapes, lambda key: files[names[key]].read(key), dtypes, positions=positions, files=stamps
+    )

@@ -7,18 +7,20 @@ the device, and its own code gives them their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
+from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_keys, find_checkpoint, open_checkpoint
+from seqpar.loading.hub import errors_only
 from seqpar.loading.jsons import read_json
 from seqpar.loading.keys import KeyMap, Source
-from seqpar.loading.reading import Reader
+from seqpar.loading.reading import Reader, check_finite
 
+STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 FILES = ("model.safetensors", "model.safetensors.index.json")  # transformers reads others, and chooses among several
 
 
@@ -30,7 +32,7 @@ def begin_encoder(kind: Any, folder: Path, dtype: torch.dtype, reader: Reader) -
     """
     checkpoint, device = _readable(folder, dtype), {"": reader.device}
     if checkpoint is None:  # the host never holds it whole
-        return lambda: kind.from_pretrained(folder, dtype=dtype, device_map=device), 0
+        return lambda: load_encoder(kind, folder, dtype, device_map=device), 0
     keys = KeyMap({name: Source((name,)) for name in checkpoint.shapes})
     like = {
         name: torch.empty(shape, dtype=checkpoint.dtypes[name], device="meta")
@@ -41,15 +43,39 @@ def begin_encoder(kind: Any, folder: Path, dtype: torch.dtype, reader: Reader) -
     def whole() -> Any:
         config = kind.config_class.from_pretrained(folder)
         with _no_warmup():
-            encoder = kind.from_pretrained(
-                None, config=config, state_dict=found.result(), dtype=dtype, device_map=device
-            )
+            options = {"config": config, "state_dict": found.result(), "dtype": dtype, "device_map": device}
+            encoder = _complete(kind, None, checkpoint.name, options)
         encoder.name_or_path = encoder.config.name_or_path = str(folder)
         if encoder.can_generate() and (folder / "generation_config.json").is_file():
             encoder.generation_config = type(encoder.generation_config).from_pretrained(folder)
         return encoder
 
     return whole, sum(each.nbytes for each in like.values())
+
+
+def load_encoder(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """Return an encoder that transformers reads: whole, finite, of files that did not change meanwhile."""
+    checkpoint = open_encoder(folder)
+    encoder = _complete(kind, folder, checkpoint.name, {"dtype": dtype, **options})
+    checkpoint.check_unchanged()
+    check_finite(encoder, checkpoint.name)
+    return encoder
+
+
+def _complete(kind: Any, folder: Path | None, name: str, options: Mapping[str, Any]) -> Any:
+    """Return what `kind.from_pretrained` does; ValueError for missing weights, to which it gives random values."""
+    from transformers.utils import logging
+
+    with errors_only(logging):
+        encoder, info = kind.from_pretrained(folder, **options, output_loading_info=True)
+    check_keys(name, info["missing_keys"], ())
+    return encoder
+
+
+def open_encoder(folder: Path) -> Checkpoint:
+    """Open the weights in the folder of an encoder of transformers."""
+    stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
+    return open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
 
 
 @contextmanager

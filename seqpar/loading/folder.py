@@ -1,8 +1,8 @@
 """Checks the parts of a pipeline folder that diffusers and transformers read themselves, before they do.
 
-Both build as many layers as a config says, and give random values to weights that a file lacks, and then only warn.
-Here each of these is one message, and no part brings a program, an adapter or a kernel of its own. Only configs and the
-headers of weight files are read.
+Both build as many layers as a config says, give random values to weights that a file lacks, skip weights that the model
+does not have, and then only warn. Here each of these is one message, and no part brings a program, an adapter or a
+kernel of its own. Only configs and the headers of weight files are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_types, find_checkpoint, open_checkpoint
+from seqpar.loading.checkpoint import Checkpoint, check_keys, check_types, find_checkpoint, open_checkpoint
+from seqpar.loading.encoder_files import open_encoder
 from seqpar.loading.errors import naming
 from seqpar.loading.hub import errors_only, importing_pipelines
 from seqpar.loading.jsons import read_json
@@ -36,7 +38,6 @@ LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
 MANY = 1000  # tensors that a model may have besides twice those of its files
 TOKENIZER_BYTES = 1 << 27  # of its config; those of published models have up to 40 MB
-STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LIBRARIES = ("diffusers", "transformers")  # whose classes a folder may name
 PROGRAMS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
@@ -47,7 +48,7 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint that fits a model of diffusers, which is on the meta device."""
+    """A checkpoint that fits a model of diffusers or transformers, which is on the meta device."""
 
     checkpoint: Checkpoint
     model: Any
@@ -86,7 +87,7 @@ def model_of(index: Mapping[str, Any]) -> Any:
 def check_parts(
     folder: Path, index: Mapping[str, Any], file: Path | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Fitted]]:
-    """Return the config of a pipeline's transformer, and the checkpoints of its models of diffusers by their names.
+    """Return the config of a pipeline's transformer, and the checkpoints of its models by the names of their parts.
 
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
     transformer, if it is not in its folder. Raises ValueError for a part that cannot be loaded as its files say.
@@ -153,10 +154,12 @@ def _check_plain(config: Mapping[str, Any], where: Path) -> None:
 def check_model(folder: Path, library: str, name: str) -> Fitted | None:
     """Raise ValueError if the weights in a folder do not fit its config.json.
 
-    name: the model's class, of diffusers or of transformers; others are left to their own package. Returns what is
-    known of a model of diffusers.
+    name: the model's class, of diffusers, of one of its pipelines' packages, or of transformers; a class that none has
+    is left to diffusers, which refuses it.
     """
-    kind = getattr(diffusers, name, None) if library == "diffusers" else None
+    if library == "transformers":
+        return check_encoder(folder, name)
+    kind = getattr(diffusers if library == "diffusers" else getattr(diffusers.pipelines, library, None), name, None)
     if kind is AutoencoderKL:
         model, checkpoint, _ = open_vae(folder)
         return Fitted(checkpoint, model)
@@ -164,43 +167,92 @@ def check_model(folder: Path, library: str, name: str) -> Fitted | None:
         config = read_json(folder / "config.json")
         check_numbers(config, folder / "config.json")
         return _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
-    if library == "transformers":
-        check_encoder(folder, name)
-    return None
+    return _check_encoder(folder, kind) if hasattr(kind, "config_class") else None
 
 
-def check_encoder(folder: Path, name: str) -> None:
+def check_encoder(folder: Path, name: str) -> Fitted | None:
     """Raise ValueError if the weights of an encoder of transformers are missing, truncated or do not fit its config.
 
-    name: its class. Reads the config and headers; layers and the number of all weights are compared, because names of
-    weights differ between versions of transformers.
+    name: its class. Reads the config and headers. transformers itself compares them, because it knows which names of
+    weights differ between its versions, which are tied, and which a class may lack or does not read.
     """
+    import transformers  # takes seconds, which models without text encoders do not need
+
+    kind = getattr(transformers, name, None)
+    return _check_encoder(folder, kind) if hasattr(kind, "config_class") else None
+
+
+def _check_encoder(folder: Path, kind: Any) -> Fitted:
     file = folder / "config.json"
     config = read_json(file)
     check_numbers(config, file)
-    stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
-    checkpoint = open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
+    if (other := config.get("transformers_weights")) is not None:  # transformers would read another file than is checked
+        raise ValueError(f"{file} names transformers_weights={shown(other)}; remove it, and name the file as usual")
+    checkpoint = open_encoder(folder)
     sizes, counts = config.get("text_config") or config, layers_in(checkpoint)
     field = next((field for field in LAYERS if isinstance(sizes.get(field), int)), None)
     if field is not None and counts and sizes[field] not in counts:
         expected = f"{' or '.join(map(str, sorted(counts)))}, as {Path(checkpoint.name).name} has"
         raise ValueError(f"got {file} with {field}={sizes[field]}, expected {expected}")
-    described, held = _described(folder, name, checkpoint), sum(map(math.prod, checkpoint.shapes.values()))
+    model, compared = _compared(folder, kind, checkpoint)
+    # a file may hold all of the model that its config names, of which the class is a part: of CLIP its text encoder
+    unknown = compared["unexpected_keys"]
+    for whole in _saved_as(config, kind) if unknown else ():
+        unknown = _compared(folder, whole, checkpoint)[1]["unexpected_keys"]
+    check_keys(checkpoint.name, compared["missing_keys"], unknown)
+    for key, got, expected in sorted(compared["mismatched_keys"]):
+        shapes = f"shape {tuple(got)}, expected {tuple(expected)}"
+        raise ValueError(f"{checkpoint.name}: got {key} of {shapes} as config.json says")
+    buffers = {key.rpartition(".")[2] for key, _ in model.named_buffers()}  # such as position_ids, in older files
+    weights = [key for key in sorted(checkpoint.shapes) if key.rpartition(".")[2] not in buffers]
+    check_types(checkpoint, weights, lambda dtype: dtype.is_floating_point)
+    return Fitted(checkpoint, model)
+
+
+def _compared(folder: Path, kind: Any, checkpoint: Checkpoint) -> tuple[Any, Mapping[str, Any]]:
+    """Return an encoder on the meta device, and what transformers finds when it loads a checkpoint's header into it.
+
+    Raises ValueError, before transformers is given the header, for a config that describes far more than it holds.
+    """
+    file, held = folder / "config.json", sum(map(math.prod, checkpoint.shapes.values()))
+    with naming(f"got {file}, which describes no {kind.__name__}"), _quiet():
+        config = kind.config_class.from_pretrained(folder)
+        with torch.device("meta"), BoundedModules(checkpoint):
+            described = sum(parameter.numel() for parameter in kind(config).parameters())
     if described > 2 * held + MORE:  # tied weights may count twice
         raise ValueError(f"got {file}, which describes {described:,} parameters, expected the {held:,} of its files")
+    header = {
+        key: torch.empty(shape, dtype=checkpoint.dtypes[key], device="meta") for key, shape in checkpoint.shapes.items()
+    }
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": {"": "meta"}}
+    with naming(f"{checkpoint.name} does not fit a {kind.__name__}"), _quiet():
+        return kind.from_pretrained(None, config=config, state_dict=header, **options)
 
 
-def _described(folder: Path, name: str, checkpoint: Checkpoint) -> int:
-    """Return the number of parameters that a config of transformers describes; 0 for a class that it does not have."""
-    import transformers  # takes seconds, which models without text encoders do not need
+def _saved_as(config: Mapping[str, Any], kind: Any) -> Iterator[Any]:
+    """Yield the class of transformers whose weights a folder holds as its config says, if it is another one."""
+    import transformers
 
-    kind: Any = getattr(transformers, name, None)
-    if not hasattr(kind, "config_class"):
-        return 0
-    what = f"got {folder / 'config.json'}, which describes no {name}"
-    with naming(what), errors_only(transformers.utils.logging), torch.device("meta"), BoundedModules(checkpoint):
-        model = kind(kind.config_class.from_pretrained(folder))
-    return sum(parameter.numel() for parameter in model.parameters())
+    match config.get("architectures"):
+        case [str(name)]:
+            whole = getattr(transformers, name, None)
+            if isinstance(whole, type) and issubclass(whole, transformers.PreTrainedModel) and whole is not kind:
+                yield whole
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings and bars of transformers."""
+    from transformers.utils import logging
+
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with errors_only(logging):
+            yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
 
 
 class BoundedModules(WithoutValues):
@@ -237,6 +289,8 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     with naming(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
     fitted = Fitted(checkpoint, model)
+    ignored = re.compile("|".join(kind._keys_to_ignore_on_load_unexpected or ("$^",)))
+    unknown = checkpoint.shapes.keys() - fitted.state.keys() - {name for name, _ in model.named_buffers()}
     for name, shape in fitted.state.items():
         if name not in checkpoint.shapes:
             if name not in fitted.parameters:
@@ -245,5 +299,6 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
         if checkpoint.shapes[name] != shape:
             got = f"{name} of shape {checkpoint.shapes[name]}"
             raise ValueError(f"{checkpoint.name}: got {got}, expected {shape} as config.json says")
+    check_keys(checkpoint.name, (), [name for name in unknown if not ignored.search(name)])
     check_types(checkpoint, sorted(fitted.parameters), lambda dtype: dtype.is_floating_point)  # 8 bits are diffusers'
     return fitted

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from fastsafetensors import cpp
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from seqpar.loading.checkpoint import Checkpoint, stamp
+from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, check_stamp
 from seqpar.loading.keys import KeyMap
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
@@ -105,7 +105,8 @@ class Reader:
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
                         extremes[name] = found[name].aminmax()
-            _check_finite(checkpoint, keys, extremes)
+            checkpoint.check_unchanged()  # first: bytes that are half old and half new may be any number
+            _check_finite(checkpoint.name, {name: keys.sources[name].keys for name in extremes}, extremes)
         return found
 
     def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
@@ -191,9 +192,7 @@ class _Requests:
         position = self._checkpoint.positions[key]
         if position.path not in self._files:
             self._files[position.path] = os.open(position.path, os.O_RDONLY)
-            if stamp(self._files[position.path]) != position.stamp:
-                changed = "which has changed since its header was read, expected the same file; load it again"
-                raise ValueError(f"got {position.path}, {changed}")
+            check_stamp(position.path, position.stamp, self._files[position.path])
         return self._files[position.path]
 
     def _submit(self, key: str, tensor: Tensor) -> int:
@@ -258,15 +257,23 @@ def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
     return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
 
 
-def _check_finite(checkpoint: Checkpoint, keys: KeyMap, extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def check_finite(module: nn.Module, what: str) -> None:
+    """Raise ValueError if a weight that another library has read is not finite. what: its file, for the message."""
+    weights = {name: x for name, x in module.state_dict().items() if x.dtype in WEIGHTS and x.numel() and not x.is_meta}
+    _check_finite(what, {name: (name,) for name in weights}, {name: x.aminmax() for name, x in weights.items()})
+
+
+def _check_finite(
+    what: str, keys: Mapping[str, Sequence[str]], extremes: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
     """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
     values = torch.stack([x for pair in extremes.values() for x in pair]) if extremes else torch.empty(0)
     finite = values.isfinite().view(-1, 2).all(dim=1).tolist()  # in the widest of their dtypes
     name = next((name for name, right in zip(extremes, finite, strict=True) if not right), None)
     if name is not None:
-        what, dtype = f"NaN or infinity in {', '.join(keys.sources[name].keys)}", str(extremes[name][0].dtype)
-        expected = f"finite weights in {dtype.removeprefix('torch.')}; copy the file again, or name another"
-        raise ValueError(f"{checkpoint.name}: got {what}, expected {expected}")
+        dtype = str(extremes[name][0].dtype).removeprefix("torch.")
+        expected = f"finite weights in {dtype}; copy the file again, or name another"
+        raise ValueError(f"{what}: got NaN or infinity in {', '.join(keys[name])}, expected {expected}")
 
 
 @contextmanager

@@ -82,7 +82,8 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
     weights = _converted(checkpoint, source, known["checkpoint_mapping_fn"], config)
     shapes = {key: tuple(later.shape) for key, later in weights.items()}
     dtypes = {key: later.dtype for key, later in weights.items()}
-    return Checkpoint(checkpoint.name, shapes, lambda key: weights[key].make(), dtypes), config
+    files = checkpoint.files
+    return Checkpoint(checkpoint.name, shapes, lambda key: weights[key].make(), dtypes, files=files), config
 
 
 def _converted(

@@ -247,7 +247,7 @@ def test_tensors_come_whole_through_small_buffers(
                     assert got.dtype == (dtype or tensors[key].dtype)
                     assert torch.equal(got.cpu(), tensors[key].to(got.dtype))
         file.write_bytes(file.read_bytes()[:-1])
-        with pytest.raises(ValueError, match=r"safetensors, which has changed since its header was read"):
+        with pytest.raises(ValueError, match=r"safetensors changed while it was read; load it again"):
             read(reader, opened)
 
 

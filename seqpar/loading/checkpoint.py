@@ -59,7 +59,7 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def check_stamp(path: Path, before: tuple[int, ...], file: Path | int) -> None:
-    """Raise ValueError if a file is not the one that had this `stamp`. file: its path, or the number of the open file."""
+    """Raise ValueError if a file no longer has the `stamp` that it had. file: its path or its open number."""
     try:
         same = stamp(file) == before
     except FileNotFoundError:
@@ -233,9 +233,7 @@ def _safetensors(path: Path) -> Checkpoint:
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:MOST_LETTERS]
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {reason}") from error
-    checkpoint = Checkpoint(
-        str(path), shapes, opened.get_tensor, dtypes, positions=positions, files={path: now}
-    )
+    checkpoint = Checkpoint(str(path), shapes, opened.get_tensor, dtypes, positions=positions, files={path: now})
     return _from_paddle(checkpoint) if by_paddle else checkpoint
 
 
@@ -248,9 +246,7 @@ def _from_paddle(opened: Checkpoint) -> Checkpoint:
     shapes = {key: tuple(meta(key).shape) for key in opened.shapes}
     dtypes = {key: meta(key).dtype for key in opened.shapes}
     read = opened.read
-    return Checkpoint(
-        opened.name, shapes, lambda key: paddle.torch_layout(key, read(key)), dtypes, files=opened.files
-    )
+    return Checkpoint(opened.name, shapes, lambda key: paddle.torch_layout(key, read(key)), dtypes, files=opened.files)
 
 
 def _sharded(index: Path) -> Checkpoint:

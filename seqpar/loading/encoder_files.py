@@ -58,7 +58,7 @@ def load_encoder(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) ->
     checkpoint = open_encoder(folder)
     encoder = _complete(kind, folder, checkpoint.name, {"dtype": dtype, **options})
     checkpoint.check_unchanged()
-    check_finite(encoder, checkpoint.name)
+    check_finite(checkpoint.name, encoder.state_dict())
     return encoder
 
 

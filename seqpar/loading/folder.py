@@ -48,7 +48,7 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint that fits a model of diffusers or transformers, which is on the meta device."""
+    """A checkpoint that fits a model of diffusers, which is on the meta device, or one of transformers (None)."""
 
     checkpoint: Checkpoint
     model: Any
@@ -158,8 +158,14 @@ def check_model(folder: Path, library: str, name: str) -> Fitted | None:
     is left to diffusers, which refuses it.
     """
     if library == "transformers":
-        return check_encoder(folder, name)
-    kind = getattr(diffusers if library == "diffusers" else getattr(diffusers.pipelines, library, None), name, None)
+        import transformers as package  # takes seconds, which models without text encoders do not need
+    else:
+        package = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library, None)
+    return check_class(folder, getattr(package, name, None))
+
+
+def check_class(folder: Path, kind: Any) -> Fitted | None:
+    """Do what `check_model` does, for a class itself."""
     if kind is AutoencoderKL:
         model, checkpoint, _ = open_vae(folder)
         return Fitted(checkpoint, model)
@@ -170,24 +176,17 @@ def check_model(folder: Path, library: str, name: str) -> Fitted | None:
     return _check_encoder(folder, kind) if hasattr(kind, "config_class") else None
 
 
-def check_encoder(folder: Path, name: str) -> Fitted | None:
-    """Raise ValueError if the weights of an encoder of transformers are missing, truncated or do not fit its config.
-
-    name: its class. Reads the config and headers. transformers itself compares them, because it knows which names of
-    weights differ between its versions, which are tied, and which a class may lack or does not read.
-    """
-    import transformers  # takes seconds, which models without text encoders do not need
-
-    kind = getattr(transformers, name, None)
-    return _check_encoder(folder, kind) if hasattr(kind, "config_class") else None
-
-
 def _check_encoder(folder: Path, kind: Any) -> Fitted:
+    """Compare an encoder of transformers with its files.
+
+    transformers itself does so, because it knows which names of weights differ between its versions, which are tied,
+    and which a class may lack or does not read.
+    """
     file = folder / "config.json"
     config = read_json(file)
     check_numbers(config, file)
-    if (other := config.get("transformers_weights")) is not None:  # transformers would read another file than is checked
-        raise ValueError(f"{file} names transformers_weights={shown(other)}; remove it, and name the file as usual")
+    if "transformers_weights" in config:  # transformers would read another file than is checked here
+        raise ValueError(f"{file} names a file by transformers_weights; remove it, and name the file as usual")
     checkpoint = open_encoder(folder)
     sizes, counts = config.get("text_config") or config, layers_in(checkpoint)
     field = next((field for field in LAYERS if isinstance(sizes.get(field), int)), None)
@@ -206,7 +205,7 @@ def _check_encoder(folder: Path, kind: Any) -> Fitted:
     buffers = {key.rpartition(".")[2] for key, _ in model.named_buffers()}  # such as position_ids, in older files
     weights = [key for key in sorted(checkpoint.shapes) if key.rpartition(".")[2] not in buffers]
     check_types(checkpoint, weights, lambda dtype: dtype.is_floating_point)
-    return Fitted(checkpoint, model)
+    return Fitted(checkpoint, None)
 
 
 def _compared(folder: Path, kind: Any, checkpoint: Checkpoint) -> tuple[Any, Mapping[str, Any]]:

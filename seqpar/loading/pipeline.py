@@ -32,7 +32,7 @@ from seqpar.loading.hub import no_bars
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
-from seqpar.loading.reading import Reader
+from seqpar.loading.reading import Reader, check_finite
 from seqpar.loading.shared_encoder import SharedEncoder
 from seqpar.loading.single_file import load_transformer
 from seqpar.mesh.mesh import Mesh
@@ -98,12 +98,20 @@ def load_pipeline(
     if late:
         with no_collection(), Reader(mesh.device, team.size) as reader:
             _end(weights, models, _coming(weights, late, mesh, reader, team, 0), mesh)
-    mesh.together(lambda: _finish(pipe, folder, encoders, mesh.device))
+    mesh.together(lambda: _finish(pipe, folder, models.keys(), encoders, mesh.device))
     return pipe
 
 
-def _finish(pipe: Any, folder: Folder, encoders: Mapping[str, SharedEncoder], device: torch.device) -> None:
-    """Load a pipeline's LoRAs, and move its other parts to the device."""
+def _finish(
+    pipe: Any, folder: Folder, checked: Collection[str], encoders: Mapping[str, SharedEncoder], device: torch.device
+) -> None:
+    """Load a pipeline's LoRAs, and move its other parts to the device. checked: the parts that `Reader` has read."""
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module) and name not in checked and name not in encoders:
+            part.to(device)  # copies what is mapped from a file
+            check_finite(str(folder.path / name), part.state_dict())
+    for fitted in folder.fitted.values():
+        fitted.checkpoint.check_unchanged()
     _lora.load(pipe, folder.loras)
     name_encoders(pipe, encoders)
     for part in (part for part in pipe.components.values() if isinstance(part, nn.Module)):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from fastsafetensors import cpp
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, check_stamp
 from seqpar.loading.keys import KeyMap
@@ -257,15 +257,13 @@ def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
     return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
 
 
-def check_finite(module: nn.Module, what: str) -> None:
+def check_finite(what: str, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a weight that another library has read is not finite. what: its file, for the message."""
-    weights = {name: x for name, x in module.state_dict().items() if x.dtype in WEIGHTS and x.numel() and not x.is_meta}
+    weights = {name: x for name, x in state.items() if x.dtype in WEIGHTS and x.numel() and not x.is_meta}
     _check_finite(what, {name: (name,) for name in weights}, {name: x.aminmax() for name, x in weights.items()})
 
 
-def _check_finite(
-    what: str, keys: Mapping[str, Sequence[str]], extremes: Mapping[str, tuple[Tensor, Tensor]]
-) -> None:
+def _check_finite(what: str, keys: Mapping[str, Sequence[str]], extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
     values = torch.stack([x for pair in extremes.values() for x in pair]) if extremes else torch.empty(0)
     finite = values.isfinite().view(-1, 2).all(dim=1).tolist()  # in the widest of their dtypes

@@ -9,7 +9,7 @@ from typing import Any
 
 from seqpar.loading import tokenizers as tokenizers_
 from seqpar.loading.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
-from seqpar.loading.folder import check_encoder, check_files
+from seqpar.loading.folder import check_files, check_model
 from seqpar.loading.layout import layout_of
 from seqpar.loading.parts import read_encoder, read_pipeline, read_scheduler
 from seqpar.loop.blueprint import Blueprint, locate
@@ -157,7 +157,7 @@ def check_encoders(parts: Parts, config: Any) -> None:
     config: the U-ViT's `Config`. Reads configs and headers, no weights.
     """
     check_files(parts.text_encoder)
-    check_encoder(parts.text_encoder, "CLIPTextModel")
+    check_model(parts.text_encoder, "transformers", "CLIPTextModel")
     tokenizers_.check_tokenizer(parts.clip_tokenizer)
     sizes = CLIP_DEFAULTS | read_encoder(parts.text_encoder)
     tokens, width = sizes["max_position_embeddings"], sizes["hidden_size"]

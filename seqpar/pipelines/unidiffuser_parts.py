@@ -8,16 +8,20 @@ latent and its CLIP image embedding. All of this runs on rank 0 alone, by the cl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from seqpar.loading import tokenizers as tokenizers_
+from seqpar.loading.checkpoint import check_types
+from seqpar.loading.encoder_files import load_encoder
 from seqpar.loading.errors import naming
-from seqpar.loading.hub import errors_only, importing_pipelines
+from seqpar.loading.folder import check_class
+from seqpar.loading.hub import importing_pipelines
+from seqpar.loading.reading import check_finite
 from seqpar.pipelines.texts import Encode
 from seqpar.pipelines.unidiffuser_files import PREFIX, Parts, caption_decoder
 from seqpar.vae.shared import own
@@ -33,10 +37,14 @@ def load_encoders(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any, Callable[
     tokenizers: Any = transformers.AutoTokenizer
     with naming(f"got a text encoder in {parts.text_encoder} that does not load"):
         tokenizer = tokenizers.from_pretrained(parts.clip_tokenizer, trust_remote_code=False)
-        encoder = _text_encoder(parts.text_encoder, dtype)
+        encoder = load_encoder(transformers.CLIPTextModel, parts.text_encoder, dtype)
     decoder = caption_decoder(parts)
     keys = sorted(key for key in decoder.shapes if PREFIX in key)  # bias, weight; none if the widths are equal
-    bias, weight = (decoder.read(key).to(dtype) for key in keys) if keys else (None, None)
+    check_types(decoder, keys)
+    layer = {key: decoder.tensor(key).to(dtype) for key in keys}
+    decoder.check_unchanged()
+    check_finite(decoder.name, layer)
+    bias, weight = layer.values() if layer else (None, None)
 
     def narrower(hidden: Tensor) -> Tensor:
         if weight is None or bias is None:
@@ -44,21 +52,6 @@ def load_encoders(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any, Callable[
         return F.linear(hidden, weight.to(hidden.device), bias.to(hidden.device))
 
     return tokenizer, encoder, narrower
-
-
-def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
-    """Load CLIP's text encoder, also from the folder of all of CLIP; ValueError if weights are missing.
-
-    transformers only warns of missing weights, and also of those of CLIP's other half, which are not read on purpose.
-    """
-    import transformers
-
-    kind = cast("Any", transformers.CLIPTextModel)  # its types know no loading info
-    with errors_only(transformers.utils.logging):
-        encoder, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    if info["missing_keys"]:
-        raise ValueError(f"it lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
-    return encoder
 
 
 def captions(source: Parts | Any, text_NLC: Tensor) -> list[str]:
@@ -135,8 +128,11 @@ def _captioner(parts: Parts) -> tuple[Any, Any]:
         from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
     tokenizers: Any = transformers.AutoTokenizer
+    check_class(parts.decoder, UniDiffuserTextDecoder)
+    tokenizers_.check_tokenizer(parts.text_tokenizer)
     with naming(f"got a caption decoder in {parts.decoder} that does not load"):
         decoder = UniDiffuserTextDecoder.from_pretrained(parts.decoder)
+        check_finite(str(parts.decoder), decoder.state_dict())
         return decoder, tokenizers.from_pretrained(parts.text_tokenizer, trust_remote_code=False)
 
 
@@ -144,8 +140,9 @@ def _seer(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return CLIP's image encoder and the function that prepares pictures for it."""
     import transformers
 
+    check_class(parts.image_encoder, transformers.CLIPVisionModelWithProjection)
     with naming(f"got an image encoder in {parts.image_encoder} that does not load"):
-        encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(parts.image_encoder, dtype=dtype)
+        encoder = load_encoder(transformers.CLIPVisionModelWithProjection, parts.image_encoder, dtype)
         with importing_pipelines():
             processor = transformers.CLIPImageProcessor
         return encoder, processor.from_pretrained(parts.image_processor)

@@ -7,17 +7,20 @@ random values.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from seqpar.loading.errors import naming
-from seqpar.loading.folder import check_parts
+from seqpar.loading.folder import check_model, check_parts
 from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
@@ -139,13 +142,111 @@ def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
     check(pixart)
 
 
-def test_whole_numbers_in_the_place_of_a_weight_are_refused(tmp_path: Path) -> None:
-    pipelines.wan().save_pretrained(tmp_path)
-    (file,) = (tmp_path / "transformer").glob("*.safetensors")
-    state = load_file(file)
-    save_file(state | {"proj_out.weight": state["proj_out.weight"].to(torch.int8)}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"got proj_out\.weight of type int8, expected floating-point weights"):
-        check_parts(tmp_path, json.loads((tmp_path / "model_index.json").read_text()))
+State = dict[str, torch.Tensor]
+ENCODERS: Any = transformers  # pyright does not see what it imports lazily
+
+
+def t5(**more: int) -> Any:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 14}
+    return ENCODERS.T5Config(**sizes, **more)
+
+
+def whole_clip() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    return ENCODERS.CLIPConfig(text_config={**sizes, "vocab_size": 14}, vision_config=vision, projection_dim=16)
+
+
+def causal(kind: str, tied: bool = False) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return getattr(ENCODERS, f"{kind}Config")(vocab_size=14, tie_word_embeddings=tied, **sizes)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "clip": lambda: pipelines.clip(2, True),
+    "t5": lambda: ENCODERS.T5EncoderModel(t5()),
+    "whole t5": lambda: ENCODERS.T5ForConditionalGeneration(t5()),
+    "whole clip": lambda: ENCODERS.CLIPModel(whole_clip()),
+    "llama": lambda: ENCODERS.LlamaForCausalLM(causal("Llama")),
+    "tied llama": lambda: ENCODERS.LlamaForCausalLM(causal("Llama", tied=True)),
+    "wan": lambda: pipelines.wan().transformer,
+    "vision": lambda: ENCODERS.CLIPVisionModelWithProjection(whole_clip().vision_config),
+}
+
+
+def without(*keys: str) -> Callable[[State], State]:
+    return lambda state: {key: x for key, x in state.items() if key not in keys}
+
+
+def renamed(before: str, after: str) -> Callable[[State], State]:
+    return lambda state: {re.sub(before, after, key): x for key, x in state.items()}
+
+
+def cast(key: str, dtype: torch.dtype) -> Callable[[State], State]:
+    return lambda state: state | {key: state[key].to(dtype)}
+
+
+def added(key: str, tensor: torch.Tensor) -> Callable[[State], State]:
+    return lambda state: state | {key: tensor}
+
+
+QUERY = "encoder.block.1.layer.0.SelfAttention.q.weight"  # of a T5
+WEIGHTS: list[tuple[str, str, Callable[[State], State], str | None]] = [  # file, class, change, message (None: it fits)
+    ("t5", "T5EncoderModel", without(QUERY), rf"wrong keys\. Missing 1: {QUERY}\. Unknown 0"),
+    ("t5", "T5EncoderModel", renamed(re.escape(QUERY), "x.weight"), r"Missing 1: encoder.*\. Unknown 1: x\.weight"),
+    ("t5", "T5EncoderModel", added("extra.weight", torch.ones(2)), r"Missing 0: none\. Unknown 1: extra\.weight"),
+    ("t5", "T5EncoderModel", added(QUERY, torch.ones(4, 16)), rf"got {QUERY} of shape \(4, 16\), expected \(16, 16\)"),
+    ("t5", "T5EncoderModel", cast(QUERY, torch.int8), rf"got {QUERY} of type int8, expected floating-point weights"),
+    ("t5", "T5EncoderModel", cast(QUERY, torch.complex64), rf"got {QUERY} of type complex64, expected floating"),
+    ("t5", "UMT5EncoderModel", dict, r"Missing 1: encoder\.block\.1\.layer\.0\.SelfAttention\.relative_attention_bias"),
+    ("t5", "T5EncoderModel", without("shared.weight", "encoder.embed_tokens.weight"), r"Missing \d: .*shared\.weight"),
+    ("vision", "CLIPVisionModelWithProjection", without("visual_projection.weight"), r"Missing 1: visual_projection\."),
+    ("llama", "LlamaForCausalLM", without("lm_head.weight"), r"Missing 1: lm_head\.weight"),
+    (
+        "wan",
+        "WanTransformer3DModel",
+        cast("proj_out.weight", torch.int8),
+        r"got proj_out\.weight of type int8, expected",
+    ),
+    ("wan", "WanTransformer3DModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    # what published files hold: other names, names that are tied, buffers, more than the class, several dtypes
+    ("t5", "T5EncoderModel", without("encoder.embed_tokens.weight"), None),
+    ("t5", "T5EncoderModel", renamed(r"^shared\.", "encoder.embed_tokens."), None),
+    ("t5", "T5EncoderModel", cast(QUERY, torch.float16), None),
+    ("whole t5", "T5EncoderModel", dict, None),
+    ("clip", "CLIPTextModelWithProjection", renamed(r"^(?!text_)", "text_model."), None),
+    ("clip", "CLIPTextModelWithProjection", added("text_model.embeddings.position_ids", torch.arange(16)[None]), None),
+    ("whole clip", "CLIPTextModel", dict, None),
+    ("whole clip", "CLIPTextModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    ("llama", "LlamaModel", dict, None),
+    ("llama", "LlamaModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    ("tied llama", "LlamaForCausalLM", without("lm_head.weight"), None),
+    ("wan", "WanTransformer3DModel", added("blocks.0.attn2.norm_added_q.weight", torch.ones(2)), None),
+]
+
+
+@pytest.mark.parametrize("bin", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_a_model_would_not_get_are_refused(tmp_path: Path, name: str, bin: bool) -> None:
+    """transformers gives missing weights random values and skips others, and prints a table."""
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    state = model.state_dict()
+    for _, kind, change, message in (row for row in WEIGHTS if row[0] == name):
+        library = "diffusers" if name == "wan" else "transformers"
+        made = {key: x.clone().contiguous() for key, x in change(dict(state)).items()}
+        if bin:
+            file.unlink(missing_ok=True)
+            torch.save(made, tmp_path / ("diffusion_pytorch_model.bin" if name == "wan" else "pytorch_model.bin"))
+        else:
+            save_file(made, file, {"format": "pt"})
+        if message is None:
+            assert check_model(tmp_path, library, kind) is not None
+        else:
+            with pytest.raises(ValueError, match=message) as error:
+                check_model(tmp_path, library, kind)
+            assert str(tmp_path) in str(error.value)
 
 
 def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:

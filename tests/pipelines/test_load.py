@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 import seqpar
+from seqpar.loading import encoder_files
 from seqpar.loading.encoder_files import begin_encoder
 from seqpar.loading.encoders import begin_encoders, load_encoders
 from seqpar.loading.pipeline import Weights, load_pipeline
@@ -237,6 +239,52 @@ def test_results_are_given_again_as_they_were(encoders: Path) -> None:
                 shared.module(others)
     assert results[0].any()
     assert all(torch.equal(each, results[0]) for each in results)
+
+
+def refused(rank: int, world: int, device: torch.device, folder: str, dtype: torch.dtype, grown: str | None) -> str:
+    """Return the error of `seqpar.load`. grown: the part whose file gets another byte when it has been read."""
+
+    def grow(read: Any, part_of: Callable[..., object]) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = read(*args, **kwargs)
+            if grown is not None and Path(str(part_of(*args))).name == grown:
+                with open(next(Path(folder, grown).glob("*.safetensors")), "ab") as file:
+                    file.write(b"x")
+            return result
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as error:
+        patch.setattr(
+            _Requests, "__exit__", grow(_Requests.__exit__, lambda own, *_: Path(own._checkpoint.name).parent)
+        )
+        patch.setattr(encoder_files, "_complete", grow(encoder_files._complete, lambda kind, path, *_: path))
+        seqpar.load(folder, dtype=dtype, mesh=mesh_of(device, ulysses=world))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+def test_weights_that_change_or_are_not_finite_are_refused_on_all_ranks(
+    ranks: Pool, tmp_path: Path, world: int, part: str
+) -> None:
+    """Encoders in another dtype than their files are read by transformers."""
+    pipelines.flux().to(torch.float32).save_pretrained(tmp_path)
+    (file,) = (tmp_path / part).glob("*.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        before = file.read_bytes()
+        one, *others = ranks.run(world, refused, str(tmp_path), dtype, part)
+        assert f"{file} changed while it was read; load it again" in one
+        file.write_bytes(before)
+        state = safetensors.torch.load(before)
+        state[max(state)] = torch.full_like(state[max(state)], torch.nan)
+        safetensors.torch.save_file(state, file, {"format": "pt"})
+        finite, *same = ranks.run(world, refused, str(tmp_path), dtype, None)
+        assert f"got NaN or infinity in {max(state)}, expected finite weights" in finite
+        assert str(file) in finite
+        assert all(each == one for each in others)
+        assert all(each == finite for each in same)
+        file.write_bytes(before)
 
 
 @pytest.mark.parametrize("fp32_state", [True, False])

@@ -27,7 +27,10 @@ from seqpar.pipelines.job import Job
 from seqpar.types.plugins import plugin, plugins
 from tests.support.meshes import random
 
-PRESETS = {name: next(iter(plugin(seqpar.loop.models, name, "model").PRESETS)) for name in plugins(seqpar.loop.models)}
+PRESETS = {
+    name: f"random:{next(iter(plugin(seqpar.loop.models, name, 'model').PRESETS))}"
+    for name in plugins(seqpar.loop.models)
+}
 CPU = torch.device("cpu")
 
 

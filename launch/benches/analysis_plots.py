@@ -39,7 +39,7 @@ INK, OURS, THEIRS, RED = "#333333", "#2f7d4f", "#9aa5b1", "#c8553d"
 MODELS = {
     "large-dit-7b": {"classes": ("1",), "size": "1024"},
     "dit-xl/2": {"classes": ("1",), "size": "1024"},
-    "flux.1-dev": {"prompt": ("a lighthouse",)},
+    "flux.1-dev": {"model": "random:FLUX.1-dev", "prompt": ("a lighthouse",)},
 }
 SHARES = ("2026-11-20-h200-sustained", "2026-11-21-2xh200", "2026-11-22-h200-flux")
 TIMES = ("2026-11-20-h200-engine", "2026-11-21-2xh200", "2026-11-21-4xh200", "2026-11-22-h200-flux")
@@ -62,8 +62,8 @@ class Point:
 @cache
 def run_of(model: str) -> tuple[Work, Load]:
     """Return the work of a model and the load of one picture, as `seqpar plan` has them."""
-    settings: Any = MODELS[model]
-    job = check(Args(model=model, dry_run=(1,), **settings), Mesh.single())
+    settings: Any = {"model": model, **MODELS[model]}
+    job = check(Args(dry_run=(1,), **settings), Mesh.single())
     return job.work, job.load
 
 

@@ -21,7 +21,7 @@ class Options:
     model: str = "builtin"
     """"builtin" (pictures of classes; with --prompt "builtin-text", pictures of texts), a diffusers or ppdiffusers
     folder, original files (docs/formats) such as flux1-dev.safetensors in its pipeline's folder, a hub id, or a preset
-    with random weights (dit-xl/2)."""
+    with random weights (dit-xl/2, random:FLUX.1-dev)."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()

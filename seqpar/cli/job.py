@@ -69,7 +69,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
 
 def named(args: Args) -> Args:
     """The flags with the built-in model that they mean: the one of texts where they name a prompt and no classes."""
-    means_text = args.model.lower() == "builtin" and args.prompt and not args.classes
+    means_text = args.model == "builtin" and args.prompt and not args.classes
     return replace(args, model="builtin-text") if means_text else args
 
 

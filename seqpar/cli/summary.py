@@ -14,6 +14,7 @@ import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import _quack
+from seqpar.loading.names import preset_of
 from seqpar.loop.loop import why_not_captured
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh import exact
@@ -21,6 +22,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.job import Job
 from seqpar.planner.plan import Plan
+
+WEIGHTS = "weights   random (preset)"
 
 
 def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
@@ -38,6 +41,7 @@ def layout(args: Args, plan: Plan, mesh: Mesh, transport: str, local: str) -> li
     """Lines that say how the ranks share the work. transport, local: with the reasons for them."""
     return [
         f"model     {args.model}",
+        *([] if preset_of(args.model) is None else [WEIGHTS]),
         f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
         f"strategy  {plan.strategy.name} ({plan.strategy.why})",

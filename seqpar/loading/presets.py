@@ -81,4 +81,4 @@ def _flux(name: str, guidance_embeds: bool) -> Preset:
     return Preset(name, "FluxPipeline", parts, texts | {"pooled_prompt_embeds": (FLUX["pooled_projection_dim"],)})
 
 
-PRESETS = {name: _flux(name, embeds) for name, embeds in (("flux.1-dev", True), ("flux.1-schnell", False))}
+PRESETS = {name: _flux(name, embeds) for name, embeds in (("FLUX.1-dev", True), ("FLUX.1-schnell", False))}

@@ -18,7 +18,7 @@ from seqpar.loading.checkpoint import Checkpoint, check, from_state_dict, named
 from seqpar.loading.keys import KeyMap
 from seqpar.loading.layout import open_model
 from seqpar.loading.meta import WithoutValues
-from seqpar.loading.names import resolve
+from seqpar.loading.names import preset_of, resolve
 from seqpar.loading.placing import load
 from seqpar.loading.random_weights import randomise
 from seqpar.loop.interface import SequenceModel
@@ -83,8 +83,10 @@ def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
     path = resolve(name)
     if path is not None:
         return replace(_blueprint(*open_model(path), heads), path=path)
-    preset = str(name).lower()
-    module, config = presets(_modules())[preset]
+    preset, known = preset_of(name), presets(_modules())
+    if preset not in known:
+        raise ValueError(f"got the preset {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
+    module, config = known[preset]
     check_heads(preset, config, heads)
     return Blueprint(preset, module, config)
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from seqpar.loading.layout import pipeline_folder
-from seqpar.loading.names import resolve
+from seqpar.loading.names import preset_of, resolve
 from seqpar.loading.parts import read_pipeline
 from seqpar.loading.presets import PRESETS, Preset
 from seqpar.loop.blueprint import Blueprint, locate
@@ -32,9 +32,9 @@ def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, P
     names: it can be planned (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this
     name or no model of seqpar fits its files.
     """
-    if name.lower() in PRESETS:
-        return _family(ANY), PRESETS[name.lower()]
     path = resolve(name)
+    if path is None and (preset := preset_of(name)) in PRESETS:
+        return _family(ANY), PRESETS[preset]
     families = [_family(name) for name in FAMILIES]
     folder = None if path is None else pipeline_folder(path)
     if path is None or folder is None:

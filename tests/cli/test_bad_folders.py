@@ -36,7 +36,7 @@ from tests.support.pool import Pool
         ("text_encoder_2", "truncated or not a safetensors file"),
         ("tokenizer_2", "without tokenizer_config.json, expected a tokenizer's folder"),
         ("model_index.json", "without text_encoder_2, expected one: prompts need it"),
-        ("config.json", "which does not load: "),
+        ("config.json", "model.safetensors: got embeddings.position_embedding.weight of shape (16, 32), expected"),
     ],
 )
 def test_a_bad_folder_is_refused_by_name(

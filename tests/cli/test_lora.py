@@ -148,7 +148,7 @@ def test_a_scale_of_zero_gives_the_picture_without_it(
         ("pixart", "style", {}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
         ("unidiffuser", "style", {}, "expected none: LoRA files are for pipelines with a transformer of diffusers"),
         ("flux", "style", {"size": "24x30"}, "got size 24x30, expected multiples of 4"),
-        ("flux.1-dev", "style", {}, "expected none: it is for folders of diffusers pipelines"),
+        ("random:FLUX.1-dev", "style", {}, "expected none: it is for folders of diffusers pipelines"),
         ("builtin", "style", {"prompt": ()}, "expected none: it is for folders of diffusers pipelines"),
         (
             "large-dit-3b",

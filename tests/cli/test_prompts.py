@@ -125,9 +125,12 @@ def of_preset(rank: int, world: int, device: torch.device, name: str, args: Args
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, name: str) -> None:
-    args = Args(name, prompt=("x", "y"), steps=2, true_guidance=2.0, mesh="throughput", out=tmp_path / "x.png")
+    args = Args(
+        f"random:{name}", prompt=("x", "y"), steps=2, true_guidance=2.0, mesh="throughput", out=tmp_path / "x.png"
+    )
     (out, bars), silent = ranks.run(2, of_preset, name, args)
     assert "512 tokens of random numbers: no text encoder comes with this model" in out
+    assert f"model     random:{name}\nweights   random (preset)\n" in out
     assert "encoding" not in bars
     assert silent == ("", "")
     assert pixels(tmp_path / "x-2.png").shape == (64, 64, 3)
@@ -145,7 +148,7 @@ def test_a_folder_is_planned_for_the_tokens_of_the_run(folders: Callable[[str], 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_plan_of_a_preset_is_that_of_its_published_size() -> None:
-    out, _ = shown(0, 1, torch.device("cpu"), Args("flux.1-dev", prompt=("x",), size="1024", dry_run=(1, 2)))
+    out, _ = shown(0, 1, torch.device("cpu"), Args("random:FLUX.1-dev", prompt=("x",), size="1024", dry_run=(1, 2)))
     assert "1 picture(s) of 4096 tokens, guidance 3.5 as an input, bfloat16" in out
     assert "2 x NVIDIA H200: ulysses 2" in out
     assert "a step: 74" in out

@@ -88,6 +88,7 @@ def test_a_preset_makes_a_preview_without_a_decoder(capsys: pytest.CaptureFixtur
     ddpm: dict[str, Any] = {"scheduler": "DDPMScheduler", "respacing": "2", "guidance_channels": 3}
     run(Args("dit-s/8", ("1",), size="128", out=tmp_path / "x.png", **ddpm))
     told = capsys.readouterr().out
+    assert "model     dit-s/8\nweights   random (preset)\n" in told
     assert "first three latent channels" in told
     assert "2 steps of DDPMScheduler with the model's variances on local tokens, guidance 4" in told
     assert (tmp_path / "x.png").is_file()

@@ -15,7 +15,9 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import checked
 from seqpar.loading import hub
 from seqpar.loading.names import resolve
+from seqpar.loop.blueprint import locate
 from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.find import family_of
 from tests.support.pool import Pool
 
 
@@ -86,6 +88,40 @@ def test_a_name_like_a_known_one_is_suggested_without_a_list(
         resolve(name)
     assert str(error.value).endswith(f"; did you mean {near}?" if near else "there is no such path")
     assert "presets" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FLUX.1-dev", "black-forest-labs/FLUX.1-dev or random:FLUX.1-dev (random weights)"),
+        ("flux.1-dev", "black-forest-labs/FLUX.1-dev or random:FLUX.1-dev (random weights)"),
+        ("random:flux.1-dev", "black-forest-labs/FLUX.1-dev or random:FLUX.1-dev (random weights)"),
+        ("unidiffuser-v1", "thu-ml/unidiffuser-v1 or random:unidiffuser-v1 (random weights)"),
+        ("qwen-image", "Qwen/Qwen-Image"),
+        ("DiT-S/8", "dit-s/8 (random weights)"),
+        ("Large-DiT-3B", "large-dit-3b (random weights)"),
+        ("Builtin", "builtin"),
+    ],
+)
+def test_no_preset_stands_in_for_another_name(asked: Callable[[Any], list[Any]], name: str, meant: str) -> None:
+    questions = asked(None)
+    with pytest.raises(ValueError, match="did you mean") as error:
+        family_of(name)
+    assert str(error.value) == f"got model {name!r}, which does not exist: did you mean {meant}?"
+    assert not questions
+
+
+def test_a_path_and_a_preset_of_one_name_are_both_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("dit-s/8", "random:dit-s/8", "random:FLUX.1-dev"):
+        assert resolve(name) is None  # presets; a negative control
+    Path("dit-s/8").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"dit-s/8 is a preset .* and a path; write random:dit-s/8 or \./dit-s/8$"):
+        resolve("dit-s/8")
+    assert resolve("random:dit-s/8") is None
+    assert resolve("./dit-s/8") == Path("dit-s/8")
+    with pytest.raises(ValueError, match=r"got the preset random:FLUX\.1-dev, a pipeline of diffusers"):
+        locate("random:FLUX.1-dev")
 
 
 def told(rank: int, world: int, device: torch.device, log: str) -> str:

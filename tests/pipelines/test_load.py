@@ -254,12 +254,12 @@ def refused(rank: int, world: int, device: torch.device, folder: str, dtype: tor
 
         return called
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(
-            _Requests, "__exit__", grow(_Requests.__exit__, lambda own, *_: Path(own._checkpoint.name).parent)
-        )
+    left = grow(_Requests.__exit__, lambda own, *_: Path(own._checkpoint.name).parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Requests, "__exit__", left)
         patch.setattr(encoder_files, "_complete", grow(encoder_files._complete, lambda kind, path, *_: path))
-        seqpar.load(folder, dtype=dtype, mesh=mesh_of(device, ulysses=world))
+        with pytest.raises(ValueError, match="safetensors") as error:
+            seqpar.load(folder, dtype=dtype, mesh=mesh_of(device, ulysses=world))
     return str(error.value)
 
 

@@ -120,7 +120,7 @@ def test_an_encoder_without_all_of_its_weights_is_refused(folders: tuple[Path, P
     state = load_file(whole / CLIP_FOLDER / "model.safetensors")
     lost = next(key for key in sorted(state) if key.startswith("text_model.encoder"))
     save_file({key: x for key, x in state.items() if key != lost}, whole / CLIP_FOLDER / "model.safetensors")
-    with pytest.raises(ValueError, match="that does not load: it lacks 1 weights, such as"):
+    with pytest.raises(ValueError, match=r"wrong keys\. Missing 1: .*\. Unknown 0: none"):
         Pipeline.load(Files.locate(whole), prompts=[TEXT])
 
 

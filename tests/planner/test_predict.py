@@ -84,7 +84,7 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
 )
 def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: int, measured: dict[str, float]) -> None:
     """Without work beside attention, and with q, k and v made by the block itself, nothing is hidden."""
-    work = flux.work(PRESETS["flux.1-dev"].parts["transformer"][1])
+    work = flux.work(PRESETS["FLUX.1-dev"].parts["transformer"][1])
     load = replace(ONE, guidance=False, labels=1, others=work.joined)
     found = planned(load, world=world, work=work)
     assert found.best.strategy == "kv_first"

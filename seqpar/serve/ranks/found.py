@@ -12,6 +12,7 @@ from PIL import Image
 
 from seqpar.loading.known_parts import PipelineParts
 from seqpar.loading.lora import Lora
+from seqpar.loading.names import preset_of
 from seqpar.loading.presets import Preset
 from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Mesh
@@ -69,6 +70,8 @@ class Found:
         video = ranks.together(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
         plan = make(example.work, example.load, dtype, ranks, Wish())
         fitting = ranks.together(lambda: FittingLoras.of(example, loras))
+        if ranks.is_main and preset_of(name) is not None:
+            print(f"seqpar: {name} has random weights (preset)", flush=True)
         return Found(name, family, dtype, example, plan, fitting, drawing, needs, video)
 
     @property

@@ -161,8 +161,8 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
         raise ValueError(f"got --size {text}, expected pixels like 256 or 256x384 (height x width)")
-    if any(len(side) > len(str(MOST_SIDE)) or int(side) > MOST_SIDE for side in sides):
-        raise ValueError(f"got --size {text}, expected at most {MOST_SIDE} pixels along a side")
+    if any(len(side) > len(str(MOST_SIDE)) or not 1 <= int(side) <= MOST_SIDE for side in sides):
+        raise ValueError(f"got --size {text}, expected 1 to {MOST_SIDE} pixels along a side")
     return int(sides[0]), int(sides[-1])
 
 

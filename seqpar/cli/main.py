@@ -18,6 +18,7 @@ from seqpar.cli.exits import guarded
 from seqpar.cli.interrupted import at_once
 from seqpar.cli.quick_exit import quick_exit
 from seqpar.cli.ranks import start, wanted
+from seqpar.types.flags import parsed
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Profile = Annotated[ProfileArgs, tyro.conf.subcommand("profile")]
@@ -40,9 +41,8 @@ def sample() -> None:
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
     commands: Any = Sample | Profile | Plan | Fidelity | Convert | Replica
-    args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs = tyro.cli(
-        commands, prog="seqpar", args=words, console_outputs=rank == 0
-    )
+    args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs
+    args = parsed(commands, words, "seqpar", __doc__, shows=rank == 0)
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
         with at_once():

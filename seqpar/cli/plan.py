@@ -16,6 +16,7 @@ from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
+from seqpar.types.arguments import check_whole
 
 
 def as_dry_run(args: PlanArgs) -> Args:
@@ -37,6 +38,9 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, hosts: int = 1, explain
     hosts: on how many machines the GPUs of the flags are. explained: whether each table is followed by why its first
     layout wins.
     """
+    check_whole("--hosts", hosts, 1, 512)
+    if hosts > 1 and not args.dry_run:
+        raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]

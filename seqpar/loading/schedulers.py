@@ -31,7 +31,7 @@ def build(config: Mapping[str, Any], name: str | None = None, model: Any = None)
     than that of the configuration.
     """
     check_scheduler(config)
-    chosen = name or config.get("_class_name", "DDIMScheduler")
+    chosen = config.get("_class_name", "DDIMScheduler") if name is None else name
     known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
     if chosen not in known:
         raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")

@@ -93,6 +93,19 @@ def test_a_dry_run_refuses_what_a_run_would(capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_hosts_are_checked_where_nothing_is_split(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
+        ("--hosts 0", "got --hosts=0, expected a whole number from 1 to 512"),
+        ("--hosts -1 --gpus 2", "got --hosts=-1, expected a whole number from 1"),
+        ("--hosts 2", "--hosts 2 needs the number of all their GPUs; add --gpus, such as --gpus 16"),
+        ("--hosts 3 --gpus 8", "got --hosts 3 for 8 GPUs, expected hosts with equally many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(["plan", *flags.split()])
+        assert capsys.readouterr().out == ""
+
+
 def test_a_refused_plan_is_one_line_and_a_failure() -> None:
     done = seqpar("plan", "--gpus", "2", "--strategy", "foo")
     assert done.returncode == 2

@@ -18,6 +18,8 @@ from typing import Annotated
 
 import tyro
 
+from seqpar.types.flags import parsed
+
 EXTRA = ("fastapi", "uvicorn", "multipart", "prometheus_client")
 FAILURE, MISTAKE = 1, 2
 
@@ -75,8 +77,8 @@ def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:
     One line "error: ..." tells a mistake or what failed.
     """
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    args = tyro.cli(ServeArgs, prog="seqpar serve", description=__doc__, args=words)
     try:
+        args = parsed(ServeArgs, words, "seqpar serve", __doc__)
         if missing:
             raise ValueError(f"serving requires {', '.join(missing)}: pip install -e '.[serve]' in a clone")
         # imported when the extra is known to be there

@@ -42,7 +42,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
     commands: Any = Sample | Profile | Plan | Fidelity | Convert | Replica
     args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs
-    args = parsed(commands, words, "seqpar", __doc__, shows=rank == 0)
+    args = parsed(commands, words, "seqpar", shows=rank == 0)
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
         with at_once():

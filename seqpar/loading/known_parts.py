@@ -16,7 +16,7 @@ from seqpar.loading.folder import Fitted, check_parts, kind_of, model_of
 from seqpar.loading.meta import WithoutValues
 from seqpar.loading.parts import parts_of, read_scheduler
 from seqpar.loading.presets import Preset
-from seqpar.loading.tokenizers import check_named, check_tokenizer
+from seqpar.loading.tokenizers import CONFIG, check_named, check_tokenizer
 from seqpar.loading.transformers import NAMES
 
 
@@ -77,9 +77,11 @@ def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -
 
 def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
     """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
-    for name in (name for name, _ in parts_of(index) if name.startswith("tokenizer") and (folder / name).is_dir()):
-        check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
-        check_tokenizer(folder / name)
+    for name in (name for name, _ in parts_of(index) if (folder / name).is_dir()):
+        if name.startswith("tokenizer"):
+            check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
+        if name.startswith("tokenizer") or (folder / name / CONFIG).is_file():  # a processor may hold one, too
+            check_tokenizer(folder / name)
 
 
 def parts_of_preset(preset: Preset) -> PipelineParts:

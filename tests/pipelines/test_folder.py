@@ -249,6 +249,56 @@ def test_weights_that_a_model_would_not_get_are_refused(tmp_path: Path, name: st
             assert str(tmp_path) in str(error.value)
 
 
+def of_vocabulary(**tokens: object) -> Callable[[Any], Any]:
+    def change(content: Any) -> Any:
+        return content | {"model": content["model"] | {"vocab": content["model"]["vocab"] | tokens}}
+
+    return change
+
+
+def of_length(most: object) -> Callable[[Any], Any]:
+    return lambda content: content | {"model_max_length": most}
+
+
+LENGTHS = (0, -1, 10**9, 10**19, "x", [1], float("nan"), True)
+TOKENIZERS: list[tuple[str, Callable[[Any], Any], str | None]] = [  # file, its new content, message (None: it is taken)
+    *(("tokenizer_config.json", of_length(most), None) for most in (1, 1 << 26, 1e30, 10**30, None)),
+    *(("tokenizer_config.json", of_length(most), r"max_length=.*, expected 1 to 67108864 tokens") for most in LENGTHS),
+    ("tokenizer.json", of_vocabulary(cat=-1), r"tokenizer\.json, which is no tokenizer: .*`-1`, expected u32"),
+    ("tokenizer.json", of_vocabulary(cat=1 << 32), r"which is no tokenizer: .*`4294967296`, expected u32"),
+    ("tokenizer.json", of_vocabulary(cat=None), "which is no tokenizer: "),
+    ("tokenizer.json", lambda content: {}, "which is no tokenizer: Model missing"),
+    ("tokenizer.json", dict, None),
+    ("vocab.json", lambda content: {"cat": 1, "dog": 2}, None),
+    ("vocab.json", lambda content: {"cat": -1}, r"vocab\.json with token 'cat'=-1, expected a number below 2\^32"),
+    ("vocab.json", lambda content: {"cat": "x"}, "with token 'cat'='x', expected a number"),
+    ("added_tokens.json", lambda content: {"cat": 1 << 32}, "with token 'cat'=4294967296, expected a number below"),
+]
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "processor"])
+def test_tokenizers_that_others_would_fail_on_are_refused(tmp_path: Path, part: str) -> None:
+    """10^9 tokens took 6 GB; the tokenizers library raises errors without a class of its own."""
+    pipelines.pixart().save_pretrained(tmp_path)
+    folder = (tmp_path / "tokenizer").rename(tmp_path / part)
+    if part == "processor":
+        index = json.loads((tmp_path / "model_index.json").read_text())
+        named = index | {"tokenizer": [None, None], part: ["transformers", "CLIPProcessor"]}
+        (tmp_path / "model_index.json").write_text(json.dumps(named))
+    for file, change, message in TOKENIZERS:
+        path = folder / file
+        before = path.read_text() if path.exists() else None
+        path.write_text(json.dumps(change(json.loads(before or "{}"))))
+        if message is None:
+            check(tmp_path)
+        else:
+            with pytest.raises(ValueError, match=message):
+                check(tmp_path)
+        path.unlink()
+        if before is not None:
+            path.write_text(before)
+
+
 def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:
     pipelines.wan().save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import Kind, kind_of
+from seqpar.loading import pipeline
+from seqpar.loop import distributed
 from seqpar.mesh.mesh import Mesh, fill, pick_device
 from seqpar.mesh.messages import SMALL
+from seqpar.serve.ranks import found
+from seqpar.serve.ranks.preview import Previews
 from tests.support.pool import Pool
 
 
@@ -157,3 +164,57 @@ def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyP
 
 def test_a_mesh_takes_the_name_of_a_device() -> None:
     assert {mesh.device for mesh in (Mesh.from_env(device="cpu"), Mesh.joined("cpu"))} == {torch.device("cpu")}
+
+
+def a_name(rank: int, mesh: Mesh) -> object:
+    """Find a model of a server whose name only rank 1 does not find, as where the hub answers rank 0 alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "family_of", fails if rank == 1 else lambda name: (None, None))
+        return found.Found.of("x", torch.float32, mesh, {})
+
+
+def a_part(rank: int, mesh: Mesh) -> object:
+    """Read a folder that lacks a part on rank 1's host."""
+    index, fitted = {"vae": ["diffusers", "AutoencoderKL"]}, {} if rank == 1 else {"vae": None}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "why_not", lambda *_: None)
+        patch.setattr(pipeline.Weights, "of", lambda *_: None)
+        return pipeline._weights(pipeline.Folder(Path("p"), None, index, fitted), torch.float32, mesh)  # pyright: ignore
+
+
+def a_plan(rank: int, mesh: Mesh) -> object:
+    """Give a plan on rank 1 alone; the others would make one together."""
+    return distributed._ranks_of(mesh, None if rank == 1 else object())
+
+
+def a_preview(rank: int, mesh: Mesh) -> object:
+    """Show latents that are no rows of tokens, on rank 0 alone."""
+    return Previews(mesh)._look("", None, lambda told: None, 0, torch.zeros(1, 5, 4), None)  # pyright: ignore
+
+
+def fails(*_: object) -> NoReturn:
+    raise ValueError("got x")
+
+
+def alone(rank: int, world: int, device: torch.device, work: Callable[[int, Mesh], object]) -> tuple[str, str]:
+    """Return the error of work that fails on one rank, and what a value that is exchanged next becomes."""
+    mesh = Mesh.joined(device)
+    with pytest.raises(ValueError, match="got") as error:
+        work(rank, mesh)
+    return str(error.value), mesh.share("next", str)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (a_name, "rank 1: got x"),
+        (a_part, "rank 1: got p without vae, which rank 0 has; give all hosts the same files"),
+        (a_plan, "got a plan on some ranks and none on others, expected the same plan on all"),
+        (a_preview, "got partial pictures with latents of shape (1, 5, 4), expected (N, C, h, w)"),
+    ],
+    ids=["name", "part", "plan", "preview"],
+)
+def test_what_fails_on_one_rank_fails_on_all_and_they_stay_in_step(ranks: Pool, work: Any, message: str) -> None:
+    told = ranks.run(3, alone, work)
+    assert told == [(told[0][0], "next")] * 3
+    assert told[0][0].startswith(message)

@@ -1,7 +1,7 @@
 """Start this command on several processes of this machine, which meet in a folder that only this user can reach.
 
 Each rank is `python -m seqpar.cli` with the flags of this process. As soon as one fails, all others are ended; then
-this process prints one message and exits with the failed rank's code. Ctrl-C ends all ranks. By what lies in the folder
+this process prints one message and exits with the failed rank's code. A signal ends all ranks. By what lies in the folder
 ranks find each other and show that they live, so that no port is open for it.
 """
 
@@ -38,7 +38,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where 
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
 
-class Stop:
+class Signalled:
     """A handler that notes the first signal that tells this process to end; number: 0 before.
 
     It raises nothing: an error in a handler is lost where Python itself calls a function, as around a fork.
@@ -73,7 +73,7 @@ def start(words: Sequence[str], count: int) -> None:
     reports = Reports()
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="seqpar-", dir=parent) as folder:  # of mode 0700
-        stop, failed = Stop(), dict[int, int]()
+        stop, failed = Signalled(), dict[int, int]()
         try:
             with _noted(stop):
                 command = (sys.executable, "-u", *_safe_path(), "-m", MODULE, *words)
@@ -103,7 +103,7 @@ def start(words: Sequence[str], count: int) -> None:
             raise SystemExit(code)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports, stop: Stop) -> dict[int, int]:
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports, stop: Signalled) -> dict[int, int]:
     """Wait for a signal, or until all ranks have ended or one has failed; return the exit codes of those that failed.
 
     Where these have only lost another rank, that one has `CAUSE_S` to say why it has failed.
@@ -146,7 +146,7 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 @contextmanager
-def _noted(stop: Stop) -> Iterator[None]:
+def _noted(stop: Signalled) -> Iterator[None]:
     """Note signals that tell the process to end in this context, and ignore more of them after it, while ranks end.
 
     One that is ignored stays ignored.

@@ -1,8 +1,8 @@
 """Start this command on several processes of this machine, which meet in a folder that only this user can reach.
 
 Each rank is `python -m seqpar.cli` with the flags of this process. As soon as one fails, all others are ended; then
-this process prints one message and exits with the failed rank's code. A signal ends all ranks. By what lies in the folder
-ranks find each other and show that they live, so that no port is open for it.
+this process prints one message and exits with the failed rank's code. A signal ends all ranks. By what lies in the
+folder ranks find each other and show that they live, so that no port is open for it.
 """
 
 from __future__ import annotations

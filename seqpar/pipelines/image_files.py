@@ -69,7 +69,8 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
         with Image.open(file, formats=FORMATS) as image:
             reason = _why_not(file, image)
             if reason is None:
-                return ImageOps.exif_transpose(_on_white(image)).convert("RGB")
+                # turned first: a picture that is put on white has no metadata
+                return _on_white(ImageOps.exif_transpose(image)).convert("RGB")
     except UnidentifiedImageError as error:
         expected = f"expected a picture as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise ValueError(f"got {what}, which is none, {expected}") from error
@@ -89,10 +90,14 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _why_not(file: IO[bytes], image: Image.Image) -> str | None:
-    """Return why a picture is not taken, before its pixels are read, or None: too large, or cut to 8 bits."""
+    """Return why a picture is not taken, before its pixels are read, or None."""
     if image.width * image.height > MOST_PIXELS:
         size = f"{image.height}x{image.width} pixels (height x width)"
         return f"of {size}, expected at most {MOST_PIXELS} pixels; make it smaller"
+    if image.mode == "P" and image.palette is None:
+        return (
+            "which is broken: it lacks the palette (PLTE) of its pixels; save it again from its source"
+        )
     deep = image.mode.startswith(DEEP)
     if image.format == "PNG":
         place = file.tell()

@@ -33,11 +33,33 @@ def test_a_picture_is_read_and_a_truncated_one_never_in_part(tmp_path: Path, for
             read(str(path))
 
 
-def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned to the left
-    Image.fromarray(NOISE).save(tmp_path / "x.png", exif=exif)
-    assert (np.asarray(read(str(tmp_path / "x.png")).image) == np.rot90(NOISE, -1)).all()
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "PA", "L", "LA"])
+def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path, mode: str, form: str) -> None:
+    """With transparency, too: a quarter of each picture that can have it is transparent, and becomes white."""
+    if form == "JPEG" and mode not in ("RGB", "L"):
+        pytest.skip("JPEG has neither palettes nor transparency")
+    clear = np.full((40, 50), 255, np.uint8)
+    clear[:20, :25] = 0
+    picture = Image.fromarray(NOISE).convert("L" if mode in ("L", "LA") else "RGB")
+    if mode in ("RGBA", "LA"):
+        picture.putalpha(Image.fromarray(clear))
+    elif mode in ("P", "PA"):
+        picture = picture.quantize(16)
+    more = {"transparency": 3} if mode == "PA" else {}  # all pixels of one colour
+    for number in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = number
+        picture.save(tmp_path / f"{number}", form, exif=exif, **more, **BEST[form])
+    plain, *turned = (np.asarray(read(str(tmp_path / f"{number}")).image) for number in range(1, 9))
+    for number, got in enumerate(turned, 2):
+        flipped = plain[:, ::-1] if number in (2, 4, 5, 7) else plain
+        quarters = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(number, 0)
+        assert np.array_equal(got, np.rot90(flipped, quarters)), number
+    if mode in ("RGBA", "LA"):
+        assert (plain[:20, :25] == 255).all()
+    if mode == "PA" and form == "PNG":
+        assert ((plain == 255).all(axis=2) == (np.asarray(picture) == 3)).all()
 
 
 def test_what_is_transparent_becomes_white(tmp_path: Path) -> None:
@@ -55,12 +77,15 @@ def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatc
     program.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")  # for which Pillow starts Ghostscript
     colours, pipe = tmp_path / "colours.png", tmp_path / "pipe.png"
     header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)  # one pixel of three values of 16 bits
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(7))), (b"IEND", b""))
-    checked = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in parts)
-    colours.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(checked))
+    bare, palette = tmp_path / "bare.png", struct.pack(">IIBBBBB", 2, 1, 8, 3, 0, 0, 0)  # two pixels of a palette
+    for path, head, size in ((colours, header, 7), (bare, palette, 3)):
+        parts = ((b"IHDR", head), (b"IDAT", zlib.compress(bytes(size))), (b"IEND", b""))
+        checked = (struct.pack(">I", len(x)) + kind + x + struct.pack(">I", zlib.crc32(kind + x)) for kind, x in parts)
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(checked))
     os.mkfifo(pipe)
     messages = {
         colours: "of more than 8 bits a value, expected 8",
+        bare: "which is broken: it lacks the palette",
         pipe: "which is a pipe, expected a file",
         deep / "x": "which cannot be read: Not a directory",
         deep: "of more than 8 bits a value, expected 8",

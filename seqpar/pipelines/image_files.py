@@ -95,7 +95,7 @@ def _why_not(file: IO[bytes], image: Image.Image) -> str | None:
         size = f"{image.height}x{image.width} pixels (height x width)"
         return f"of {size}, expected at most {MOST_PIXELS} pixels; make it smaller"
     if image.mode == "P" and image.palette is None:
-        return "which is broken: it lacks the palette (PLTE) of its pixels; save it again from its source"
+        return "without the palette (PLTE) of its pixels; save it again from its source"
     deep = image.mode.startswith(DEEP)
     if image.format == "PNG":
         place = file.tell()

@@ -85,7 +85,7 @@ def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatc
     os.mkfifo(pipe)
     messages = {
         colours: "of more than 8 bits a value, expected 8",
-        bare: "without the palette (PLTE) of its pixels; save it again",
+        bare: r"without the palette \(PLTE\) of its pixels; save it again",
         pipe: "which is a pipe, expected a file",
         deep / "x": "which cannot be read: Not a directory",
         deep: "of more than 8 bits a value, expected 8",

@@ -48,7 +48,10 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint that fits a model of diffusers, which is on the meta device, or one of transformers (None)."""
+    """A checkpoint that fits a model.
+
+    model: on the meta device; None for an encoder of transformers, and for a file under its authors' keys.
+    """
 
     checkpoint: Checkpoint
     model: Any
@@ -109,7 +112,10 @@ def check_parts(
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             found = check_model(folder / name, library, kind)
             fitted |= {} if found is None else {name: found}
-    return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1], fitted
+    if file is None:
+        return read_json(folder / "transformer" / "config.json"), fitted
+    checkpoint, config = check_single(file)
+    return config, {**fitted, "transformer": Fitted(checkpoint, None)}
 
 
 def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:

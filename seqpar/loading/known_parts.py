@@ -60,8 +60,9 @@ class PipelineParts:
     @cached_property
     def transformer(self) -> Any:
         """Return the transformer without memory for weights; ValueError if its config describes none."""
-        if "transformer" in self.fitted:
-            return self.fitted["transformer"].model
+        fitted = self.fitted.get("transformer")
+        if fitted is not None and fitted.model is not None:
+            return fitted.model
         name = self.source.name if isinstance(self.source, Preset) else str(self.source)
         return built(model_of(self.index), self.config, name)
 

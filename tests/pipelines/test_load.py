@@ -254,11 +254,13 @@ def refused(rank: int, world: int, device: torch.device, folder: str, dtype: tor
 
         return called
 
-    left = grow(_Requests.__exit__, lambda own, *_: Path(own._checkpoint.name).parent)
+    kind, left = THEIRS.FluxPipeline, grow(_Requests.__exit__, lambda own, *_: Path(own._checkpoint.name).parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Requests, "__exit__", left)
         patch.setattr(encoder_files, "_complete", grow(encoder_files._complete, lambda kind, path, *_: path))
-        with pytest.raises(ValueError, match="safetensors") as error:
+        if any(Path(folder).glob("*/beside.py")):
+            patch.setattr(kind, "from_pretrained", grow(kind.from_pretrained, lambda *_: grown))
+        with pytest.raises(ValueError, match=folder) as error:
             seqpar.load(folder, dtype=dtype, mesh=mesh_of(device, ulysses=world))
     return str(error.value)
 
@@ -268,10 +270,12 @@ def refused(rank: int, world: int, device: torch.device, folder: str, dtype: tor
 def test_weights_that_change_or_are_not_finite_are_refused_on_all_ranks(
     ranks: Pool, tmp_path: Path, world: int, part: str
 ) -> None:
-    """Encoders in another dtype than their files are read by transformers."""
+    """Read by ranks together; encoders in another dtype by transformers; what has a program beside it by diffusers."""
     pipelines.flux().to(torch.float32).save_pretrained(tmp_path)
     (file,) = (tmp_path / part).glob("*.safetensors")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, beside in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        if beside:
+            (tmp_path / part / "beside.py").touch()
         before = file.read_bytes()
         one, *others = ranks.run(world, refused, str(tmp_path), dtype, part)
         assert f"{file} changed while it was read; load it again" in one
@@ -281,7 +285,7 @@ def test_weights_that_change_or_are_not_finite_are_refused_on_all_ranks(
         safetensors.torch.save_file(state, file, {"format": "pt"})
         finite, *same = ranks.run(world, refused, str(tmp_path), dtype, None)
         assert f"got NaN or infinity in {max(state)}, expected finite weights" in finite
-        assert str(file) in finite
+        assert str(file.parent if beside else file) in finite
         assert all(each == one for each in others)
         assert all(each == finite for each in same)
         file.write_bytes(before)

@@ -187,12 +187,14 @@ local=. A plan in diffusers' form (_cp_plan) works, too"""
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
     """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
 
-    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one).
+    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one), and
+    so may one with "*" for a list of no modules.
     """
-    modules = [module]
+    modules, empty = [module], False
     for step in path.removesuffix("?").split(".") if path else ():
+        empty = empty or (step == "*" and any(isinstance(one, nn.ModuleList) and not len(one) for one in modules))
         modules = [child for parent in modules for child in _children(parent, step)]
-    if not modules and not path.endswith("?"):
+    if not modules and not empty and not path.endswith("?"):
         known = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
             f"got cuts at the submodule {path!r}, which {type(module).__name__} does not have, expected paths "

@@ -196,11 +196,11 @@ class SplitAttention:
         """Return an error that is the same on every rank: it has no number of this rank's tokens."""
         lengths = ", ".join(f"{total} of {name}" for name, total in forward.lengths.items()) or "none"
         expected = " and ".join(self.joint.streams) or "one or all of the streams"
-        whole = [name for name in self.joint.streams if name not in forward.lengths]
-        more = f" (a tensor of one token stays whole: {' and '.join(whole)} needs two or more)" if whole else ""
+        if (reason := self.ranks.why_of_one(self.joint.streams or sorted(forward.of_one))) is not None:
+            return ValueError(reason)
         return ValueError(
             f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
-            f"{lengths} were cut before it{more}; check the cuts and the streams of its attention"
+            f"{lengths} were cut before it; check the cuts and the streams of its attention"
         )
 
     def _unclear(self, kind: str, what: str) -> ValueError:

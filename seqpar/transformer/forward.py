@@ -34,6 +34,7 @@ T = TypeVar("T")
 class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
+    of_one: streams of which a tensor with one row was met, which is not split: it may be one for all tokens.
     padding: how many tokens at the end of the text are padding that attention weighs (`JointShard.padding`).
     converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
     next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
@@ -42,6 +43,7 @@ class Forward:
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
+    of_one: set[str] = field(default_factory=set)
     masks: dict[str, Tensor] = field(default_factory=dict)
     padding: int = 0
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
@@ -91,9 +93,10 @@ class Ranks:
         if (cut.dims is not None and x.dim() != cut.dims) or self.now is None:
             return x
         total, parts = x.shape[cut.dim], self.axis.size
-        if total == 1 < parts:
-            return x
         name = cut.stream or str(total)
+        if total == 1 < parts and not (cut.may_be_empty and self.now.lengths.get(name, 1) == 1):
+            self.now.of_one |= {cut.stream}
+            return x
         known = self.now.lengths.setdefault(name, total)
         if total != known:
             raise ValueError(
@@ -112,14 +115,23 @@ class Ranks:
         """Return this rank's tokens of each stream, one after the other, of a tensor with those of all ranks."""
         lengths = {} if self.now is None else self.now.lengths
         totals = [lengths.get(stream, 0) for stream in cut.streams]
+        if (reason := self.why_of_one(cut.streams)) is not None:
+            raise ValueError(reason)
         if sum(totals) != x.shape[cut.dim] or 0 in totals:
             raise ValueError(
                 f"got a tensor of shape {tuple(x.shape)} for all tokens of {' and '.join(cut.streams)}, of which "
-                f"{', '.join(map(str, totals))} were cut before it, expected as many; two or more of each are needed"
+                f"{', '.join(map(str, totals))} were cut before it, expected as many"
             )
         shares = [Shard(total, self.axis.size).slice(self.axis.rank) for total in totals]
         parts = zip(x.split(totals, dim=cut.dim), shares, strict=True)
         return torch.cat([part.narrow(cut.dim, mine.start, mine.stop - mine.start) for part, mine in parts], cut.dim)
+
+    def why_of_one(self, streams: Sequence[str]) -> str | None:
+        """Return why streams of which no tensor was cut cannot be split, if one with a single token was met."""
+        now = self.now or Forward()
+        one = next((name for name in streams if name in now.of_one and name not in now.lengths), None)
+        article = "an" if one == "image" else "a"
+        return None if one is None else f"{article} {one} of one token cannot be split; pad it or use cfg=/data="
 
     def total(self, stream: str, use: str) -> int:
         """Return the number of tokens of a stream on all ranks; ValueError if none of it was cut yet."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -114,15 +115,15 @@ def fused(
 
 def with_few(
     rank: int, world: int, device: torch.device, strategy: str, transport: str, first: int
-) -> dict[str, tuple[Outputs, list[str]]]:
-    """Return the outputs of every second transformer with a text of two tokens, and the functions that were called."""
+) -> dict[tuple[str, int], tuple[Outputs, list[str]]]:
+    """Return the outputs of every second transformer with texts of two and one tokens, and what was called."""
     results = {}
-    for name in TEXTS[first::2]:
+    for name, tokens in product(TEXTS[first::2], (2, 1)):
         with counted() as calls:
             body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
             with StayDouble():
-                outputs = flat(body(few(MODELS[name].arguments(device))))
-            results[name] = tuple(x.clone() for x in outputs), list(calls)
+                outputs = flat(body(few(MODELS[name].arguments(device), tokens)))
+            results[name, tokens] = tuple(x.clone() for x in outputs), list(calls)
     return results
 
 
@@ -131,8 +132,8 @@ def test_ranks_without_tokens_of_the_text_are_right(
     ranks: Pool, world: int, strategy: str, transport: str, first: int
 ) -> None:
     for results in ranks.run(world, with_few, strategy, transport, first):
-        for name, (outputs, calls) in results.items():
-            assert error(outputs, short_truth(name, ranks.device)) < TOLERANCE, name
+        for (name, tokens), (outputs, calls) in results.items():
+            assert error(outputs, short_truth(name, ranks.device, tokens)) < TOLERANCE, (name, tokens)
             assert calls == blocks_named(name), name
 
 

@@ -85,10 +85,10 @@ def truth(name: str, device: str) -> tuple[Tensor, ...]:
 
 
 @cache
-def short_truth(name: str, device: str) -> tuple[Tensor, ...]:
-    """Return the outputs of an unchanged transformer of `MODELS` for a text of two tokens, in host memory."""
+def short_truth(name: str, device: str, tokens: int = 2) -> tuple[Tensor, ...]:
+    """Return the outputs of an unchanged transformer of `MODELS` for a text of few tokens, in host memory."""
     tiny = MODELS[name]
-    return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device)), device))
+    return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device), tokens), device))
 
 
 def moved(value: Any, device: torch.device | str) -> Any:

@@ -112,21 +112,24 @@ FEW = [
 ]
 
 
-def with_few(rank: int, world: int, device: torch.device, strategy: str, transport: str, name: str) -> Outputs:
-    """Return the outputs of a split transformer in its second call with a text of two tokens."""
-    tiny = MODELS[name]
-    arguments = few(tiny.arguments(device))
+def with_few(rank: int, world: int, device: torch.device, strategy: str, transport: str, name: str) -> list[Outputs]:
+    """Return the outputs of a split transformer in its second calls with texts of two tokens and of one."""
+    tiny, results = MODELS[name], list[Outputs]()
     body = body_of(tiny.build().to(device), world, device, strategy, transport)
-    called(body, arguments)
-    return called(body, arguments)
+    for tokens in (2, 1):
+        arguments = few(tiny.arguments(device), tokens)
+        called(body, arguments)
+        results.append(called(body, arguments))
+    return results
 
 
 @pytest.mark.parametrize(("world", "strategy", "transport", "name"), FEW)
 def test_ranks_without_tokens_of_the_text_are_right(
     ranks: Pool, world: int, strategy: str, transport: str, name: str
 ) -> None:
-    for got in ranks.run(world, with_few, strategy, transport, name):
-        assert error(got, short_truth(name, ranks.device)) < TOLERANCE
+    for two, one in ranks.run(world, with_few, strategy, transport, name):
+        assert error(two, short_truth(name, ranks.device)) < TOLERANCE
+        assert error(one, short_truth(name, ranks.device, 1)) < TOLERANCE
 
 
 def left(rank: int, world: int, device: torch.device) -> int:

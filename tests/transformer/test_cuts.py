@@ -108,6 +108,7 @@ def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> 
     ("cuts", "told"),
     [
         (Cuts({"blocks.0": Boundary()}, {}), "which SD3Transformer2DModel does not have"),
+        (Cuts({}, {"blocks.*.attn": Joint()}), "which SD3Transformer2DModel does not have"),
         (
             Cuts({"pos_embed": Boundary(inputs={"tokens": CutTokens("image")})}, {}),
             "expected one of the inputs of PatchEmbed",
@@ -189,13 +190,13 @@ def refusals(rank: int, world: int, device: torch.device) -> list[str]:
     tiny, cases = MODELS["flux2"], []
     module = tiny.build().to(device)
     body = body_of(module, world, device, "ulysses")
-    fused = body_of(tiny.build().to(device), world, device, "ulysses", fused=True)
     arguments = tiny.arguments(device)
     cases.append(raised(lambda: body({**arguments, "kv_cache_mode": "extract"})))
     cases.append(raised(lambda: body({**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
     image = {name: arguments[name][:, :2] for name in ("hidden_states", "img_ids")}
     cases.append(raised(lambda: body({**arguments, **image})))
-    cases += [raised(lambda each=each: each(few(arguments, 1))) for each in (body, fused)]
+    three = body_of(MODELS["flux3"].build().to(device), world, device, "ulysses")
+    cases.append(raised(lambda: three(few(MODELS["flux3"].arguments(device), 1))))
     for name, cuts in (("hunyuan", None), ("flux2", module._cp_plan)):
         other, text = MODELS[name].build().to(device), few(MODELS[name].arguments(device))
         each = body_of(other, world, device, "ring", cuts=cuts)
@@ -206,12 +207,11 @@ def refusals(rank: int, world: int, device: torch.device) -> list[str]:
 
 
 def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> None:
-    for cached, uneven, image, one, fused, hunyuan, plan, backend in ranks.run(3, refusals):
+    for cached, uneven, image, one, hunyuan, plan, backend in ranks.run(3, refusals):
         assert cached.startswith("got kv_cache_mode for Flux2Transformer2DModel on several ranks, expected None")
         assert "with 14 tokens of image, expected 15" in uneven
         assert "got 2 tokens of image for 3 ranks, expected at least one a rank" in image
-        for message in (one, fused):
-            assert "a tensor of one token stays whole: text needs two or more" in message
+        assert one == "a text of one token cannot be split; pad it or use cfg=/data="
         for message in (hunyuan, plan):
             assert "got 2 tokens of text for 3 ranks" in message
         assert backend.startswith("got attention backend")

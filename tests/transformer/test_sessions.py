@@ -22,6 +22,7 @@ import seqpar
 from tests.support import pipelines
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny_flux import arguments, theirs, tiny
 from tests.transformer.test_lora import add
@@ -210,3 +211,27 @@ def test_training_on_one_rank_alone_is_refused_on_all(ranks: Pool) -> None:
     first, second = (raised for raised, *_ in ranks.run(2, in_grad_mode, "training", 1))
     assert first == second
     assert first.startswith("rank 1: FluxTransformer2DModel is in training mode")
+
+
+# Models without some blocks ------------------------------------------------------------------------------------
+
+
+def without_blocks(rank: int, world: int, device: torch.device, native: bool) -> list[float]:
+    """Return the errors of transformers without one kind of blocks, for a text of one token, too."""
+    found, given = [], arguments("dev", device=device)
+    few = {name: given[name].narrow(dim, 0, 1) for name, dim in (("encoder_hidden_states", 1), ("txt_ids", 0))}
+    for name in ("num_layers", "num_single_layers"):
+        module: Any = tiny(**{name: 0}).to(device)
+        for call in (given, {**given, **few}):
+            truth = theirs(module, call)
+            seqpar.parallelize(module, mesh_for("ulysses", world, device), native=native)
+            found.append((theirs(module, call) - truth).abs().max().item())
+            seqpar.release(module)
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["fused", "generic"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_empty_list_of_blocks_is_skipped(ranks: Pool, world: int, native: bool) -> None:
+    for found in ranks.run(world, without_blocks, native):
+        assert max(found) < 1e-12

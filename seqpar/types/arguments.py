@@ -52,7 +52,7 @@ def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
 
 def is_not_finite(x: torch.Tensor) -> bool:
     """Return whether a tensor on the host has NaN or infinity; a device is not waited for."""
-    return x.device.type == "cpu" and x.is_floating_point() and not bool(x.isfinite().all())
+    return x.device.type == "cpu" and x.is_floating_point() and not all(map(math.isfinite, x.flatten().tolist()))
 
 
 def check_dtype(dtype: object) -> None:

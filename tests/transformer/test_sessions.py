@@ -54,10 +54,12 @@ def by_another_thread(module: nn.Module, rank: int, number: int) -> None:
 
 
 def by_error(module: nn.Module, rank: int, number: int) -> None:
-    """After the release, a call that finds an argument wrong only when its mesh is there."""
+    """After the release, a call that finds the transformer wrong only when its mesh is there."""
     seqpar.release(module)
-    with pytest.raises(ValueError, match="got native"):
-        seqpar.parallelize(tiny(), native=rank == 0)
+    other = tiny()
+    other.set_attention_backend("native")
+    with pytest.raises(ValueError, match="got attention backend native"):
+        seqpar.parallelize(other)
 
 
 ENDS: dict[str, Callable[[nn.Module, int, int], None]] = {

@@ -242,7 +242,7 @@ def check(module: nn.Module, cuts: Cuts) -> None:
     """Raise ValueError if cuts name submodules or parameters that a module does not have."""
     for path in cuts.attention:
         if not path.endswith("?") and not submodules(module, f"{path}?"):
-            check_joined(module, cuts)  # where a wrapper hides all of them, it says which
+            check_joined(module, cuts, wrapped=True)  # where a wrapper hides all of them, it says which
             submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
     for path, name in [
@@ -264,11 +264,11 @@ def check(module: nn.Module, cuts: Cuts) -> None:
             )
 
 
-def check_joined(module: nn.Module, cuts: Cuts) -> None:
+def check_joined(module: nn.Module, cuts: Cuts, wrapped: bool = False) -> None:
     """Raise ValueError for an attention module that would see the tokens of its rank alone.
 
     Where tokens are split, each attention module joins the ranks or is declared local. One that a wrapper hides from
-    the cuts' paths, or that a user has added, is neither.
+    the cuts' paths, or that a user has added, is neither. wrapped: check only those that are inside a wrapper.
     """
     paths = (*cuts.attention, *cuts.local)
     known = {id(one) for path in paths for one in submodules(module, f"{path.removesuffix('?')}?")}
@@ -277,6 +277,8 @@ def check_joined(module: nn.Module, cuts: Cuts) -> None:
             continue
         above = [".".join(path.split(".")[:end]) for end in range(1, path.count(".") + 1)]
         wrapper = next((each for each in above if not _is_known(module.get_submodule(each))), None)
+        if wrapped and wrapper is None:
+            continue
         inside = f" inside {type(module.get_submodule(wrapper)).__name__} at {wrapper}" if wrapper else ""
         raise ValueError(
             f"{type(one).__name__} at {path} of {type(module).__name__}{inside} would attend to the tokens of one rank "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_availa
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
     quicken()
+
+# under nohup SIGHUP is ignored, also by processes that tests start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
 torch.set_num_threads(1)

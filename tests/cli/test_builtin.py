@@ -66,4 +66,4 @@ def test_classes_and_a_prompt_are_refused_together(tmp_path: Path, model: str, m
 
 def test_names_of_built_in_models_need_no_files() -> None:
     assert names.resolve("builtin") == names.BUILTIN
-    assert names.resolve("Builtin-Text") == names.BUILTIN.with_name("emoji-flux")
+    assert names.resolve("builtin-text") == names.BUILTIN.with_name("emoji-flux")

@@ -121,7 +121,7 @@ def test_embedders_that_differ_between_blocks_are_refused() -> None:
 def test_a_model_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="got a Linear, expected a seqpar model or a diffusers transformer"):
         DistributedDiT(nn.Linear(2, 2), Mesh.single())
-    with pytest.raises(ValueError, match=r"no such path; presets with random weights: dit-"):
+    with pytest.raises(ValueError, match=r"no such path; did you mean dit-xl/\d\?"):
         locate("dit-xxl")
 
 

@@ -184,7 +184,8 @@ def limited() -> None:
 def test_a_rank_that_can_write_no_file_says_why_it_ends(tmp_path: Path) -> None:
     done = seqpar("sample", "--ranks", "2", *LONG, "--out", tmp_path / "x.png", rank=limited)
     assert re.fullmatch(
-        r"(rank 1: )?error: ranks cannot meet in \S+: File too large; free space there, or set TMPDIR to another folder\n",
+        r"(rank 1: )?error: ranks cannot meet in \S+: File too large; free space there, or set TMPDIR to another "
+        r"folder\n",
         done.stderr,
     ), done.stderr
     assert done.returncode == 1

@@ -375,11 +375,8 @@ def test_the_planner_counts_the_flops_that_torch_counts(rows: int) -> None:
 
 def test_presets_have_the_published_sizes() -> None:
     """Parameters of the original files, and the FLOPs of a guided step."""
-    for name, parameters, tokens in (
-        ("random:unidiffuser-v0", 952_504_912, 1104),
-        ("random:unidiffuser-v1", 952_509_520, 1105),
-    ):
-        blueprint = locate(name)
+    for name, parameters, tokens in (("unidiffuser-v0", 952_504_912, 1104), ("unidiffuser-v1", 952_509_520, 1105)):
+        blueprint = locate(f"random:{name}")
         assert sum(x.numel() for x in blueprint.meta().parameters()) == parameters
         assert sum(blueprint.config.lengths.values()) == tokens
         work = uvit.work(blueprint.config)

@@ -44,6 +44,7 @@ def main() -> None:
     words = sys.argv[1:]
     if not words or words[0] not in (*COMMANDS, *INTERNAL):
         raise SystemExit(_without_command(words))
+    take(Ends(leaves(), at_once=True))  # imports take seconds
     if words[0] == SERVE:
         from seqpar.serve.front.command import main as serve
 
@@ -51,7 +52,6 @@ def main() -> None:
         if code == MISTAKE:  # nothing has started
             raise SystemExit(code)
         quick_exit(code)
-    take(Ends(leaves(), at_once=True))  # imports take seconds
     from seqpar.cli.main import main as other
 
     other()

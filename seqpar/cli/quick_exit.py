@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
 def quick_exit(code: int) -> NoReturn:
     """Exit with a code after what atexit has; for processes that have closed everything else."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)

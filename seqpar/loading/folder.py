@@ -26,7 +26,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from seqpar.loading.checkpoint import Checkpoint, check_keys, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.encoder_files import open_encoder
 from seqpar.loading.errors import naming
-from seqpar.loading.hub import errors_only, importing_pipelines
+from seqpar.loading.hub import errors_only, importing_pipelines, no_bars
 from seqpar.loading.jsons import read_json
 from seqpar.loading.layout import open_model
 from seqpar.loading.meta import WithoutValues
@@ -250,14 +250,8 @@ def _quiet() -> Iterator[None]:
     """Silence warnings and bars of transformers."""
     from transformers.utils import logging
 
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with errors_only(logging):
-            yield
-    finally:
-        if shows:
-            logging.enable_progress_bar()
+    with errors_only(logging), no_bars(logging):
+        yield
 
 
 class BoundedModules(WithoutValues):

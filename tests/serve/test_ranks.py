@@ -168,7 +168,7 @@ def test_a_signal_to_an_idle_server_ends_all_within_seconds(
         server.kill()
         server.wait()
     left = {path.name for path in (tmp_path / "tmp").rglob("*") if "torchinductor" not in str(path)}
-    assert {each for each in left if not each.startswith("seqpar-")} <= {"lock", "ranks"}
+    assert {each for each in left if not each.startswith("seqpar-")} <= {".seqpar-serve.lock", "ranks"}
     assert len(left) == (0 if number == signal.SIGTERM else 3)
 
 

@@ -67,6 +67,10 @@ class InputImages:
 NO_IMAGES = InputImages()
 
 
+class ProcessDiedError(OSError):
+    """A process of `Processes` died; the message is for clients."""
+
+
 class Processes:
     """Processes that do one thing each at a time; others take their place if one dies. They start when needed."""
 
@@ -79,7 +83,7 @@ class Processes:
         self._pool.submit(int)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns in such a process; OSError if the process died."""
+        """Return what a function returns in such a process; ProcessDiedError if the process died."""
         pool = self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -87,7 +91,7 @@ class Processes:
             log.event(f"the process that {self._task} died and is started again", level=40)
             if pool is self._pool:  # else another request has found it out before
                 self._pool = self._new_pool()
-            raise OSError(f"the process that {self._task} died; ask again") from error
+            raise ProcessDiedError(f"the process that {self._task} died; ask again") from error
 
     def close(self) -> None:
         """End the processes, whatever they do."""
@@ -108,6 +112,7 @@ class Pictures:
         self._encoder = Processes(1, "writes pictures")
         self._decoders = Processes(DECODERS, "reads pictures")
         self._turn = asyncio.Semaphore(DECODERS)
+        self.waiting = 0  # requests whose images are decoded or wait for it, with up to 50 MB each
         self._encoder.start()
 
     async def file_of(
@@ -129,10 +134,14 @@ class Pictures:
 
         check: called with the bytes of all pixels before any are decoded; what it raises is raised.
         """
-        async with self._turn:
-            check(3 * await self._decoders.run(pixels_in, files))
-            file = PixelFile(self._folder)
-            return InputImages(await self._decoders.run(written, files, file.path), file)
+        self.waiting += 1
+        try:
+            async with self._turn:
+                check(3 * await self._decoders.run(pixels_in, files))
+                file = PixelFile(self._folder)
+                return InputImages(await self._decoders.run(written, files, file.path), file)
+        finally:
+            self.waiting -= 1
 
     def close(self) -> None:
         """End the processes."""

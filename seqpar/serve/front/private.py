@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PREFIX, LOCK = "seqpar-", "lock"
+PREFIX, LOCK = "seqpar-serve-", ".seqpar-serve.lock"
 
 
 @contextmanager

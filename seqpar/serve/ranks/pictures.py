@@ -19,8 +19,11 @@ def pictures_of(order: PictureOrder, mesh: Mesh) -> tuple[Picture, ...]:
     def read() -> list[Picture]:
         if order.pixels is None:
             raise ValueError("the order has pictures, but no file with their pixels")
-        with open(order.pixels, "rb") as file:
-            sizes = [((each.width, each.height), file.read(each.nbytes)) for each in order.images]
+        try:
+            with open(order.pixels, "rb") as file:
+                sizes = [((each.width, each.height), file.read(each.nbytes)) for each in order.images]
+        except OSError as error:  # its text has a path of the server
+            raise ValueError("the server cannot read the images of the request; retry later") from error
         pictures = (Image.frombytes("RGB", size, pixels) for size, pixels in sizes)
         return [Picture(f"picture {number}", picture) for number, picture in enumerate(pictures, 1)]
 

@@ -322,6 +322,12 @@ def _without_wrappers(module: nn.Module, name: str) -> str:
     return ".".join(steps)
 
 
+def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Return (path, list) of the lists of modules of which some compute attention: lists of blocks."""
+    lists = ((path, one) for path, one in module.named_modules() if isinstance(one, nn.ModuleList))
+    return [(path, one) for path, one in lists if any(map(is_attention, one.modules()))]
+
+
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module computes attention: diffusers' modules have a processor for it."""
     return hasattr(module, "processor") or isinstance(module, nn.MultiheadAttention)

@@ -56,7 +56,7 @@ def _why_not(kind: type) -> str | None:
     """Return why the cuts of a class may not fit the forward of one that derives from it, or None."""
     theirs = next(one for one in kind.__mro__ if "forward" in vars(one))
     known = next((one for one in kind.__mro__ if one.__name__ in CUTS or vars(one).get("_cp_plan")), theirs)
-    if not issubclass(theirs, known) or theirs is known or theirs.__module__.startswith(HOME):
+    if kind.__mro__.index(theirs) >= kind.__mro__.index(known) or theirs.__module__.startswith(HOME):
         return None
     return (
         f"{theirs.__name__} has a forward of its own, which may decide by one rank's tokens; cuts= says that it "

@@ -13,4 +13,5 @@ def _sd3() -> Cuts:
         "context_embedder": Boundary(outputs={0: TEXT}),
         "proj_out": OUT,
     }
-    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE})
+    attention = {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE}
+    return Cuts(places, attention, local=("image_proj.layers.*.attn",))  # of its IP-adapter, which is refused

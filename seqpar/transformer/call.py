@@ -92,7 +92,6 @@ class Call:
         """Return what the transformer's own forward returns, on every rank."""
         if self._aside is not None:
             return self._aside(*args, **kwargs)
-        self._reached = True
         self.pass_boundary()
         self._grads = torch.is_grad_enabled()
         arguments = self.named(args, kwargs)
@@ -107,6 +106,7 @@ class Call:
                 mine, splits, eagerly = self._rows(task)
                 mine = joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
                 results = self._branches.results(task, mine).whole
+        self._reached = True
         return self._output(*results) if return_dict else results
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

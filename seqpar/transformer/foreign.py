@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from seqpar.families import _processors as processors
+from seqpar.families._cuts import block_lists
 from seqpar.mesh.mesh import Mesh
 
 # where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
@@ -81,11 +82,10 @@ def look(module: nn.Module) -> Foreign:
     """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
     hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
     patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
-    own, members = type(module).__module__.partition(".")[0], set[int]()
+    own, lists = type(module).__module__.partition(".")[0], block_lists(module)
+    members = {id(child) for _, blocks in lists for child in blocks.children()}
     for path, one in module.named_modules():
         hooks += _hooks_on(path, one, type(one) in patched)
-        if isinstance(one, nn.ModuleList):
-            members |= set(map(id, one.children()))
         if id(one) in members and type(one).__module__.partition(".")[0] not in (*LIBRARIES, own):
             hooks.append(Addition(path, f"class {type(one).__name__}", one))
         seated += _processors_on(path, one)
@@ -102,7 +102,8 @@ def look(module: nn.Module) -> Foreign:
 def refuse_compiled(module: nn.Module) -> None:
     """Raise ValueError for a transformer that is compiled, as a whole or in part."""
     for path, one in module.named_modules():
-        if one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule":
+        compiled = one._compiled_call_impl is not None or hasattr(unhooked(_set_on(one)), COMPILED)
+        if compiled or type(one).__name__ == "OptimizedModule":
             raise ValueError(
                 f"Compiled modules are not supported: {path or 'the transformer'} is compiled. Load the model without "
                 f"torch.compile; fused blocks and CUDA graphs are faster"

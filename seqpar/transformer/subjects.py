@@ -18,7 +18,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, check_names, make, named_mesh, wished_images
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
-from seqpar.transformer.foreign import COMPILED, is_offloaded, look, refuse_compiled
+from seqpar.transformer.foreign import is_offloaded, look, refuse_compiled
 from seqpar.transformer.lease import call_of
 from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
@@ -55,8 +55,6 @@ def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
     """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
     refuse_compiled(module)
-    if hasattr(vars(module).get("forward"), COMPILED):
-        raise ValueError(f"Compiled modules are not supported: the forward of {name} is compiled; load it uncompiled")
     if call_of(module) is not None:
         raise ValueError(
             f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.families._cuts import is_attention
+from seqpar.families._cuts import block_lists, is_attention
 from seqpar.mesh.shard import Shard
 from seqpar.transformer.foreign import LIBRARIES, unhooked
 from seqpar.transformer.forward import Ranks
@@ -76,13 +77,14 @@ class BlockWatch(TorchFunctionMode):
         return func(*args, **options)
 
     def _refuse(self, queries: int, keys: int) -> None:
-        """Raise ValueError if as many queries as keys are this rank's share of a stream, or of all joined ones."""
+        """Raise ValueError if as many queries as keys are a rank's share of a stream, or of all joined ones."""
         axis, now = self._ranks.axis, self._ranks.now
         if now is None or queries != keys:
             return
         totals = [total for name, total in now.lengths.items() if not name.isdecimal()]
-        shares = [Shard(total, axis.size).sizes[axis.rank] for total in totals]
-        if queries in (*shares, sum(shares)):
+        # those of all ranks, so that all decide alike
+        shares = [Shard(total, axis.size).sizes for total in totals]
+        if queries in {*chain(*shares), *map(sum, zip(*shares, strict=True))}:
             raise ValueError(
                 f"{self._running[-1]} computes attention itself, to the tokens of one rank only. Call the block's own "
                 f"attention module, pass cuts= that name this attention, or use cfg= or data= ranks"
@@ -96,8 +98,7 @@ def parts_of_users(module: nn.Module) -> dict[str, nn.Module]:
     """
     known = (*LIBRARIES, type(module).__module__.partition(".")[0])
     modules = dict(module.named_modules())
-    lists = ((path, one) for path, one in modules.items() if isinstance(one, nn.ModuleList))
-    members = (f"{path}.{name}" for path, one in lists for name in one._modules)
+    members = (f"{path}.{name}" for path, one in block_lists(module) for name in one._modules)
     steps = (path.split(".") for path, one in modules.items() if is_attention(one))
     above = (".".join(names[:end]) for names in steps for end in range(1, len(names)))
     paths = dict.fromkeys(path.removeprefix(".") for path in (*members, *above))

@@ -77,7 +77,7 @@ def same_vae(pipe: Any) -> Callable[[], None]:
         if other is None or other is vae or isinstance(getattr(other, "decode", None), Shared):
             return  # none decodes nothing; a compiled one, or another pipeline's, is shared
         parts = (*vars(other).values(), *vars(other).get("_modules", {}).values())
-        if not any(part is vae for part in parts):  # as a wrapper has it
+        if vae is None or not any(part is vae for part in parts):  # as a wrapper has it
             raise ValueError(
                 f"got another VAE ({type(other).__name__}) in a pipeline since parallelize, which ranks do not share; "
                 f"call seqpar.release, replace the VAE and call parallelize again"

@@ -80,8 +80,8 @@ def looked_at(vae: Any, name: str, look: Callable[[Any], None], begin: Callable[
 
 def own(vae: Any, name: str) -> Callable[..., Any]:
     """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
-    shared = vars(vae).get(SHARED + name)
-    return shared.alone if isinstance(shared, Shared) else getattr(vae, name)
+    method = vars(vae).get(SHARED + name, getattr(vae, name))
+    return method.alone if isinstance(method, Shared) else method
 
 
 def _shared(vae: Any, name: str) -> Shared:

@@ -21,7 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.families._cuts import block_lists
+from seqpar.families._find import cuts_of
+from seqpar.transformer.foreign import look
 from seqpar.transformer.subjects import cfg_by_default
+from seqpar.transformer.watch import parts_of_users
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for
@@ -227,6 +231,43 @@ def test_attention_of_users_blocks_is_refused(ranks: Pool, world: int) -> None:
         assert forward.startswith("WanTransformerBlock at blocks.1 computes attention itself")
     for texts in ranks.run(1, own_blocks):
         assert texts == [""] * 4
+
+
+class Quantised(nn.Linear):
+    """A layer of another package, as bitsandbytes and quanto have them."""
+
+
+def test_layers_of_other_packages_are_no_blocks_of_users() -> None:
+    module = MODELS["wan"].build()
+    assert block_lists(module)
+    for block in module.blocks:
+        block.attn1.to_out[0].__class__ = Quantised
+    assert look(module).coupled is None
+    assert parts_of_users(module) == {}
+    module.blocks.append(Alone())
+    assert look(module).coupled is not None
+    assert [*parts_of_users(module)] == ["blocks.2"]
+
+
+def test_a_compiled_forward_of_a_block_is_refused() -> None:
+    module = MODELS["wan"].build()
+    module.blocks[1].forward = torch.compile(module.blocks[1].forward, backend="eager")
+    with pytest.raises(ValueError, match=r"Compiled modules are not supported: blocks\.1 is compiled"):
+        seqpar.parallelize(module, mesh_for("ulysses", 1, torch.device("cpu")))
+
+
+def test_a_forward_of_a_mixin_is_not_split() -> None:
+    class Mixin:
+        """A step cache of a user."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """Decide by the tokens that are given."""
+
+    tiny = MODELS["wan"]
+    plain: Any = tiny.build()
+    plain.__class__ = type("Cached", (Mixin, type(plain)), {})
+    assert "has a forward of its own" in str(cuts_of(plain).why_not(plain))
+    assert cuts_of(tiny.build()).why_not(plain) is None
 
 
 def test_a_wrapped_block_is_not_fused_and_named(cpu_ranks: Pool) -> None:

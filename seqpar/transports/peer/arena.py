@@ -123,21 +123,20 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     # torch counts the rendezvous of a process, not of a group, and ranks must have equal counts. Ranks with a lower
     # count (after other batches or other meshes) catch up with rendezvous of their own, alone
     most = max(together(axis, rendezvous.count, int))
-    alone = None
-    while rendezvous.count < most:
-        alone = alone or _alone(axis)
-        rendezvous.meet(rendezvous.memory(GRANULE, device), alone)
-    if alone is not None:
-        dist.destroy_process_group(alone)
-    assert axis.group is not None
-    memory, error = None, None
+    alone, memory, error = None, None, None
     try:
+        while rendezvous.count < most:
+            alone = alone or _alone(axis)
+            rendezvous.meet(rendezvous.memory(GRANULE, device), alone)
         memory = rendezvous.memory(nbytes, device)
     except RuntimeError as raised:
         error = str(raised)
     if failed := first_told(axis, error):  # in the rendezvous all ranks would wait for the failed one
         raise RuntimeError(failed)
+    if alone is not None:
+        dist.destroy_process_group(alone)
     assert memory is not None
+    assert axis.group is not None
     handle = rendezvous.meet(memory, axis.group)
     if getattr(handle, "multicast_ptr", 0):
         raise ValueError(f"got symmetric memory with multicast, expected none; set {MULTICAST}=1")

@@ -24,6 +24,7 @@ if DEVICE == "cpu":
 
 # under nohup SIGHUP is ignored, also by processes that tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
 torch.set_num_threads(1)
@@ -39,6 +40,15 @@ os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-w
 
 # Triton exists on Linux only, and nothing launches its kernels elsewhere
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Restore handlers of signals: what starts ranks ignores signals at its end, and so would later servers."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ FILES = (
 )
 
 
+ROOMS = {"models": "loop/models"}  # rooms inside of others
 WRONG = "halves_off"  # a strategy with a mistake: the negative control
 
 
@@ -53,7 +54,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert wrong != right
     (rooms / "attention" / f"{WRONG}.py").write_text(wrong)
     for room in members():
-        shutil.copytree(rooms / room, root / "seqpar" / room, dirs_exist_ok=True)
+        shutil.copytree(rooms / room, root / "seqpar" / ROOMS.get(room, room), dirs_exist_ok=True)
     return root
 
 

@@ -48,7 +48,7 @@ def load(
     """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
-    takes bf16 on GPUs and fp32 on CPUs. loras: files, each as FILE[:SCALE][@TRANSFORMER]; of several
+    takes bf16 on GPUs and fp32 on CPUs. loras: files, each as `FILE[:SCALE][@TRANSFORMER]`; of several
     transformers (Wan 2.2) it changes the named one, or the one that the file itself names. fp32_state:
     whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
 

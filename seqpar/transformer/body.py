@@ -1,7 +1,7 @@
 """`Body`: what computes the calls of a parallelized transformer: its own forward and modules, with split tokens.
 
-Its plan (`cuts.py`) says where tokens are cut and gathered; attention joins the ranks by the planned strategy, and the
-blocks of some families are computed by functions of `seqpar.families` (`fused.py`).
+Its `Cuts` say where tokens are cut and gathered; attention joins the ranks by the planned strategy, and the blocks of
+some families are computed by functions of `seqpar.families` (`blocks.py`).
 When it wins: it is how every transformer of diffusers runs on several ranks.
 """
 

@@ -180,9 +180,10 @@ def _share_vae(
 
     lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
     if lease.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
+        same = sharing.same_vae(pipe_or_transformer)
         for module in modules.values():
-            call: Any = module.forward
-            call.check = sharing.same_vae(pipe_or_transformer)
+            if (call := call_of(module)) is not None:
+                call.check = same
 
 
 def install(module: nn.Module, call: Call, before: Before) -> None:

@@ -17,8 +17,8 @@ from seqpar import _moved
 if TYPE_CHECKING:
     from seqpar.loop.distributed import DistributedDiT
     from seqpar.loop.loop import Sampler, sample
-    from seqpar.mesh.deadlines import Deadlines
     from seqpar.mesh.mesh import Mesh
+    from seqpar.mesh.watch import Deadlines
     from seqpar.pipelines.load import load
     from seqpar.profiling.profile import profile
     from seqpar.transformer.parallelize import parallelize, refresh, release
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Deadlines": "seqpar.mesh.deadlines",
+    "Deadlines": "seqpar.mesh.watch",
     "DistributedDiT": "seqpar.loop.distributed",
     "Guidance": "seqpar.types.guidance",
     "Mesh": "seqpar.mesh.mesh",

@@ -14,7 +14,7 @@ from types import ModuleType
 MOVED = {
     "seqpar.adapter": None,
     "seqpar.adapter.cuts": ("seqpar.families._cuts", "seqpar.families"),
-    "seqpar.adapter.passing": ("seqpar.transformer.passing", "seqpar.transformer.passing"),
+    "seqpar.adapter.passing": ("seqpar.transformer.parallelize", "seqpar.transformer.parallelize"),
     "seqpar.engine": None,
     "seqpar.engine.boundary": ("seqpar.mesh.boundary", "seqpar.mesh.boundary"),
     "seqpar.pipelines.class_labels": ("seqpar.pipelines.classes", "seqpar.pipelines.classes"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.loading.random_weights import randomise
+from seqpar.loading.random import randomise
 from seqpar.local import flash, sdpa
 from seqpar.loop.loop import Sampler, draw_noise
 from seqpar.loop.models import dit

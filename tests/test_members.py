@@ -23,7 +23,7 @@ from seqpar.loop.blueprint import locate
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
 from seqpar.pipelines.find import family_of
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.types.plugins import plugin, plugins
 from tests.support.meshes import random
 

@@ -10,7 +10,7 @@ import pytest
 OLD = {
     "seqpar.pipelines.class_labels": ("generate", "seqpar.pipelines.classes"),
     "seqpar.adapter.cuts": ("Cuts", "seqpar.families"),
-    "seqpar.adapter.passing": ("passing", "seqpar.transformer.passing"),
+    "seqpar.adapter.passing": ("passing", "seqpar.transformer.parallelize"),
     "seqpar.engine.boundary": ("StepBoundary", "seqpar.mesh.boundary"),
 }
 

@@ -28,8 +28,7 @@ from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from seqpar.mesh.boundary import StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.pipelines.pictures import write_png
-from seqpar.transformer.passing import passing
-from seqpar.transformer.state import keep_fp32
+from seqpar.transformer.parallelize import keep_fp32, passing
 
 # the parts besides a transformer, how a prompt becomes the arguments of a call, and latents a picture
 FP32 = "fused blocks, fp32 state"  # as `seqpar sample`

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from seqpar.mesh import together as together_
+from seqpar.mesh import inputs as together_
 
 PLANTED = "SEQPAR_PLANTED"  # environment of the job: a `Plant` as JSON
 What = Literal["nothing", "mark", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
@@ -105,7 +105,7 @@ def plant(plant: Plant, rank: int) -> None:
 
 
 def _plant_in_steps(plant: Plant) -> None:
-    from seqpar.cli.progress import Progress
+    from seqpar.cli.summary import Progress
 
     counted = Progress.__call__
 

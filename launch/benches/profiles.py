@@ -34,10 +34,9 @@ from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
-from seqpar.profiling.picture import check_drawable
 from seqpar.profiling.profile import profile
 from seqpar.profiling.record import MEASURED, steps_before, steps_needed
-from seqpar.profiling.report import facts, report
+from seqpar.profiling.report import check_drawable, facts, report
 from seqpar.profiling.result import Profile
 
 KEPT = {"profile.png": ".png", "trace.json.gz": "-trace.json.gz"}

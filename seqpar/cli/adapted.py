@@ -9,22 +9,19 @@ import numpy as np
 import torch
 
 from seqpar.cli.args import Args
+from seqpar.cli.exits import stoppable
 from seqpar.cli.job import outputs, parse_size, scales
 from seqpar.cli.profiling import profiled
-from seqpar.cli.progress import Bar, Progress
-from seqpar.cli.stopping import stoppable
-from seqpar.cli.summary import chosen, layout, listed, measured
+from seqpar.cli.summary import Bar, Progress, chosen, layout, listed, measured
 from seqpar.loading.encoders import at_first_call, forget_encoders
-from seqpar.loading.transformers import transformers_of
+from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.load import placed
 from seqpar.pipelines.pictures import save
 from seqpar.pipelines.videos import digest, save_video
-from seqpar.planner.plan import Plan
-from seqpar.planner.settled import settled
-from seqpar.transformer.lease import call_of
-from seqpar.transformer.passing import passing
+from seqpar.planner.plan import Plan, settled
+from seqpar.transformer.parallelize import call_of, passing
 from seqpar.vae.pipeline import Wished
 
 VAE: dict[str, Wished] = {

@@ -17,9 +17,9 @@ from seqpar.cli.job import DTYPES
 from seqpar.convert.export import folder_config, known_to_diffusers, tensors_of, write_folder
 from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 from seqpar.loading.folder import check_single
-from seqpar.loading.jsons import read_json
 from seqpar.loading.layout import CONFIG, PARTS, PIPELINE, ModelFiles, layout_of
 from seqpar.loading.names import resolve
+from seqpar.loading.parts import read_json
 from seqpar.loading.single_file import as_diffusers
 from seqpar.loading.vae import decoder_tensors
 from seqpar.loop.blueprint import Blueprint, locate

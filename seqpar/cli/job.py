@@ -5,6 +5,7 @@ Numbers are bounded before anything of their size is made, so that no flag makes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +19,48 @@ from seqpar.cli.args import Args
 from seqpar.loading.lora import parse as parse_lora
 from seqpar.loading.names import resolve
 from seqpar.loop.blueprint import Blueprint
-from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
-from seqpar.pipelines.image_files import Picture, read
-from seqpar.pipelines.images import pictures_of_rank_0
-from seqpar.pipelines.job import Job, planned
+from seqpar.pipelines.images import Picture, pictures_of_rank_0, read
 from seqpar.pipelines.order import Order
+from seqpar.pipelines.own_loop import Job, planned
 from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.videos import check_encoder
+from seqpar.planner.machine import Machine
 from seqpar.planner.plan import parse_mesh
+from seqpar.planner.search import Ranking
 from seqpar.types.arguments import check_whole
 from seqpar.types.guidance import check_layout
 from seqpar.types.plugins import plugin
+from seqpar.vae.strips import spread_of
+
+
+def line(args: Args, job: Job | Adapted, ranking: Ranking, machine: Machine) -> str | None:
+    """Return the line of a dry run: how pictures are decoded. None without a decoder, and where no layout fits."""
+    if not job.decodes or not ranking.ranked:
+        return None
+    world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
+    wish = "pictures" if args.exact and args.vae == "auto" else args.vae
+    spread = spread_of(job.load.images, wish, world, data, lambda: None)
+    return f"decoding: {spread}; its memory is measured when the weights are loaded, before the first step"
+
+
+def check_decoding(job: Job | Adapted, mesh: Mesh) -> None:
+    """Raise ValueError if the decoded pictures of a run, which every rank holds, exceed the memory of its device."""
+    height, width = job.pixels or (1, 1)
+    gpu, here = mesh.device.type == "cuda", min(mesh.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    nbytes = job.load.images * 3 * height * width * torch.float32.itemsize * (1 if gpu else here)
+    if gpu:
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > memory:
+        raise ValueError(
+            f"got {job.load.images} pictures of {height}x{width} pixels, which take {nbytes / 2**30:.1f} GiB once they "
+            f"are decoded, expected at most {memory / 2**30:.1f} GiB; use a smaller --size or --repeat, and run again"
+        )
+
 
 RANGES = {  # of flags that are numbers; most stand for an amount of work or memory
     "steps": (1, 100_000),

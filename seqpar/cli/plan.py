@@ -6,12 +6,12 @@ from dataclasses import fields
 
 import torch
 
-from seqpar.cli import decoding
+from seqpar.cli import job as decoding
 from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from seqpar.cli.args import Args, ProfileArgs
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import check_writable
 from seqpar.planner.plan import Plan
 from seqpar.types.arguments import check_whole
@@ -21,8 +21,8 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
     """Raise ValueError for a profile that cannot be made, before any weight is read."""
     if not isinstance(args, ProfileArgs):
         return
-    from seqpar.profiling.picture import check_drawable
     from seqpar.profiling.record import steps_before, steps_needed, too_few
+    from seqpar.profiling.report import check_drawable
 
     check_drawable()
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)

@@ -6,7 +6,7 @@ from seqpar.cli.args import ReplicaArgs
 from seqpar.cli.job import DTYPES
 from seqpar.cli.quick_exit import quick_exit
 from seqpar.mesh import mesh as meshes
-from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.watch import Deadlines
 from seqpar.serve.ranks.loop import run
 
 

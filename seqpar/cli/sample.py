@@ -9,20 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.cli import decoding
+from seqpar.cli import job as decoding
 from seqpar.cli.args import Args
+from seqpar.cli.exits import stoppable
 from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.profiling import OnStep, check_profile, profiled
-from seqpar.cli.progress import Bar, Progress
-from seqpar.cli.stopping import stoppable
-from seqpar.cli.summary import listed, measured, parameters, summary
+from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
 from seqpar.loop.loop import digest
 from seqpar.mesh import exact
-from seqpar.mesh.deadlines import Deadlines
 from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import grid, save, to_pil
 from seqpar.planner.plan import Plan, make
 
@@ -38,7 +37,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
     plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
-    ranks.together(lambda: (check_profile(args, job, ranks), decoding.check(job, ranks)))
+    ranks.together(lambda: (check_profile(args, job, ranks), decoding.check_decoding(job, ranks)))
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted
 

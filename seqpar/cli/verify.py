@@ -17,9 +17,9 @@ from seqpar.cli.summary import versions
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
 from seqpar.mesh import exact
-from seqpar.mesh.deadlines import Deadlines
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.job import Job
+from seqpar.mesh.watch import Deadlines
+from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import written
 from seqpar.planner.plan import work_of
 from seqpar.verifying.ways import Row, judged, meshes, table, ways

@@ -18,6 +18,13 @@ from typing import Any
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
+FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
+PADDING = "weighed_padding"  # another one: how many tokens at the end of a text are padding that attention weighs
+
+
+HOME = "diffusers.models."  # where classes are defined whose arithmetic and construction functions know
+
+
 JOINED = ""
 """In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
 
@@ -144,7 +151,7 @@ class Cuts:
     key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
     alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
     forward: returns what computes (transformer, **arguments) in place of a forward of diffusers that reads values on
-    the host or copies them from it, or None; one more argument is `seqpar.families._names.FULL`.
+    the host or copies them from it, or None; one more argument is `seqpar.families._cuts.FULL`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -387,3 +394,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"got {name}, expected its new name {_FORMER[name].__name__}", FutureWarning, stacklevel=2)
     return _FORMER[name]
+
+
+IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
+OUT = Boundary(gathers={0: GatherTokens("image")})
+TEXT_IMAGE, IMAGE_TEXT = Joint(("text", "image")), Joint(("image", "text"))
+ALONE = Joint(("image",))
+BETWEEN = "residuals that are added between blocks would have to be split as the blocks' tokens are"
+
+
+def _reads_lengths(module: Any) -> str:
+    return "it reads the lengths of the texts on the host"

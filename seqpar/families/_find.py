@@ -9,29 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from seqpar.families._chroma_cuts import _chroma
-from seqpar.families._cogvideox_cuts import _cogvideox
-from seqpar.families._cuts import HELP, Cuts, check, from_diffusers
-from seqpar.families._flux2_cuts import _flux2
-from seqpar.families._flux3_cuts import _flux3
-from seqpar.families._flux_cuts import _flux
-from seqpar.families._home import HOME
-from seqpar.families._hunyuan_video_cuts import _hunyuan_video, _hunyuan_video15
-from seqpar.families._krea2_cuts import _krea2
-from seqpar.families._ltx2_cuts import _ltx2
-from seqpar.families._ltx_cuts import _ltx
-from seqpar.families._lumina2_cuts import _lumina2
-from seqpar.families._mochi_cuts import _mochi
-from seqpar.families._pixart_cuts import _from_patches
-from seqpar.families._qwen_image_cuts import _attends_in_order, _qwen_image
-from seqpar.families._sd3_cuts import _sd3
-from seqpar.families._shared import _reads_lengths
-from seqpar.families._wan_cuts import _wan, _wan_vace
-from seqpar.families._z_image_cuts import _z_image
+import seqpar.families
+from seqpar.families._cuts import HELP, HOME, Cuts, _reads_lengths, check, from_diffusers
+from seqpar.families.chroma import _chroma
+from seqpar.families.cogvideox import _cogvideox
+from seqpar.families.flux import _flux
+from seqpar.families.flux2 import _flux2
+from seqpar.families.flux3 import _flux3
+from seqpar.families.hunyuan_video import _hunyuan_video, _hunyuan_video15
+from seqpar.families.krea2 import _krea2
+from seqpar.families.ltx import _ltx
+from seqpar.families.ltx2 import _ltx2
+from seqpar.families.lumina2 import _lumina2
+from seqpar.families.mochi import _mochi
+from seqpar.families.pixart import _from_patches
+from seqpar.families.qwen_image import _attends_in_order, _qwen_image
+from seqpar.families.sd3 import _sd3
+from seqpar.families.wan import _wan, _wan_vace
+from seqpar.families.z_image import _z_image
+from seqpar.types.plugins import plugin, plugins
+
+
+@cache
+def families() -> dict[str, ModuleType]:
+    """Return class of a block -> the file of `seqpar.families` that computes it."""
+    files = [plugin(seqpar.families, name, "family of blocks") for name in plugins(seqpar.families)]
+    return {kind: file for file in files for kind in getattr(file, "BLOCKS", ())}
+
+
+@cache
+def described() -> dict[str, ModuleType]:
+    """Return name of a transformer's class -> the file whose `work` describes it to the planner."""
+    return {kind: file for file in dict.fromkeys(families().values()) for kind in file.TRANSFORMERS}
+
+
+def is_guided(module: nn.Module) -> bool:
+    """Return whether pipelines of this family compute an unconditional branch: not where guidance is an input."""
+    config: Any = getattr(module, "config", {})
+    return not config.get("guidance_embeds", False) and type(module).__name__ != "FluxTransformer2DModel"
 
 
 def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:

@@ -14,6 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+
+def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:
+    """Return the tokens with interleaved pairs rotated, computed in fp32; each head has its own angles."""
+    even, odd = x_BlHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = even * cos_lHD2 - odd * sin_lHD2, even * sin_lHD2 + odd * cos_lHD2
+    return torch.stack((first.to(x_BlHD.dtype), second.to(x_BlHD.dtype)), dim=-1).flatten(-2)
+
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 OWN = "seqpar_own"  # the attribute of a processor of ours that holds the module's own
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings

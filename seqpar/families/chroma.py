@@ -18,11 +18,25 @@ from torch import Tensor
 
 from seqpar.families import flux
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import JOINED, Boundary, Cuts
 from seqpar.families._double import NAMES, by_head, checked, of_both, pairs, two_streams
 from seqpar.families._parallel import branch, following, outs
+from seqpar.families.flux import _flux
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
+
+
+def _chroma() -> Cuts:
+    """Return FLUX's cuts; its blocks make a mask for queries and keys of one for all tokens, which attention takes."""
+    flux = _flux()
+    zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
+    joint = {path: replace(joint, masked=True) for path, joint in flux.attention.items()}
+    mask = "attention_mask"
+    return Cuts(
+        {**flux.places, **zeros}, joint, {mask: JOINED}, weighed={mask: ("encoder_hidden_states", "hidden_states")}
+    )
+
 
 TRANSFORMERS = ("ChromaTransformer2DModel",)
 STREAMS = {"ChromaTransformerBlock": NAMES, "ChromaSingleTransformerBlock": NAMES}
@@ -84,7 +98,7 @@ def single(
 BLOCKS: dict[str, Fused] = {"ChromaTransformerBlock": double, "ChromaSingleTransformerBlock": single}
 
 
-def work(config: Mapping[str, Any], text: int = flux.TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = flux.TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config: FLUX.1's, whose modulation one network of few layers makes."""
     others = {"guidance_embeds": False, "pooled_projection_dim": config["joint_attention_dim"]}
     alike = flux.work({**config, **others}, text)

@@ -19,14 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, checked, modulations, pairs
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare, Projected
 
+
+def _cogvideox() -> Cuts:
+    places = {
+        "": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"transformer_blocks.*.attn1": TEXT_IMAGE})
+
+
 TRANSFORMERS = ("CogVideoXTransformer3DModel",)
-TEXT = 226  # tokens to which the pipeline pads a text
+TEXT_TOKENS = 226  # tokens to which the pipeline pads a text
 STREAMS = {"CogVideoXBlock": NAMES}
 PRODUCTS = {
     "CogVideoXBlock": {
@@ -152,7 +163,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[NormRows, NormRows
 BLOCKS: dict[str, Fused] = {"CogVideoXBlock": block}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
 
     Text and video share the layers of a block, but for those of the modulation.

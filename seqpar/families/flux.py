@@ -10,17 +10,35 @@ Letters: see `seqpar.types.protocols`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
 from seqpar.families._parallel import apart, branch, joined, outs
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
+
+
+def _flux() -> Cuts:
+    root = Boundary(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": TEXT,
+            "img_ids": CutTokens("image", dim=-2),
+            "txt_ids": replace(TEXT, dim=-2),
+            "controlnet_block_samples": IMAGE,
+            "controlnet_single_block_samples": IMAGE,
+        }
+    )
+    both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
+    return Cuts({"": root, "proj_out": OUT}, both)
+
 
 TRANSFORMERS = ("FluxTransformer2DModel",)
 STREAMS = {"FluxTransformerBlock": NAMES, "FluxSingleTransformerBlock": NAMES}
@@ -45,7 +63,7 @@ PRODUCTS = {
     },
 }
 SINES = 256  # width of the sinusoids of timestep and guidance
-TEXT = 512  # tokens to which the pipeline pads a text
+TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
 
 
 def why_not(block: Any) -> str | None:
@@ -98,7 +116,7 @@ def single(
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
     heads, dim = config["num_attention_heads"], config["attention_head_dim"]
     doubles, singles = config["num_layers"], config["num_single_layers"]

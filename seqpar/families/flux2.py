@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, DeclinedError, Fused, Matrix
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
 from seqpar.families._parallel import branch, following, outs
 from seqpar.kernels.adaln import Norm, norm_modulate
@@ -24,8 +25,17 @@ from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Work
 from seqpar.types.protocols import state_dtype
 
+
+def _flux2() -> Cuts:
+    ids = {"img_ids": CutTokens("image", dim=-2), "txt_ids": replace(TEXT, dim=-2)}
+    root = Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
+    both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
+    cached = "kept keys and values of reference images are those of all tokens; call the pipeline without a key cache"
+    return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
+
+
 TRANSFORMERS = ("Flux2Transformer2DModel",)
-TEXT = 512  # tokens to which the pipeline pads a text
+TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
 STREAMS = {"Flux2TransformerBlock": NAMES, "Flux2SingleTransformerBlock": NAMES}
 PRODUCTS = {
     "Flux2TransformerBlock": {
@@ -125,7 +135,7 @@ def _parts(matrix: Matrix, rows: int) -> tuple[Matrix, Matrix]:
 BLOCKS: dict[str, Fused] = {"Flux2TransformerBlock": double, "Flux2SingleTransformerBlock": single}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
 
     All blocks of a kind have one modulation.

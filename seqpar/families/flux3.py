@@ -19,11 +19,34 @@ import torch
 from torch import Tensor
 
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, by_head, pairs
 from seqpar.families._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Blocks, Work
+
+
+def _flux3() -> Cuts:
+    text, reference = CutTokens("text"), CutTokens("reference")  # each attends to itself alone in the first blocks
+    root = Boundary(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": text,
+            "image_cond_hidden_states": reference,
+            "img_ids": CutTokens("image", dim=-2),
+            "txt_ids": replace(text, dim=-2),
+            "image_cond_ids": replace(reference, dim=-2),
+        }
+    )
+    attention = {
+        "txt_mode_blocks.*.attn": Joint(("text",)),
+        "mode_blocks.image.*.attn": ALONE,
+        "mode_blocks.image_cond.*.attn": Joint(("reference",)),
+        "single_transformer_blocks.*.attn": Joint(("text", "image", "reference"), absent=("reference",)),
+    }
+    return Cuts({"": root, "proj_out": OUT}, attention)
+
 
 TRANSFORMERS = ("Flux3Transformer2DModel",)
 TEXT = 512  # tokens to which the pipeline pads a text

@@ -14,23 +14,162 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import FULL, HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, Padding
 from seqpar.families._double import by_head, modulations, pairs, two_streams
 from seqpar.families._parallel import apart, branch, joined, outs
+from seqpar.families.mochi import MochiProcessor
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Gemms, Work
-from seqpar.types.protocols import Stream
+from seqpar.types.protocols import Stream, from_patches
+
+REFINER = ("context_embedder.token_refiner.refiner_blocks.*.attn",)  # it runs before the text is cut
+
+
+def _hunyuan_video() -> Cuts:
+    rows = CutTokens("image", dim=0)
+    text = CutTokens("text")  # its modules take the last 0 tokens for all tokens
+    places = {
+        "rope": Boundary(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": text}),
+        "proj_out": OUT,
+    }
+    joint = Joint(("image", "text"), masked=True)
+    both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
+    return Cuts(places, both, padding=PADDING, key_masks=key_masks, why_not=_replaces_tokens, local=REFINER)
+
+
+def _replaces_tokens(module: Any) -> str | None:
+    if module.config.image_condition_type != "token_replace":
+        return None
+    return (
+        "image_condition_type token_replace modulates the tokens of the first frame in another way, by their number "
+        "in the whole video"
+    )
+
+
+def _hunyuan_video15() -> Cuts:
+    rows = CutTokens("image", dim=0)
+    places = {
+        "rope": Boundary(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"attention_mask": TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(
+        places,
+        {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
+        padding=PADDING_15,
+        key_masks=key_masks_15,
+        forward=lambda module: forward_15,
+        why_eager=_picks_by_value,
+        local=REFINER,
+    )
+
+
+def _picks_by_value(module: Any) -> str | None:
+    """Return why a class that derives from diffusers' runs eagerly: its own forward computes it."""
+    return (
+        None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
+    )
+
+
+LLM, BYT5, PICTURE = range(3)  # rows of the embedding that tells the encoders apart
+
+
+PADDING = {"encoder_attention_mask": Padding("encoder_hidden_states", least=4, on_ranks=True)}
+PADDING_15 = {
+    "encoder_attention_mask": Padding("encoder_hidden_states", least=2),
+    "encoder_attention_mask_2": Padding("encoder_hidden_states_2"),
+    "image_embeds": Padding("image_embeds"),
+}
+
+
+@apply_lora_scale("attention_kwargs")
+def forward_15(module: Any, **arguments: Any) -> tuple[Tensor]:
+    """Return the prediction (B, C, T, H, W), as `HunyuanVideo15Transformer3DModel` does with the same arguments."""
+    video, config = arguments["hidden_states"], module.config
+    rotary = module.rope(video)
+    temb = module.time_embed(arguments["timestep"], timestep_r=arguments.get("timestep_r"))
+    x, (text, mask) = module.x_embedder(video), _text(module, arguments)
+    for block in module.transformer_blocks:
+        x, text = block(x, text, temb, mask, rotary)
+    patch = config.patch_size_t, config.patch_size, config.patch_size
+    frames, height, width = (side // own * own for side, own in zip(video.shape[2:], patch, strict=True))
+    return (from_patches(module.proj_out(module.norm_out(x, temb)), patch, (frames, height, width)),)
+
+
+def key_masks(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.0, for a call's arguments.
+
+    diffusers takes as many first tokens as the call's mask has tokens.
+    """
+    return {"text": _first(arguments["encoder_attention_mask"])}
+
+
+def key_masks_15(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.5, for a call's arguments."""
+    return {"text": _first(_masks(arguments))}
+
+
+def _first(mask_BL: Tensor) -> Tensor:
+    """Return a mask of as many first tokens as another one has tokens, (B, L) bool."""
+    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    return places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]
+
+
+def _masks(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the masks of the picture, of ByT5's text and of the language model's text, joined, (B, L) bool."""
+    picture = arguments["image_embeds"]
+    has_picture = (picture != 0).any().expand(picture.shape[:2])
+    texts = (arguments[f"encoder_attention_mask{name}"] != 0 for name in ("_2", ""))
+    return torch.cat([has_picture, *texts], dim=1)
+
+
+def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the text (B, L, E), in each row the tokens of all encoders, then zeros, and its mask (B, L).
+
+    There is no mask where nothing is padding.
+    """
+    llm, timestep = arguments["encoder_hidden_states"], arguments["timestep"]
+    parts = (
+        (PICTURE, module.image_embedder(arguments["image_embeds"])),
+        (BYT5, module.context_embedder_2(arguments["encoder_hidden_states_2"])),
+        (LLM, module.context_embedder(llm, timestep, arguments["encoder_attention_mask"])),
+    )
+    named = [x + module.cond_type_embed(x.new_full(x.shape[:2], kind, dtype=torch.long)) for kind, x in parts]
+    text_BLE = torch.cat(named, dim=1)
+    if PADDING_15.keys() <= set(arguments[FULL]):
+        return text_BLE, None
+    masks_BL = _masks(arguments)
+    order = masks_BL.byte().argsort(dim=1, descending=True, stable=True)
+    mask_BL = _first(masks_BL)
+    return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask_BL[..., None], 0), mask_BL
+
+
+class HunyuanVideo15Processor(MochiProcessor):
+    """The same with HunyuanVideo 1.5's rotary embedding, whose cos and sin (l, D) hold each number twice."""
+
+    def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return q or k after the rotary embedding."""
+        rows: Any = cos, sin
+        rotated_BlHD: Any = apply_rotary_emb(x_BlHD, rows, sequence_dim=1)
+        return rotated_BlHD
+
 
 ORDER = ("image", "text")  # in which attention joins them
 DOUBLE, DOUBLE15 = "HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"
 SINGLE = "HunyuanVideoSingleTransformerBlock"
 TRANSFORMERS = ("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel")
-TEXT = 64  # tokens of a text: a usual prompt's, without padding
+TEXT_TOKENS = 64  # tokens of a text: a usual prompt's, without padding
 STREAMS = dict.fromkeys((DOUBLE, DOUBLE15, SINGLE), ORDER)
 _OF_DOUBLES = {
     "image modulation": ("norm1.linear",),
@@ -162,7 +301,7 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
 BLOCKS: dict[str, Fused] = {DOUBLE: double, DOUBLE15: double15, SINGLE: single}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens, which two blocks refine."""
     heads, dim = config["num_attention_heads"], config["attention_head_dim"]
     width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])

@@ -17,12 +17,30 @@ import torch
 from torch import Tensor
 
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint, Padding
 from seqpar.families._double import NAMES, pairs
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.kernels.sigmoid_gate import sigmoid_gate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+
+def _krea2() -> Cuts:
+    inputs = {
+        "hidden_states": IMAGE,
+        "encoder_hidden_states": CutTokens("text"),  # the text's own blocks attend to it alone
+        "position_ids": CutJoined(("text", "image")),
+    }
+    joint = {
+        "text_fusion.refiner_blocks.*.attn": Joint(("text",), masked=True),
+        "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
+    }
+    mask = "encoder_attention_mask"
+    padding = {mask: Padding("encoder_hidden_states", 4, on_ranks=True, rows="position_ids")}  # a text's rows are 0
+    places, local = {"": Boundary(inputs), "final_layer": OUT}, ("text_fusion.layerwise_blocks.*.attn",)
+    return Cuts(places, joint, {mask: "text"}, padding=padding, bools=(mask,), local=local)
+
 
 TRANSFORMERS = ("Krea2Transformer2DModel",)
 STREAMS = {"Krea2TransformerBlock": NAMES}

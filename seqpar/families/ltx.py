@@ -19,10 +19,23 @@ from torch import Tensor
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, DeclinedError, Fused
 from seqpar.families._cross import finished, tabled, to_whole
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.masks import aligned_bias
 from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+
+def _ltx() -> Cuts:
+    places = {
+        "": Boundary(inputs={"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2)}),
+        "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
+        "proj_out": OUT,
+    }
+    masks = {"encoder_attention_mask": "text"}
+    attention, local = {"transformer_blocks.*.attn1": ALONE}, ("transformer_blocks.*.attn2",)
+    return Cuts(places, attention, masks, passed=tuple(masks), local=local)
+
 
 TRANSFORMERS = ("LTXVideoTransformer3DModel",)
 TEXT = 128  # tokens to which the pipeline pads a text

@@ -10,20 +10,86 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil, prod
 from typing import Any
 
 import torch
+from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
 
+
+def _qwen_image() -> Cuts:
+    places = {
+        "": Boundary(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
+        "pos_embed": Boundary(outputs={0: CutTokens("image", dim=0), 1: replace(TEXT, dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"modulate_index": IMAGE}),
+        "proj_out": OUT,
+    }
+    joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
+    masks = {"encoder_hidden_states_mask": "text"}
+    return Cuts(places, joint, masks=masks, forward=forward_of, why_eager=_indexes_images)
+
+
+def _attends_in_order(module: Any) -> str:
+    return "its text attends to earlier tokens alone and its images to those before them, which no strategy splits"
+
+
+def _indexes_images(module: Any) -> str | None:
+    """Return why an edit model of a class that derives from diffusers' runs eagerly: its own forward computes it."""
+    own = module.config.zero_cond_t and not type(module).__module__.startswith(HOME)
+    return "its forward may copy which tokens are of reference images from the host" if own else None
+
+
+Shape = tuple[int, int, int]
+
+
+def forward_of(module: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+    """Return the forward of edit models whose reference images have a timestep of their own; None for others."""
+    return _forward if module.config.zero_cond_t else None
+
+
+@apply_lora_scale("attention_kwargs")
+def _forward(module: Any, **given: Any) -> tuple[Tensor, ...]:
+    """Return the prediction (B, L, C), as `QwenImageTransformer2DModel` does with the same arguments."""
+    x, shapes = module.img_in(given["hidden_states"]), given["img_shapes"]
+    timestep = given["timestep"].to(x.dtype)
+    timesteps, more = torch.cat([timestep, timestep * 0]), given.get("additional_t_cond")
+    guidance = [] if given.get("guidance") is None else [given["guidance"].to(x.dtype) * 1000]
+    text = module.txt_in(module.txt_norm(given["encoder_hidden_states"]))
+    temb = module.time_text_embed(timesteps, *guidance, x, more)
+    same = {
+        "temb": temb,
+        "image_rotary_emb": module.pos_embed(shapes, max_txt_seq_len=text.shape[1], device=x.device),
+        "encoder_hidden_states_mask": None,  # attention has that of the call
+        "joint_attention_kwargs": given.get("attention_kwargs"),
+        "modulate_index": torch.stack([_of_references(images, x.device) for images in shapes]),
+    }
+    control = given.get("controlnet_block_samples")
+    for index, block in enumerate(module.transformer_blocks):
+        text, x = block(hidden_states=x, encoder_hidden_states=text, **same)
+        if control is not None:
+            x = x + control[index // ceil(len(module.transformer_blocks) / len(control))]
+    return (module.proj_out(module.norm_out(x, temb.chunk(2)[0])),)
+
+
+def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
+    """Return 0 for each token of a picture's first image and 1 for those of its reference images, (L,) int32."""
+    counts = prod(images[0]), sum(map(prod, images[1:]))
+    return torch.cat([torch.full((n,), which, dtype=torch.int, device=device) for which, n in enumerate(counts)])
+
+
 TRANSFORMERS = ("QwenImageTransformer2DModel",)
-TEXT = 128  # tokens of a text: a usual prompt's
+TEXT_TOKENS = 128  # tokens of a text: a usual prompt's
 STREAMS = {"QwenImageTransformerBlock": NAMES}
 PRODUCTS = {
     "QwenImageTransformerBlock": {
@@ -96,7 +162,7 @@ def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:
 BLOCKS: dict[str, Fused] = {"QwenImageTransformerBlock": double}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
     heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
     width, area, channels = heads * dim, config["patch_size"] ** 2, config["in_channels"]

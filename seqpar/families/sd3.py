@@ -18,14 +18,27 @@ from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, Fused
+from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts
 from seqpar.families._double import Rows, by_head, checked, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare, Projected
 
+
+def _sd3() -> Cuts:
+    places = {
+        "": Boundary(inputs={"block_controlnet_hidden_states": IMAGE}),
+        "pos_embed": Boundary(outputs={0: IMAGE}),
+        "context_embedder": Boundary(outputs={0: TEXT}),
+        "proj_out": OUT,
+    }
+    attention = {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE}
+    return Cuts(places, attention, local=("image_proj.layers.*.attn",))  # of its IP-adapter, which is refused
+
+
 ORDER = ("image", "text")  # in which attention joins them
 TRANSFORMERS = ("SD3Transformer2DModel",)
-TEXT = 333  # tokens of a text: 77 of CLIP and 256 of T5
+TEXT_TOKENS = 333  # tokens of a text: 77 of CLIP and 256 of T5
 STREAMS = {"JointTransformerBlock": ORDER}
 PRODUCTS = {
     "JointTransformerBlock": {
@@ -104,7 +117,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> tuple[list[list[Rows]], list[
 BLOCKS: dict[str, Fused] = {"JointTransformerBlock": joint}
 
 
-def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
 
     The last block returns no text. Of a second attention (3.5-medium), which the image has to itself, only the products

@@ -20,9 +20,31 @@ from torch import Tensor, nn
 from seqpar.families import _work
 from seqpar.families._block import BlockCall, Fused
 from seqpar.families._cross import constant, finished, tabled, to_whole
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+
+def _wan() -> Cuts:
+    places = {
+        "": Boundary(inputs={"timestep": CutTokens("image", dims=2)}),
+        "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
+        "blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"blocks.*.attn1": ALONE}, local=("blocks.*.attn2",))
+
+
+def _wan_vace() -> Cuts:
+    wan = _wan()
+    places = {
+        "vace_blocks.0": Boundary(inputs={"control_hidden_states": IMAGE}),
+        "vace_blocks.*": Boundary(inputs={"hidden_states": IMAGE}),
+    }
+    local = (*wan.local, "vace_blocks.*.attn2")
+    return Cuts({**wan.places, **places}, {**wan.attention, "vace_blocks.*.attn1": ALONE}, local=local)
+
 
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
 PICTURE = 257  # tokens of these features

@@ -17,11 +17,28 @@ import torch
 from torch import Tensor
 
 from seqpar.families._block import BlockCall, DeclinedError, Fused
+from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Projected
+
+
+def _z_image() -> Cuts:
+    joint = CutTokens("text and image")
+    places = {
+        "noise_refiner.*": Boundary(inputs={"freqs_cis": IMAGE, "noise_mask": IMAGE}),
+        "noise_refiner.0": Boundary(inputs={"x": IMAGE}),
+        "noise_refiner.-1": OUT,
+        "layers.*": Boundary(inputs={"freqs_cis": joint, "noise_mask": joint}),
+        "layers.0": Boundary(inputs={"x": joint}),
+        "layers.-1": Boundary(gathers={0: GatherTokens(joint.stream)}),
+    }
+    both = {"noise_refiner.*.attention": ALONE, "layers.*.attention": Joint((joint.stream,))}
+    local = ("context_refiner.*.attention",)
+    return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN}, local=local)
+
 
 TRANSFORMERS = ("ZImageTransformer2DModel",)
 TEXT = 128  # tokens of a text: a usual prompt's

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from seqpar.convert import paddle, pickles
-from seqpar.loading.jsons import read_index
 from seqpar.loading.keys import KeyMap
+from seqpar.loading.parts import read_index
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 # of diffusers, then of ppdiffusers

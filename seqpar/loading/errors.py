@@ -14,8 +14,20 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from seqpar.loading.failures import FAILURES
 from seqpar.mesh.errors import is_failure
+
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,59 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from tokenizers import Tokenizer
 
 from seqpar.loading.checkpoint import Checkpoint, check_keys, check_types, find_checkpoint, open_checkpoint
-from seqpar.loading.encoder_files import open_encoder
+from seqpar.loading.encoders import open_encoder
 from seqpar.loading.errors import naming
-from seqpar.loading.hub import errors_only, importing_pipelines, no_bars
-from seqpar.loading.jsons import read_json
 from seqpar.loading.layout import open_model
-from seqpar.loading.meta import WithoutValues
-from seqpar.loading.parts import INDEX, check_numbers, part_of, parts_of, read_scheduler
+from seqpar.loading.names import Preset, errors_only, importing_pipelines, no_bars
+from seqpar.loading.parts import INDEX, NAMES, check_numbers, part_of, parts_of, read_json, read_scheduler
+from seqpar.loading.random import WithoutValues
 from seqpar.loading.vae import open_vae
 from seqpar.types.arguments import shown
+
+CONFIG, WHOLE, VOCABULARIES = "tokenizer_config.json", "tokenizer.json", ("vocab.json", "added_tokens.json")
+MOST_TOKENS = 1 << 26  # of a text; pipelines pad texts to it, at 6 bytes a token
+NO_LIMIT = 1e20  # transformers takes a larger model_max_length for none
+IDS = 1 << 32
+
+
+def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a pipeline's model_index.json lacks one of these parts."""
+    for name in names:
+        if part_of(index, name) is None:
+            raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ValueError if this is not the folder of a tokenizer, or if a file in it cannot be read or used."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"got {folder} without {CONFIG}, expected a tokenizer's folder")
+    check_files(folder)
+    most = read_json(folder / CONFIG, TOKENIZER_BYTES).get("model_max_length")
+    number = isinstance(most, (int, float)) and not isinstance(most, bool)
+    if most is not None and not (number and (1 <= most <= MOST_TOKENS or most > NO_LIMIT)):
+        expected = f"1 to {MOST_TOKENS} tokens, or 1e30 for no limit"
+        raise ValueError(f"got {folder / CONFIG} with model_max_length={shown(most)}, expected {expected}")
+    for file in (folder / name for name in VOCABULARIES if (folder / name).is_file()):
+        for token, place in read_json(file, TOKENIZER_BYTES).items():
+            if type(place) is not int or not 0 <= place < IDS:
+                raise ValueError(f"got {file} with token {token[:60]!a}={shown(place)}, expected a number below 2^32")
+    if (folder / WHOLE).exists():
+        _check_whole(folder / WHOLE)
+
+
+def _check_whole(file: Path) -> None:
+    if not file.is_file() or file.stat().st_size > TOKENIZER_BYTES:
+        raise ValueError(f"got {file}, expected a regular file of at most {TOKENIZER_BYTES} bytes")
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # the library has no class of its own for a file that it does not understand
+            raise
+        raise ValueError(f"got {file}, which is no tokenizer: {error}") from error
+
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
@@ -301,3 +343,75 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     check_keys(checkpoint.name, (), [name for name in unknown if not ignored.search(name)])
     check_types(checkpoint, sorted(fitted.parameters), lambda dtype: dtype.is_floating_point)  # 8 bits are diffusers'
     return fitted
+
+
+def built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
+    """Return a model of diffusers without memory for its weights; ValueError if its config describes none."""
+    if kind is None:
+        raise ValueError(f"got {what} with a part of a class that diffusers {diffusers.__version__} does not have")
+    with naming(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
+        return kind.from_config(dict(config))
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """The checked parts of a pipeline, of which any number of orders can be checked without another look at its files.
+
+    source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without memory for
+    weights, or None. file: that of the transformer, where it is not diffusers' (`seqpar.loading.single_file`). fitted:
+    the checkpoints of its models of diffusers, by the names of their parts.
+    """
+
+    source: Path | Preset
+    index: Mapping[str, Any]
+    config: Mapping[str, Any]
+    vae: Any
+    scheduling: Mapping[str, Any] | None
+    file: Path | None = None
+    fitted: Mapping[str, Fitted] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Any:
+        """Return the class of the pipeline, as its index names it."""
+        return kind_of(self.index, self.source if isinstance(self.source, Path) else Path(self.source.name))
+
+    @property
+    def models(self) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+        """Return class and config of each transformer, by their names."""
+        others = {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != "transformer"}
+        configs = {name: (type(model), model.config) for name, model in others.items()}
+        return {"transformer": (model_of(self.index), self.config), **configs}
+
+    @cached_property
+    def transformer(self) -> Any:
+        """Return the transformer without memory for weights; ValueError if its config describes none."""
+        fitted = self.fitted.get("transformer")
+        if fitted is not None and fitted.model is not None:
+            return fitted.model
+        name = self.source.name if isinstance(self.source, Preset) else str(self.source)
+        return built(model_of(self.index), self.config, name)
+
+
+def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> PipelineParts:
+    """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
+    config, fitted = check_parts(folder, index, file)
+    _check_tokenizers(folder, index)
+    vae = fitted["vae"].model if "vae" in fitted else None
+    scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
+    return PipelineParts(folder, index, config, vae, scheduling, file, fitted)
+
+
+def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
+    for name in (name for name, _ in parts_of(index) if (folder / name).is_dir()):
+        if name.startswith("tokenizer"):
+            check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
+        if name.startswith("tokenizer") or (folder / name / CONFIG).is_file():  # a processor may hold one, too
+            check_tokenizer(folder / name)
+
+
+def parts_of_preset(preset: Preset) -> PipelineParts:
+    """Return the parts of a preset."""
+    configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
+    vae = built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
+    return PipelineParts(preset, preset.index, configs["transformer"], vae, configs["scheduler"])

@@ -16,7 +16,7 @@ from typing import Any
 
 from seqpar.convert.consolidated import is_part, open_consolidated, parts_in
 from seqpar.loading.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
-from seqpar.loading.jsons import read_json
+from seqpar.loading.parts import read_json
 from seqpar.loading.single_file import as_diffusers
 
 PIPELINE, CONFIG = "model_index.json", "config.json"

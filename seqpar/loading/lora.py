@@ -26,8 +26,8 @@ from torch import Tensor
 from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 from seqpar.loading.deadline import within
 from seqpar.loading.errors import naming
-from seqpar.loading.meta import WithoutValues
 from seqpar.loading.names import LORAS
+from seqpar.loading.random import WithoutValues
 
 TRANSFORMER, ENCODER = "transformer", "text_encoder"  # how keys of a file begin in diffusers' format
 FORM = "FILE[:SCALE][@TRANSFORMER], as style.safetensors:0.8 or high.safetensors@transformer"

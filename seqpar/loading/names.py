@@ -6,10 +6,199 @@ UniDiffuser, which the hub has by the same names, are named `random:NAME`; those
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
-from seqpar.loading.hub import download
-from seqpar.loading.presets import OF_MODELS, PRESETS
+import torch
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import logging
+from torch import Tensor
+
+OF_MODELS = (  # names of the presets of `seqpar.loop.models`, whose files hold their sizes
+    *(f"dit-{size}/{patch}" for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)),
+    *(f"large-dit-{size}" for size in ("600m", "3b", "7b")),
+    *(f"unidiffuser-v{number}" for number in (0, 1)),
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A pipeline of diffusers, by the names of its class and of those of its parts, with their configs.
+
+    texts: argument of the pipeline's call -> shape of what stands there for an encoded prompt.
+    """
+
+    name: str
+    pipeline: str
+    parts: Mapping[str, tuple[str, Mapping[str, Any]]]
+    texts: Mapping[str, tuple[int, ...]]
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """Return what the pipeline's model_index.json says of its parts."""
+        parts = {name: ["diffusers", kind] for name, (kind, _) in self.parts.items()}
+        return {"_class_name": self.pipeline, **parts}
+
+    def encoded(self, count: int, seed: int) -> dict[str, Tensor]:
+        """Return random numbers in place of so many encoded prompts, in fp32; the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(count, *shape, generator=generator) for name, shape in self.texts.items()}
+
+
+FLUX: Mapping[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "axes_dims_rope": (16, 56, 56),
+}
+FLUX_VAE: Mapping[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
+def _flux(name: str, guidance_embeds: bool) -> Preset:
+    """Return FLUX.1-dev, which takes the guidance scale as an input and shifts its sigmas by size, or schnell."""
+    transformer = {**FLUX, "guidance_embeds": guidance_embeds}
+    scheduler = {"shift": 3.0 if guidance_embeds else 1.0, "use_dynamic_shifting": guidance_embeds}
+    parts = {
+        "transformer": ("FluxTransformer2DModel", transformer),
+        "vae": ("AutoencoderKL", FLUX_VAE),
+        "scheduler": ("FlowMatchEulerDiscreteScheduler", scheduler),
+    }
+    texts = {"prompt_embeds": (512, FLUX["joint_attention_dim"])}
+    return Preset(name, "FluxPipeline", parts, texts | {"pooled_prompt_embeds": (FLUX["pooled_projection_dim"],)})
+
+
+PRESETS = {name: _flux(name, embeds) for name, embeds in (("FLUX.1-dev", True), ("FLUX.1-schnell", False))}
+
+
+# a pipeline's parts, without files of other formats at the top of many repositories
+DOWNLOADED = [
+    *("model_index.json", "config.json", "diffusion_pytorch_model*"),
+    *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
+    *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
+    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
+    *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
+]
+ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
+# the last one is the base of what its HTTP client raises
+NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
+SHOWN = 200  # characters of a name in a message
+NEAR = 0.8  # how alike a name and a known one are (`difflib`) that is suggested in its place
+ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
+
+
+def download(name: str, presets: Sequence[str], models: Sequence[str] = ()) -> Path:
+    """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
+
+    presets, models: the names that were tried before, for the message: presets, and models of the package.
+    """
+    near = get_close_matches(name.lower()[:SHOWN], (*models, *presets), 1, NEAR)
+    known = f"; did you mean {near[0]}?" if near else ""
+    if not re.fullmatch(ID, name):
+        known = known or f"; presets with random weights: {', '.join(presets)}"
+        raise ValueError(f"got model {_short(name)}: there is no such path{known}")
+    try:
+        with errors_only(logging):
+            reason = _why_not(name)
+            if reason is not None:
+                return _cached(name, reason, known)
+            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))  # a process at a time writes a file
+    except (*NETWORK, errors.HFValidationError) as error:
+        raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
+
+
+def _why_not(name: str) -> str | None:
+    """Return why nothing can be downloaded from the hub now, or None."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE says not to ask the hub"
+    try:
+        HfApi().model_info(name, timeout=ASK_S)
+    except errors.GatedRepoError:
+        return "the hub gives it to users who accepted its terms (set HF_TOKEN)"
+    except errors.RepositoryNotFoundError:
+        return "the hub has none of this name, or it is private (set HF_TOKEN)"
+    except NETWORK as error:
+        return f"the hub gave no answer ({_first(error)})"
+    return None
+
+
+def _cached(name: str, reason: str, known: str) -> Path:
+    """Return the folder of files that were downloaded before; without them ValueError, which begins with the reason.
+
+    known: how its message ends.
+    """
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=True))
+    except errors.LocalEntryNotFoundError as error:
+        nowhere = "no files of it were downloaded before, and there is no such path"
+        raise ValueError(f"got model {name!r}: {reason}, {nowhere}{known}") from error
+
+
+@contextmanager
+def errors_only(logging: Any) -> Iterator[None]:
+    """Silence the warnings of a library of Hugging Face, which are in our message; logging: its module of that name."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def importing_pipelines() -> Iterator[None]:
+    """Silence transformers while a module of diffusers imports its image processors, whether or not they will be used.
+
+    Without torchvision it warns of each that PIL takes its place, in every process.
+    """
+    from transformers.utils import logging
+
+    with errors_only(logging):
+        yield
+
+
+@contextmanager
+def no_bars(*logging: Any) -> Iterator[None]:
+    """Show no progress bars of libraries of Hugging Face; logging: their modules of that name."""
+    shown = [library for library in logging if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of a message, or the name of an error without one."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
 
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = ASSETS / "emoji-dit"  # the model of classes that comes with the package

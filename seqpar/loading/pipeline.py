@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from seqpar.loading import lora as _lora
-from seqpar.loading import vae_keys
+from seqpar.loading import vae as vae_keys
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint
-from seqpar.loading.encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders
+from seqpar.loading.encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders, no_collection
 from seqpar.loading.errors import naming
 from seqpar.loading.folder import Fitted
-from seqpar.loading.garbage import no_collection
-from seqpar.loading.hub import no_bars
 from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.names import no_bars
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite

@@ -7,9 +7,37 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.modeling_utils import no_init_weights
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from seqpar.loading.presets import Preset
-from seqpar.loading.random_weights import randomise
+from seqpar.loading.names import Preset
+
+INIT_STD = 0.02  # standard deviation of the random weights of presets
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Set normally distributed matrices, norm weights of one and zero biases, reproducibly on one device type."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+
+class WithoutValues(TorchFunctionMode):
+    """Skips the random initial values of modules: the meta device has none, and torch imports its compiler for them."""
+
+    SKIPPED = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.xavier_uniform_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor as it is from functions that set initial values, and what other functions return."""
+        kwargs = kwargs or {}
+        if func in self.SKIPPED:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
 
 WITHOUT = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # parts for which random texts stand in
 

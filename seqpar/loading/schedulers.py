@@ -2,18 +2,258 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from itertools import accumulate, repeat
 from typing import Any
 
 import diffusers
 import numpy as np
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from torch import Tensor
 
-from seqpar.loading.drivable import why_not_driven
 from seqpar.loading.errors import naming
 from seqpar.loading.parts import check_scheduler
+
+
+def spaced(respacing: str, train: int) -> list[int]:
+    """Return the timesteps that a text of the original stands for, descending; train: number of training timesteps.
+
+    "ddim25": every n-th timestep from 0 on, with the first n that gives 25. "10,20,30": equal sections of the training
+    timesteps with 10, 20 and 30 timesteps each, from the first to the last of a section. "250": one such section.
+    Raises ValueError for other texts, and for numbers that cannot be had.
+    """
+    ddim = respacing.startswith("ddim")
+    parts = [respacing.removeprefix("ddim")] if ddim else respacing.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f'got respacing {respacing!r}, expected one like "250", "ddim25" or "10,20,30"')
+    counts = [int(part) for part in parts]
+    if ddim:
+        return list(range(0, train, _stride(counts[0], train)))[::-1]
+    timesteps, start = [], 0
+    for index, count in enumerate(counts):
+        size = train // len(counts) + (index < train % len(counts))
+        if count > size:
+            raise ValueError(f"got respacing {respacing!r}, expected at most {size} timesteps in section {index + 1}")
+        apart = (size - 1) / (count - 1) if count > 1 else 1
+        timesteps += [start + round(place) for place in accumulate(repeat(apart, count - 1), initial=0.0)]
+        start += size
+    return timesteps[::-1]
+
+
+def _stride(count: int, train: int) -> int:
+    for stride in range(1, train):
+        if -(-train // stride) == count:
+            return stride
+    raise ValueError(f"got respacing 'ddim{count}', expected a number that an integer stride over {train} steps gives")
+
+
+def respace(scheduler: Any, respacing: str) -> None:
+    """Set a scheduler's timesteps as the original's `space_timesteps` does; each step then ends at the next timestep.
+
+    Raises ValueError for a scheduler other than DDIM without thresholding, and DDPM.
+    """
+    _check(scheduler, f"respacing {respacing!r}")
+    timesteps = spaced(respacing, scheduler.config.num_train_timesteps)
+    if isinstance(scheduler, DDPMScheduler):
+        scheduler.set_timesteps(timesteps=timesteps)
+        return
+    scheduler.respaced = scheduler.timesteps = torch.tensor(timesteps)  # until timesteps are set in another way
+    scheduler.num_inference_steps = len(timesteps)
+
+
+def clip_denoised(scheduler: Any) -> None:
+    """Make a scheduler clip each predicted x0 to +-1, as the original's `clip_denoised=True` does.
+
+    DDIM then needs use_clipped_model_output in its steps, too. Raises ValueError as `respace` does.
+    """
+    _check(scheduler, "clip_denoised")
+    scheduler.register_to_config(clip_sample=True, clip_sample_range=1.0)
+
+
+def _check(scheduler: Any, what: str) -> None:
+    if not steps_locally(scheduler) and (type(scheduler) is not DDPMScheduler or scheduler.config["thresholding"]):
+        raise ValueError(
+            f"got {what} with {type(scheduler).__name__}, expected DDIMScheduler or DDPMScheduler without thresholding"
+        )
+
+
+def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> Callable[[], None]:
+    """Make a diffusers DiTPipeline pass the model's variances to its `DDPMScheduler`, in place; return what undoes it.
+
+    The pipeline cuts the variances off, so that a scheduler with variance_type "learned_range" raises TypeError. After
+    this, the scheduler's step takes them from the transformer's last output. Call it when the pipeline has its final
+    transformer (a `DistributedDiT`, or diffusers' own) and scheduler; `seqpar.parallelize` calls it for pipelines.
+    generator: draws the noise of the steps, for which the pipeline uses no generator. Without it, what was given in an
+    earlier call still counts, and otherwise torch's default generator draws.
+    Raises ValueError for another scheduler, and for a model without variances.
+    """
+    scheduler = pipe.scheduler
+    if not learns_range(scheduler):
+        raise ValueError(
+            f"got a pipeline with {type(scheduler).__name__}, expected DDPMScheduler with variance_type 'learned_range'"
+        )
+    check_variances(pipe.transformer.config)
+    step = WithVariances(scheduler.step, generator)
+    before = {name: x for name, x in vars(scheduler).items() if name == "step"}
+    hook = pipe.transformer.register_forward_hook(lambda module, args, output: step.outputs.append(output[0]))
+    scheduler.step = step
+
+    def undo() -> None:
+        if vars(scheduler).get("step") is step:  # otherwise a later call has wrapped it, and passes variances itself
+            del scheduler.step
+            vars(scheduler).update(before)
+        hook.remove()
+
+    return undo
+
+
+class WithVariances:
+    """A scheduler's `step` that takes the variances from the transformer's last output, if the pipeline cut them off.
+
+    generator: draws the noise, unless a caller names another.
+    """
+
+    def __init__(self, step: Callable[..., Any], generator: torch.Generator | None) -> None:
+        self.outputs: deque[Tensor] = deque(maxlen=1)
+        self._step, self._options = step, {} if generator is None else {"generator": generator}
+        functools.update_wrapper(self, step)
+
+    def __call__(self, model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
+        """Return what the scheduler's step makes of the whole output."""
+        if model_output.shape[1] == sample.shape[1]:
+            model_output = torch.cat((model_output, self.outputs[0][:, sample.shape[1] :]), dim=1)
+        return self._step(model_output, timestep, sample, **self._options | options)
+
+
+FLOW_PREDICTION = "flow_prediction"
+KINDS = ("epsilon", "sample", "v_prediction", FLOW_PREDICTION)
+
+
+def why_not_clean(scheduler: Any) -> str | None:
+    """Return why the clean latents of a scheduler's steps are not known, or None if they are."""
+    name, kind = type(scheduler).__name__, _kind(scheduler)
+    if hasattr(scheduler, "precondition_outputs"):
+        return f"{name} scales the model's output in a way of its own"
+    if not (hasattr(scheduler, "scale_noise") or hasattr(scheduler, "add_noise")):
+        return f"{name} does not mix latents and noise"
+    return None if kind in KINDS else f"{name} has prediction_type {kind!r}"
+
+
+def check_clean(scheduler: Any) -> None:
+    """Raise ValueError if the clean latents of a scheduler's steps are not known."""
+    if (reason := why_not_clean(scheduler)) is not None:
+        raise ValueError(
+            f"got partial pictures with a scheduler that tells of none, because {reason}; expected one like "
+            f"DDIMScheduler or FlowMatchEulerDiscreteScheduler, or no partial pictures"
+        )
+
+
+def clean_weights(scheduler: Any, timestep: Any) -> tuple[float, float]:
+    """Return the weights (of x, of m) that give x0 at a timestep; the scheduler's timesteps are set.
+
+    Where the state is noise alone (a = 0) and the model predicts noise, nothing is known of x0: both weights are 0.
+    With DPM-Solver-2 (KDPM2) the evaluations between two steps count as those at the end of the step.
+    """
+    own = copy.copy(scheduler)  # it moves its tables to the device of what it mixes
+    one, times = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.as_tensor(timestep).reshape(1).cpu()
+    if hasattr(own, "scale_noise"):
+        mixed = [own.scale_noise(one * x, times, one * e) for x, e in ((1, 0), (0, 1))]
+    else:
+        mixed = [own.add_noise(one * x, one * e, times) for x, e in ((1, 0), (0, 1))]
+    a, b = (float(each) for each in mixed)
+    match _kind(scheduler):
+        case "epsilon":
+            return (1 / a, -b / a) if a else (0.0, 0.0)
+        case "v_prediction":  # of a state whose a and b are scaled to a^2 + b^2 = 1, as Euler's are not
+            return a / (a * a + b * b), -b / (a * a + b * b) ** 0.5
+        case "flow_prediction":
+            return 1 / (a + b), -b / (a + b)
+        case _:
+            return 0.0, 1.0
+
+
+def input_scale(scheduler: Any, timestep: Any) -> float:
+    """Return the factor that makes the model's input of a state at a timestep."""
+    if not hasattr(scheduler, "scale_model_input"):
+        return 1.0
+    return float(copy.copy(scheduler).scale_model_input(torch.ones(1, 1, 1, 1, dtype=torch.float64), timestep))
+
+
+def _kind(scheduler: Any) -> Any:
+    """Return what the model predicts; schedulers of flow matching alone do not say it."""
+    return scheduler.config.get("prediction_type") or (FLOW_PREDICTION if hasattr(scheduler, "scale_noise") else None)
+
+
+def steps_locally(scheduler: Any) -> bool:
+    """Return whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
+    return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
+
+
+def learns_range(scheduler: Any) -> bool:
+    """Return whether this is DDPM whose variance the model interpolates, without dynamic thresholding."""
+    config = scheduler.config
+    return type(scheduler) is DDPMScheduler and config.variance_type == "learned_range" and not config.thresholding
+
+
+def check_variances(config: Any) -> None:
+    """Raise ValueError if a model of this config predicts no variances; config: has in_channels and out_channels."""
+    if config.out_channels < 2 * config.in_channels:
+        raise ValueError(
+            f"got variance_type 'learned_range' with a model of {config.out_channels} output channels, expected "
+            f"{2 * config.in_channels}, half of them variances; take variance_type 'fixed_small'"
+        )
+
+
+STEP = ["model_output", "timestep", "sample"]  # the only arguments that a scheduler's step may require
+
+
+def why_not_driven(scheduler: Any) -> str | None:
+    """Return why the denoising loop cannot use a scheduler, or None if it can."""
+    parameters = inspect.signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if required != STEP:
+        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
+    variances = str(getattr(scheduler.config, "variance_type", ""))
+    if variances.startswith("learned") and not learns_range(scheduler):
+        return (
+            f"needs the model's variances (variance_type {variances!r}), which the loop passes on to DDPMScheduler "
+            f"with 'learned_range' and without thresholding alone"
+        )
+    return None
+
+
+def check_eta(scheduler: Any, eta: float | None) -> None:
+    """Raise ValueError if eta is not between 0 and 1, or if this scheduler has no eta.
+
+    None stands for the scheduler's own default.
+    """
+    if eta is None:
+        return
+    if not 0 <= eta <= 1:
+        raise ValueError(f"got eta {eta:g}, expected 0 (deterministic) to 1 (DDPM's noise)")
+    if eta > 0 and "eta" not in inspect.signature(scheduler.step).parameters:
+        raise ValueError(f"got eta {eta:g} with {type(scheduler).__name__}, expected 0: this scheduler has no eta")
+
+
+def set_timesteps(scheduler: Any, steps: int, schedule: Mapping[str, Any]) -> None:
+    """Set a scheduler's timesteps by a number of steps, or by the sigmas or timesteps that `schedule` holds."""
+    replacing = schedule.keys() & {"sigmas", "timesteps"}
+    try:
+        scheduler.set_timesteps(*([] if replacing else [steps]), **schedule)
+    except TypeError as error:
+        names = ", ".join(sorted(schedule)) or "nothing"
+        raise ValueError(
+            f"got schedule with {names}, expected arguments of {type(scheduler).__name__}.set_timesteps: {error}"
+        ) from error
+
 
 FLOW, DIFFUSION = "flow matching", "diffusion by betas"
 LIKE = {  # some of the schedulers of each process

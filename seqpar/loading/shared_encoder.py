@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.loading.errors import naming
+from seqpar.mesh.errors import WHO
 from seqpar.mesh.inputs import CALL, agree, broadcast
 from seqpar.mesh.mesh import Mesh
-from seqpar.mesh.messages import WHO
 from seqpar.mesh.watch import LostRankError
 
 METHODS = ("forward", "generate")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from seqpar.loading.checkpoint import Checkpoint, named, open_checkpoint
-from seqpar.loading.jsons import read_json
 from seqpar.loading.keys import count_layers, shape_of
+from seqpar.loading.parts import read_json
 
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
 OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")

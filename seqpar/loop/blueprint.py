@@ -17,10 +17,9 @@ import seqpar.loop.models
 from seqpar.loading.checkpoint import Checkpoint, check, from_state_dict, named
 from seqpar.loading.keys import KeyMap
 from seqpar.loading.layout import open_model
-from seqpar.loading.meta import WithoutValues
 from seqpar.loading.names import preset_of, resolve
 from seqpar.loading.placing import load
-from seqpar.loading.random_weights import randomise
+from seqpar.loading.random import WithoutValues, randomise
 from seqpar.loop.interface import SequenceModel
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.plugins import plugins

@@ -4,22 +4,143 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Required, TypedDict
 
 import torch
 from torch import Tensor
 
-from seqpar.loading.drivable import check_eta
-from seqpar.loading.respacing import clip_denoised, respace
-from seqpar.loading.timesteps import set_timesteps
+from seqpar.loading.schedulers import check_eta, check_variances, clip_denoised, respace, set_timesteps
 from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.interface import Prompt, check_lengths, completed
 from seqpar.loop.steppers import Decision, decide
-from seqpar.loop.streams import Prompt
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.types.guidance import Guidance
+from seqpar.types.arguments import MOST_STEPS, check_floats, check_kind, check_named, check_real, check_whole, shown
+from seqpar.types.guidance import Guidance, check_layout
+
+FLAGS = ("use_clipped_model_output", "clip_denoised")
+TOKENS = ("drawn", "negative_drawn")
+
+
+def check_model(dit: object) -> None:
+    """Refuse what is no `DistributedDiT`."""
+    check_kind("dit", dit, DistributedDiT, expected="a seqpar.DistributedDiT; make one of the model")
+
+
+def check_settings(dit: DistributedDiT, settings: Mapping[str, Any]) -> None:
+    """Raise the same ValueError on all ranks for a setting that is missing or unknown; every rank must call this."""
+    known = {each.name: each.default is MISSING and each.default_factory is MISSING for each in fields(Request)[3:]}
+    expected = {"steps": "the number of steps", "guidance": "seqpar.Guidance(scale); a scale of 1 is no guidance"}
+
+    def check() -> None:
+        for name, required in known.items():
+            if required and name not in settings:
+                raise ValueError(f"got no {name}=, expected {expected[name]}")
+        for name in settings.keys() - known:
+            near = get_close_matches(name, known, 1)
+            raise ValueError(f"got {name}=, expected {f'{near[0]}=' if near else ', '.join(known)}")
+
+    dit.mesh.together(check)
+
+
+def check_request(dit: DistributedDiT, request: Request, on_step: object = print) -> None:
+    """Raise the same ValueError on all ranks if an argument of any rank cannot be used; every rank must call this.
+
+    Values of the prompt are checked on rank 0, because other ranks use its values.
+    """
+    dit.mesh.together(lambda: _check(dit, request, on_step))
+
+
+def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:
+    if not callable(on_step):
+        raise ValueError(f"got on_step={shown(on_step)}, expected a function of the step's index")
+    _check_scheduler(request.scheduler)
+    _check_settings(request)
+    noise = request.noise if isinstance(request.noise, Mapping) else {"": request.noise}
+    for name, x in noise.items():
+        check_floats(f"noise {name}".strip(), x)
+    prompt = check_named("prompt", request.prompt)
+    negative = None if request.negative is None else check_named("negative", request.negative)
+    for kind in TOKENS:
+        check_named(kind, getattr(request, kind))
+    if dit.mesh.is_main:
+        for named in (prompt, negative):
+            if named is not None and set(named) <= set(dit.model.PROMPT):
+                dit.model.check_prompt(named)
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    wanted = ("set_timesteps", "step", "config")
+    if isinstance(scheduler, type) or not all(hasattr(scheduler, name) for name in wanted):
+        raise ValueError(f"got scheduler={shown(scheduler)}, expected a scheduler object of diffusers")
+
+
+def _check_settings(request: Request) -> None:
+    check_kind("guidance", request.guidance, Guidance, expected="seqpar.Guidance(scale)")
+    check_whole("steps", request.steps, 1, MOST_STEPS)
+    check_whole("begin", request.begin, 0, MOST_STEPS)
+    if request.eta is not None:
+        check_real("eta", request.eta)
+    for name in FLAGS:
+        check_kind(name, getattr(request, name), bool, expected="True or False")
+    expected = "a generator made by torch.Generator(), or None"
+    check_kind("generator", request.generator, torch.Generator, type(None), expected=expected)
+    if request.generator is not None and request.generator.device.type != "cpu":
+        raise ValueError("got a generator on a GPU, expected one on the CPU, whose noise is the same everywhere")
+    check_kind("respacing", request.respacing, str, type(None), expected='a text such as "250" or "ddim25", or None')
+    check_kind("schedule", request.schedule, Mapping, expected="a mapping: arguments of set_timesteps")
+    check_kind("segments", request.segments, Mapping, expected="a mapping: first evaluation -> DistributedDiT")
+    for first, dit in request.segments.items():
+        check_whole("the first evaluation of a segment", first, 0, MOST_STEPS)
+        check_model(dit)
+
+
+def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
+    """Return why steps of this decision cannot be a CUDA graph, or None if they can."""
+    if dit.device.type != "cuda":
+        return "no GPU"
+    if not decision.local:
+        return f"the scheduler steps on the host ({decision.whole})"
+    if dit.dtype == torch.float64:
+        return "fp64 is for checking"
+    return None
+
+
+def check_course(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if this mesh or model cannot run the request."""
+    model, mesh, config, request = dit.model, dit.mesh, dit.config, course.request
+    noise = whole[model.STATE[0]]
+    if noise.dim() > 3 or model.STATE[0] == "image":  # other streams are tokens, which `stream_positions` checks
+        if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
+            raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
+        dit.check_size(*noise.shape[2:])
+    if course.decision.learned:
+        check_variances(config)
+        if len(whole) > 1:
+            raise ValueError(f"got variance_type 'learned_range' with {len(whole)} streams of the state, expected one")
+    check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
+    prompt, negative = completed(model, request.prompt), completed(model, request.negative or request.prompt)
+    check_lengths(model, prompt, negative)
+    for name, x in (*prompt.items(), *negative.items(), *whole.items()):
+        if len(x) != len(noise):
+            raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
+    _check_drawn(request, len(course.timesteps_S), len(noise))
+
+
+def _check_drawn(request: Request, evaluations: int, images: int) -> None:
+    """Raise ValueError if streams that change at every evaluation have other shapes than the run."""
+    for name, x in request.drawn.items():
+        if x.dim() != 4 or x.shape[:2] != (evaluations, images):
+            wanted = f"({evaluations}, {images}, tokens, width)"
+            raise ValueError(f"got drawn {name} of shape {tuple(x.shape)}, expected {wanted}")
+    for name, x in request.negative_drawn.items():
+        like = request.drawn.get(name)
+        if like is None or x.shape != like.shape:
+            wanted = f"{tuple(like.shape)} as drawn" if like is not None else f"one of drawn: {sorted(request.drawn)}"
+            raise ValueError(f"got negative_drawn {name} of shape {tuple(x.shape)}, expected {wanted}")
 
 
 class Settings(TypedDict, total=False):
@@ -52,7 +173,7 @@ class Request:
     DDIM. begin: index of the first evaluation of the model; if it is not 0, the state is used as given, without scaling
     (image-to-image passes a picture with the noise of that step).
     respacing: timesteps by a text of the original DiT, such as "250" or "ddim25", which replace the number of steps
-    (DDIM and DDPM; `seqpar.loading.respacing.spaced`). clip_denoised: clip each predicted x0 to +-1, as the original
+    (DDIM and DDPM; `seqpar.loading.schedulers.spaced`). clip_denoised: clip each predicted x0 to +-1, as the original
     code does (DDIM and DDPM).
     schedule: keyword arguments of the scheduler's `set_timesteps`; where they hold sigmas or
     timesteps, these replace the number of steps, as in diffusers' pipelines.

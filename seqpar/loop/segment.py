@@ -7,19 +7,110 @@ step counter on the device, so that nothing waits for the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from seqpar.graphs.capture import StepGraph
-from seqpar.loop.branches import Branches
-from seqpar.loop.conditions import Conditions
-from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.interface import Encoded, rows
-from seqpar.loop.share import Inputs, Share, rows_of
-from seqpar.loop.streams import Split
+from seqpar.graphs.exchanges import Keeper
+from seqpar.graphs.graphs import StepGraph
+from seqpar.kernels.ddim import guide
+from seqpar.loop.distributed import DistributedDiT, Share, StepInputs, rows_of
+from seqpar.loop.interface import Encoded, Split, completed, distinct, rows, stacked
+from seqpar.loop.request import Course
+from seqpar.loop.steppers import State
+from seqpar.mesh.shard import Shard
 from seqpar.planner.predict import TABLE_BYTES
+
+Branches = tuple[Tensor, Tensor | None]
+"""The model's outputs with the prompt and without it (None if there is one branch), (n, l, at least C*p*p) each."""
+
+
+def parted(out: Tensor, state: State, name: str, course: Course, keeper: Keeper, user: object) -> Branches:
+    """Return both branches of a stream's output on this rank, from the other rank of the cfg axis where there is one.
+
+    name: the stream's. user: what needs the exchange as long as it exists.
+    """
+    if not course.request.guidance.on:
+        return out, None
+    cfg = keeper.mesh.cfg
+    if cfg.size == 1:
+        cond, uncond = out.chunk(2)
+        return cond, uncond
+    # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
+    used = out[..., : state.tokens.shape[-1] * (2 if course.decision.learned else 1)].to(state.tokens.dtype)
+    cond, uncond = keeper.gathered((f"branches of {name}", state.shard), cfg, used[None], user=user)
+    return cond, uncond
+
+
+def rescaled(
+    branches: tuple[Tensor, Tensor],
+    state: State,
+    name: str,
+    scale: Tensor,
+    course: Course,
+    keeper: Keeper,
+    user: object,
+) -> Branches:
+    """Return the guided prediction of both branches, rescaled, as the only branch.
+
+    Rescaling brings a share of it to the standard deviation of the conditional prediction over the whole latent.
+    scale: guidance's at this step, a device scalar. name, user: see `parted`.
+    """
+    (cond, uncond), share = branches, course.request.guidance.rescale
+    guided = guide(state.tokens, cond, uncond, scale, state.guided_width)
+    both = torch.stack((cond[..., : guided.shape[-1]].to(guided.dtype), guided)).double()
+    sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
+    if keeper.axis.size > 1:
+        sums = keeper.gathered(f"deviations of {name}", keeper.axis, sums[None], user=user).sum(dim=0)
+    total, squares = sums
+    variance = squares - total.square() / (state.shard.total * guided.shape[-1])
+    factor = (variance[0] / variance[1]).sqrt().to(guided.dtype)[:, None, None]
+    mixed = share * (factor * guided) + (1 - share) * guided
+    if course.decision.learned:  # the conditional branch's variances follow the prediction
+        width = guided.shape[-1]
+        mixed = torch.cat((mixed, cond[..., width : 2 * width].to(mixed.dtype)), dim=-1)
+    return mixed, None
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The inputs of a segment's evaluations besides the state.
+
+    timesteps_S: the timestep of all evaluations of the run, on the device. prompt: the distinct prompts, P rows. row_B:
+    the index of the prompt of each row of this rank's batch. drawn: this rank's rows of streams whose tokens change at
+    every evaluation, (S, B, L, C).
+    """
+
+    timesteps_S: Tensor
+    prompt: Mapping[str, Tensor]
+    row_B: Tensor
+    drawn: Mapping[str, Tensor]
+
+    @property
+    def count(self) -> int:
+        """Return how many distinct prompts there are; 1 for a model without a prompt."""
+        return max(1, len(next(iter(self.prompt.values())))) if self.prompt else 1
+
+    @staticmethod
+    def of(dit: DistributedDiT, course: Course, images: int) -> Conditions:
+        """Return the conditions of this rank's rows of both branches. images: those of the run."""
+        request, mesh, device, model = course.request, dit.mesh, dit.device, dit.model
+        mine, branches = Shard(images, mesh.data.size).slice(mesh.data.rank), 2 if request.guidance.on else 1
+        prompt = {name: x.to(device) for name, x in completed(model, request.prompt).items()}
+        rows = torch.zeros(branches * images, dtype=torch.int64, device=device)
+        if prompt:
+            if request.guidance.on:
+                other = model.null_prompt(prompt) if request.negative is None else completed(model, request.negative)
+                prompt = stacked(prompt, other)
+            prompt, rows = distinct(prompt)
+        rows = rows.view(branches, images)[:, mine]
+        both = [request.drawn, {**request.drawn, **request.negative_drawn}][:branches]
+        if mesh.cfg.size > 1:  # each rank of this axis computes one branch
+            rows, both = rows[mesh.cfg.rank : mesh.cfg.rank + 1], both[mesh.cfg.rank : mesh.cfg.rank + 1]
+        drawn = {name: torch.cat([each[name][:, mine].to(device) for each in both], dim=1) for name in request.drawn}
+        return Conditions(course.timesteps_S.to(device), prompt, rows.flatten(), drawn)
 
 
 class Segment:
@@ -87,7 +178,7 @@ class Segment:
         self._first.fill_(start)
         self._loaded = start
 
-    def inputs(self, state: Mapping[str, Tensor], step: Tensor) -> Inputs:
+    def inputs(self, state: Mapping[str, Tensor], step: Tensor) -> StepInputs:
         """Return the arguments of the model for this rank's tokens of the state at a step (a device scalar)."""
         conditioning = rows(self._table, (step - self._first) * self._count + self._row_B)
         drawn = {name: x.index_select(0, step.view(1))[0] for name, x in self._drawn.items()}

@@ -12,20 +12,130 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from seqpar.kernels.ddim import guide
+from seqpar.kernels.ddim import Update, guide, guided_step
 from seqpar.kernels.multistep import History, Steps, guided_multistep
-from seqpar.loading.drivable import why_not_driven
-from seqpar.loading.failures import FAILURES
-from seqpar.loading.variances import learns_range, steps_locally
-from seqpar.loop.coefficients import Coefficients, ddim_steps, ddpm_steps
-from seqpar.loop.one_step import OneStep
-from seqpar.loop.schedules import NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
-from seqpar.loop.state import State
+from seqpar.loading.errors import FAILURES
+from seqpar.loading.schedulers import learns_range, steps_locally, why_not_driven
+from seqpar.loop.interface import SequenceModel
+from seqpar.loop.schedules import (
+    Coefficients,
+    NotLinearError,
+    Schedule,
+    check_whole,
+    ddim_steps,
+    ddpm_steps,
+    mixed_noise,
+    step_options,
+    trace,
+)
+from seqpar.mesh.mesh import Mesh
+from seqpar.mesh.shard import Shard
+from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.protocols import state_dtype
+
+
+class State:
+    """This rank's images and tokens of one stream.
+
+    tokens: the model's input, (n, l, C*p*p) fp32 (fp64 for an fp64 model). shape: that of the whole latent.
+    """
+
+    tokens: Tensor
+
+    def __init__(self, model: SequenceModel, mesh: Mesh, whole: Tensor, channels: int | None) -> None:
+        """Split the whole latent (or tokens), which every rank has. channels: number of guided ones, None for all."""
+        self._model, self._mesh, self._size = model, mesh, tuple(whole.shape[2:]) if whole.dim() > 3 else None
+        self.shape = tuple(whole.shape)
+        patch = prod(model.patch)
+        count = whole.shape[1] if self._size is None else prod(self._size) // patch
+        width = whole.shape[2] if self._size is None else whole.shape[1] * patch
+        self._dtype = state_dtype(next(model.parameters()).dtype)
+        self.shard, self._mine = Shard(count, mesh.sequence.size), Shard(len(whole), mesh.data.size)
+        self.guided_width = width if channels is None else channels * (1 if self._size is None else patch)
+        self.tokens = self.slice(whole).clone()  # a copy, because steps write here
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return this rank's images and tokens of a tensor of the latent's shape that every rank has whole."""
+        mine = whole[self._mine.slice(self._mesh.data.rank)].to(self._mesh.device, self._dtype)
+        mine = mine if self._size is None else self._model.patchify(mine)
+        return mine[:, self.shard.slice(self._mesh.sequence.rank)].contiguous()
+
+    def gather(self, tokens: Tensor | None = None) -> Tensor:
+        """Return the whole latent on every rank, gathered from the state or from tokens of its shape."""
+        tokens = self.tokens if tokens is None else tokens
+        if self._mesh.sequence.size > 1:
+            tokens = gather(tokens, self._mesh.sequence, self.shard.sizes, dim=1)
+        if self._mesh.data.size > 1:
+            tokens = gather(tokens, self._mesh.data, self._mine.sizes)
+        return tokens if self._size is None else self._model.unpatchify(tokens, *self._size)
+
+
+NOISE_BYTES = 256 * 2**20  # most that a rank keeps of a run's noise at a time
+
+
+class OneStep:
+    """Steps whose result depends on the state before them alone.
+
+    A long run of large latents draws its noise in chunks, before the first step of each.
+    """
+
+    def __init__(
+        self, state: State, coefficients: Coefficients, guidance_S: Tensor, generator: torch.Generator
+    ) -> None:
+        like, learned, noise = state.tokens, coefficients.learned, None
+        table = coefficients.table_SK.to(like.device, torch.float64 if learned else like.dtype)
+        if learned or any(coefficients.noisy):
+            steps = NOISE_BYTES // max(1, like.numel() * like.element_size())
+            noise = like.new_zeros((max(1, min(len(table), steps)), *like.shape))
+        first = torch.zeros((), dtype=torch.int64, device=like.device)
+        self._state = state
+        self._update = Update(table, guidance_S, state.guided_width, noise, first, coefficients.clipped, learned)
+        self._begin(coefficients, generator)
+
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
+        """Step the state; see `Stepper`. `step` selects coefficients and noise on the device."""
+        guided_step(self._state.tokens, cond, uncond, self._update, step, bad)
+
+    def restart(self, coefficients: Coefficients, guidance_S: Tensor, generator: torch.Generator) -> None:
+        """Copy another run's coefficients and noise into the buffers that a captured step reads."""
+        self._update.coefficients_SK.copy_(coefficients.table_SK)
+        self._update.guidance_S.copy_(guidance_S)
+        self._begin(coefficients, generator)
+
+    def load(self, index: int) -> None:
+        """Draw the noise of the chunk of steps that holds this one, unless it is loaded already.
+
+        Chunks are drawn in order; the first one starts the same sequence again.
+        """
+        noise, first = self._update.noise_TnlC, self._update.first
+        if noise is None or first is None or (start := index // len(noise) * len(noise)) == self._loaded:
+            return
+        if start == 0:
+            self._generator.set_state(self._before)
+        for row, noisy in zip(noise, self._noisy[start : start + len(noise)], strict=False):
+            if noisy:
+                row.copy_(self._drawn())
+            else:
+                row.zero_()
+        first.fill_(start)
+        self._loaded = start
+
+    def _drawn(self) -> Tensor:
+        """Return this rank's share of the next noise of the whole latents."""
+        state = self._state
+        return state.slice(randn_tensor(state.shape, generator=self._generator, dtype=state.tokens.dtype))
+
+    def _begin(self, coefficients: Coefficients, generator: torch.Generator) -> None:
+        self._generator, self._before, self._loaded = generator, generator.get_state(), -1
+        self._noisy = coefficients.noisy
+        self.load(0)
 
 
 class Stepper(Protocol):

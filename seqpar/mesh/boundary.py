@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
+from seqpar.mesh.errors import WHO
 from seqpar.mesh.mesh import Mesh, gathered
-from seqpar.mesh.messages import WHO
 from seqpar.mesh.watch import LostRankError, over
 
 Reason = Literal["cancelled", "deadline"]

@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.mesh.mesh import Mesh, finish, gathered
-from seqpar.mesh.messages import WHO
+from seqpar.mesh.errors import WHO
+from seqpar.mesh.mesh import Axis, Mesh, collected, finish, gathered
 from seqpar.mesh.watch import LostRankError
+
+T = TypeVar("T")
+
+
+def together(axis: Axis, value: T, kind: Any) -> list[T]:
+    """Return a small value of every rank of the axis, in order; see `collected`. No rank returns before all called."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return collected(axis, here, value, kind, f"axis {axis.name}, memory that its ranks share")
+
 
 CALL = "call"  # the name in a form of what a rank does; ranks that do different things are told so
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
@@ -56,7 +66,7 @@ def from_rank_0(
 
     form: other settings that must be equal on all ranks. Raises the same ValueError on every rank if names, shapes,
     dtypes or `form` differ between ranks. Every rank must call this at the same time: raises TimeoutError if one does
-    not within the deadline of the host (`seqpar.mesh.deadlines`), or has ended.
+    not within the deadline of the host (`seqpar.mesh.watch`), or has ended.
     """
     agree(mesh, {**shapes(tensors), **(form or {})})
     return broadcast(mesh, tensors)

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh import messages as letters
-from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh import errors as letters
 from seqpar.mesh.errors import SharedError
 from seqpar.mesh.processes import close as close
 from seqpar.mesh.processes import group_timeout, join, watch
 from seqpar.mesh.processes import last_words as last_words
-from seqpar.mesh.watch import LostRankError, Watch
+from seqpar.mesh.watch import Deadlines, LostRankError, Watch
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
@@ -145,7 +144,7 @@ class Mesh:
     def call(self, axis: Axis, what: str, is_first: bool) -> AbstractContextManager[None]:
         """Return a context in which a call is queued that exchanges data on an axis; the watch looks whether it ends.
 
-        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.mesh.deadlines.Calls`).
+        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.mesh.watch.Calls`).
         """
         if axis.watch is None:
             return nullcontext()

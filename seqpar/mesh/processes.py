@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from seqpar.mesh.deadlines import Deadlines
-from seqpar.mesh.heartbeat import SignFiles
-from seqpar.mesh.watch import LostRankError, Watch
+from seqpar.mesh.watch import Deadlines, LostRankError, SignFiles, Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
 

@@ -10,24 +10,200 @@ When it wins: always on several ranks; it costs an event a call.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, Protocol
 from weakref import WeakSet, ref
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from seqpar.mesh.deadlines import Deadlines
-from seqpar.mesh.heartbeat import BEAT_S, Pulse, Sign
+BEAT_S = 0.5
+KEY = "seqpar/pulse/{}"
+
+
+class SignFiles(Store):
+    """A store of one small file a key, in a folder that only this user can reach; OSError if the folder is gone.
+
+    A file is written over in place: a full disk does not silence a rank, whose file has its space already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value of one line, of a key that only this process writes."""
+        file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, value.encode() + b"\n", 0)
+        finally:
+            os.close(file)
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, of which a part may be an older one's while it is written; OSError if it is gone."""
+        return self._path(key).read_bytes().partition(b"\n")[0]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have values."""
+        return all(self._path(key).exists() for key in keys)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key.replace('/', '-')}.sign"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of a rank. beat: grows while the rank lives; left: whether it has ended by itself.
+
+    begun: the number of calls and exchanges that it has begun, by their names. seen_s: when this rank first read this
+    beat, by the clock of `time.monotonic`.
+    """
+
+    beat: int
+    left: bool
+    begun: Mapping[str, int]
+    seen_s: float = field(default=0.0, compare=False)
+
+    def silent_s(self, since: float) -> float:
+        """Return for how many seconds this rank has shown nothing, counted from `since` on at most."""
+        return time.monotonic() - max(self.seen_s, since)
+
+
+class Pulse:
+    """Writes this rank's signs and reads those of others, in a thread that ends with the process.
+
+    store: used by this thread alone. patience_s: returns for how many seconds the store may not answer. every: called
+    after each beat; it may call `read`.
+    """
+
+    def __init__(self, rank: int, store: Store, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
+        self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
+        self._begun: dict[str, int] = {}
+        self._beat, self._left = 0, False
+        self._signs: dict[int, Sign] = {}
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self.silent_since: float | None = None  # since when the store has not answered
+        self._thread = threading.Thread(target=self._run, daemon=True, name="seqpar-pulse")
+        self._thread.start()
+
+    def begin(self, what: str) -> int:
+        """Count that this rank begins something that several ranks do; return how often it has begun it."""
+        self._begun[what] = count = self._begun.get(what, 0) + 1
+        return count
+
+    def read(self, ranks: Collection[int]) -> dict[int, Sign]:
+        """Return the last sign of other ranks, as far as they have given one; RuntimeError or OSError if it is gone."""
+        with self._lock:
+            for rank in ranks:
+                key = KEY.format(rank)
+                if rank == self._rank or not self._store.check([key]):  # a missing key would be waited for
+                    continue
+                try:
+                    sign = msgspec.json.decode(self._store.get(key), type=Sign)
+                except (ValueError, RecursionError):  # half written, or by a stranger: no sign, the rank may be late
+                    continue
+                if sign != self._signs.get(rank):
+                    self._signs[rank] = replace(sign, seen_s=time.monotonic())
+            return {rank: self._signs[rank] for rank in ranks if rank in self._signs}
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one ends by itself; no sign comes after this one."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._thread.join(timeout=2 * BEAT_S)
+        self._left = True
+        try:
+            self._tell()
+        except (RuntimeError, OSError):
+            return  # the store has ended before this rank, so nobody asks any more
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._store.set_timeout(timedelta(seconds=self._patience_s()))  # deadlines may have changed
+            try:
+                self._tell()
+                self.silent_since = None
+            except (RuntimeError, OSError):  # the process that holds the store has ended or is stopped
+                self.silent_since = self.silent_since or time.monotonic()
+            if not self._over.wait(BEAT_S):
+                self._every()
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._beat += 1
+            sign = Sign(self._beat, self._left, dict(self._begun))
+            self._store.set(KEY.format(self._rank), msgspec.json.encode(sign).decode())
+
+
+LONGEST_S = 10**6  # of any deadline: 11 days; timers of process groups count in 64-bit nanoseconds
+# calls with the longer deadline: a rank can end its second call only when every other rank has ended its first one
+FIRST_CALLS = 2
+KINDS = 256  # kinds of calls that are remembered; a forgotten kind has the longer deadline again
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that a rank waits for another one before all ends with an error that names the late rank.
+
+    first_s: in exchanges, until all ranks have finished the first call of a shape or CUDA graph. later_s: in exchanges
+    after that. host_s: for a rank that lives but works on its host, as while it loads weights, encodes prompts or
+    writes pictures. A rank that has ended is noticed at once; one that was stopped, after first_s or later_s.
+    Raises ValueError if a deadline is not a number from above 0 to 10^6 seconds.
+    """
+
+    first_s: float = 120.0
+    later_s: float = 30.0
+    host_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("first_s", "later_s", "host_s"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not 0 < value <= LONGEST_S:
+                raise ValueError(
+                    f"got a deadline {name}={value!r}, expected seconds, more than 0 and at most {LONGEST_S}"
+                )
+
+
+class Calls:
+    """Counts calls of each kind, as to tell those that have the longer deadline; the number of kinds is bounded."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[Hashable, int] = OrderedDict()
+
+    def is_first(self, kind: Hashable) -> bool:
+        """Count a call, and return whether not all ranks are known to have finished the first call of its kind."""
+        return self.before(kind) < FIRST_CALLS
+
+    def before(self, kind: Hashable) -> int:
+        """Count a call, and return how many of its kind came before."""
+        before = self._counts.pop(kind, 0)
+        self._counts[kind] = before + 1
+        if len(self._counts) > KINDS:
+            self._counts.popitem(last=False)
+        return before
+
+    def knows(self, kind: Hashable) -> bool:
+        """Return whether a call of this kind was counted, without counting one."""
+        return kind in self._counts
+
+    def forget(self, kind: Hashable) -> None:
+        """Count calls of a kind anew, as after its capture as a CUDA graph."""
+        self._counts.pop(kind, None)
+
 
 SLICE_S = 0.5  # of a wait, between two looks
 GRACE_S = 3.0  # for the main thread to raise the error of a failed watch
@@ -109,7 +285,7 @@ class Watch:
     def call(self, what: str, ranks: tuple[int, ...], is_first: bool, device: torch.device) -> Iterator[None]:
         """Queue a call in which these ranks exchange data; raises TimeoutError if a wait is known to be in vain.
 
-        is_first: whether the longer deadline holds (`seqpar.mesh.deadlines.Calls`). Calls within a call belong to it.
+        is_first: whether the longer deadline holds (`seqpar.mesh.watch.Calls`). Calls within a call belong to it.
         """
         if self._inside or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.loading.names import BUILTIN
 from seqpar.loading.parts import part_of, read_pipeline, read_scheduler
+from seqpar.loading.schedulers import near
 from seqpar.loading.vae import load_vae
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
@@ -21,15 +22,62 @@ from seqpar.loop.loop import draw_noise
 from seqpar.loop.models._label_dit import LabelDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines import files as _files
-from seqpar.pipelines import labels as _labels
-from seqpar.pipelines.files import DDIM_DEFAULT
-from seqpar.pipelines.job import Job, generated
+from seqpar.pipelines import own_loop as _files
 from seqpar.pipelines.order import NO_IMAGES, NO_LORA, NO_VIDEOS, Order
-from seqpar.pipelines.own_loop import Loaded
+from seqpar.pipelines.own_loop import DDIM_DEFAULT, Job, Loaded, generated
 from seqpar.planner.plan import Plan
-from seqpar.types.guidance import Guidance
-from seqpar.types.pictures import check_pictures
+from seqpar.types.guidance import Guidance, check_pictures
+
+
+def listed(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
+    """Return class number -> its names, from a folder's model_index.json; ValueError for a class that does not exist.
+
+    classes: the model's number of classes.
+    """
+    labels = index.get("id2label") or {}
+    odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
+    if odd:
+        raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
+    return {int(key): _parts(str(names)) for key, names in labels.items()}
+
+
+def class_ids(
+    classes: Sequence[str | int], labels: Mapping[int, tuple[str, ...]], numbers: Collection[int]
+) -> list[int]:
+    """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
+
+    labels: class number -> its names. numbers: all class numbers. Raises ValueError for an unknown class, with similar
+    names, and for a name of several classes, with their numbers.
+    """
+    if all(isinstance(label, int) and label in numbers for label in classes):
+        return list(map(int, classes))
+    names = dict[str, set[int]]()
+    for number, own in labels.items():
+        for name in own:
+            names.setdefault(name, set()).add(number)
+    return [_class_id(str(label), names, numbers) for label in classes]
+
+
+def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int]) -> int:
+    # a whole label stands for the classes that all of its parts have in common
+    common = set.intersection(*(names.get(part, set()) for part in _parts(label)))
+    if len(common) == 1:
+        return common.pop()
+    if common:
+        raise ValueError(f"got class {label!r}, which stands for {_and(common)}, expected one of these numbers")
+    if label.isdecimal() and int(label) in numbers:
+        return int(label)
+    wanted = f"one of {near(label, list(names))}, or" if names else "a number"
+    raise ValueError(f"got class {label!r}, expected {wanted} 0 to {max(numbers)}")
+
+
+def _parts(label: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in label.split(","))
+
+
+def _and(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
+
 
 __all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "check", "generate"]
 
@@ -42,7 +90,7 @@ SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 
 @dataclass(frozen=True)
 class Files(_files.Files):
-    """The checked files of a pipeline of classes; see `seqpar.pipelines.files.Files`.
+    """The checked files of a pipeline of classes; see `seqpar.pipelines.own_loop.Files`.
 
     labels: class number -> its names, of which captions show the first.
     """
@@ -62,7 +110,7 @@ class Files(_files.Files):
             return Files(blueprint)
         index = read_pipeline(path)
         vae = _files.checked_vae(path / "vae", blueprint) if part_of(index, "vae") else None
-        labels = _labels.listed(index, blueprint.config.num_classes)
+        labels = listed(index, blueprint.config.num_classes)
         return Files(blueprint, path, vae, labels, scheduling=read_scheduler(path / "scheduler"))
 
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
@@ -71,7 +119,7 @@ class Files(_files.Files):
         Raises ValueError for an unknown class, with similar names, and for a name of several classes, with their
         numbers.
         """
-        return _labels.class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
+        return class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
 
     def class_name(self, number: int) -> str:
         """Return the first name of a class, or its number if it has no name."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +19,17 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-from seqpar.families._find import is_known
-from seqpar.families._guided import is_guided
+from seqpar.families._find import is_guided, is_known
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.errors import naming_loop
-from seqpar.loading.folder import kind_of
-from seqpar.loading.known_parts import PipelineParts, parts_of_folder, parts_of_preset
+from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder, parts_of_preset
+from seqpar.loading.names import Preset
 from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline
-from seqpar.loading.presets import Preset
 from seqpar.loading.random import random_pipeline
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines import timed as timed_
+from seqpar.pipelines import own_loop as timed_
 from seqpar.pipelines.arguments import (
     FPS,
     RATE,
@@ -38,19 +37,59 @@ from seqpar.pipelines.arguments import (
     arguments_of,
     check_flags,
     check_frames,
+    draws_anew,
     frame_rate,
     frames_of,
     makes_videos,
+    shown_image,
+    taking_images,
 )
-from seqpar.pipelines.finite import counted, refuse_infinite, refuse_latents, watched_vae
 from seqpar.pipelines.order import NO_LORA, Order
 from seqpar.pipelines.planning import Planned, grid_of, planned
-from seqpar.pipelines.takes_images import draws_anew, shown_image, taking_images
 from seqpar.planner.predict import Load
-from seqpar.transformer import lora_files
-from seqpar.transformer.plain import expected
+from seqpar.transformer import lora as lora_files
+from seqpar.transformer.blocks import expected
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
+from seqpar.vae.shared import looked_at
+
+
+def watched_vae(
+    vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `begin` before each `decode` or `encode` of a pipeline's VAE, if it has one, and `look` with the result."""
+    return looked_at(vae, name, look, begin) if hasattr(vae, name) else nullcontext()
+
+
+def refuse_latents(finite: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError for the first step whose latents are not finite. finite: whether each step's are."""
+    bad = [] if not finite else torch.stack([*finite]).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise FloatingPointError(
+            f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in "
+            f"{str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
+        )
+
+
+def refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError if one of the results is not finite."""
+    bad = [number for number, right in enumerate(finite, 1) if not right]
+    if bad:
+        raise FloatingPointError(
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
+            f"{bad[0]}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
+        )
+
+
+def counted(
+    on_step: Callable[[int], None], finite: list[torch.Tensor], pipe: Any, index: int, timestep: Any, tensors: Any
+) -> dict[str, Any]:
+    """Tell of a step that diffusers' loop has made, and note whether its latents are finite; made for its callbacks."""
+    if isinstance(latents := tensors.get("latents"), torch.Tensor):
+        finite.append(latents.isfinite().all())
+    on_step(index)
+    return {}
+
 
 PIPELINES = ()  # those of no other file
 ASKED = "prompts"

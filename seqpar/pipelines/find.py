@@ -16,9 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from seqpar.loading.layout import pipeline_folder
-from seqpar.loading.names import preset_of, resolve
+from seqpar.loading.names import PRESETS, Preset, preset_of, resolve
 from seqpar.loading.parts import read_pipeline
-from seqpar.loading.presets import PRESETS, Preset
 from seqpar.loop.blueprint import Blueprint, locate
 
 ANY = "diffusers"  # all pipelines that have no file of their own

@@ -15,19 +15,16 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
-from seqpar.loading.folder import kind_of
-from seqpar.loading.garbage import no_collection
-from seqpar.loading.known_parts import parts_of_folder
+from seqpar.loading.encoders import no_collection
+from seqpar.loading.folder import kind_of, parts_of_folder
 from seqpar.loading.names import resolve
 from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import Plan
 from seqpar.planner.search import Wish
-from seqpar.transformer.parallelize import parallelize
-from seqpar.transformer.plain import expected
-from seqpar.transformer.state import keep_fp32
-from seqpar.transformer.subjects import choices
+from seqpar.transformer.blocks import expected
+from seqpar.transformer.parallelize import choices, keep_fp32, parallelize
 from seqpar.types.arguments import check_kind, shown
 from seqpar.vae.pipeline import Wished, check_wish
 

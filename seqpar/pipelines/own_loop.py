@@ -2,29 +2,360 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from seqpar.loading.vae import load_vae
+from seqpar.loading import schedulers as _schedulers
+from seqpar.loading.encoders import collect
+from seqpar.loading.errors import FAILURES
+from seqpar.loading.schedulers import check_eta, check_steps, check_variances, respace, set_timesteps
+from seqpar.loading.vae import check_vae, load_vae, vae_factor
+from seqpar.loop.blueprint import Blueprint, check_heads
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler
+from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.files import Files
-from seqpar.pipelines.texts import Encode, Texts
-from seqpar.planner.plan import Plan, make, named_mesh, wished_images, work_of
-from seqpar.planner.predict import Load, predict
+from seqpar.pipelines.order import NO_IMAGES, NO_LORA, Order
+from seqpar.pipelines.pictures import to_pil
+from seqpar.planner.plan import Plan, make, named_mesh, settled, wished_images, work_of
+from seqpar.planner.predict import TABLE_BYTES, Load, predict
 from seqpar.planner.search import Wish
-from seqpar.planner.settled import settled
 from seqpar.types.arguments import check_floats
+from seqpar.types.facts import Work
+from seqpar.types.guidance import Guidance, check_loading, check_pictures
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.pixels import preview
-from seqpar.vae.spread import WISHES, Spread
+from seqpar.vae.strips import WISHES, Spread
+
+Encode = Callable[[str], tuple[Tensor, ...]]
+
+
+class Texts:
+    """The prompts of one model as tensors; it keeps those of the last call, so that they are encoded once.
+
+    shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
+    encoders; None for a model with random weights, for which random numbers stand in for encoded prompts. frees:
+    whether nothing else holds these encoders, so that their memory is given back after each call.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        ready: Callable[[], Encode] | None,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        *,
+        frees: bool,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
+        self._known: dict[str, tuple[Tensor, ...]] = {}
+
+    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = lambda index: None) -> None:
+        """Encode these prompts on rank 0, and forget all others; other ranks return at once.
+
+        on_prompt(index): called when a prompt is encoded. Raises ValueError on rank 0 if the encoders do not load.
+        """
+        if not self._mesh.is_main:
+            return
+        wanted = list(dict.fromkeys(prompts))
+        missing = [text for text in wanted if text not in self._known]
+        encoded = {text: self._known[text] for text in wanted if text in self._known}
+        if missing:
+            encoder = self._stand_in if self._ready is None else self._ready()
+            for index, text in enumerate(missing):
+                with torch.no_grad():
+                    encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
+                on_prompt(index)
+            del encoder
+            if self._frees:
+                collect()
+        self._known = encoded
+
+    def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors by name, with a row for each prompt.
+
+        Only rank 0's values count; other ranks return tensors of the same shapes. The prompts must be encoded.
+        """
+        if self._mesh.is_main:
+            texts = (torch.stack(each) for each in zip(*(self._known[text] for text in prompts), strict=True))
+        else:
+            shapes = ((len(prompts), *shape) for shape in self.shapes.values())
+            texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
+        return dict(zip(self.shapes, texts, strict=True))
+
+    def _stand_in(self, text: str) -> tuple[Tensor, ...]:
+        """Return random numbers that depend on the prompt."""
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
+
+
+def described(tokens: int, source: object, before: str) -> tuple[str, str]:
+    """Return title and text of the summary's line about prompts. source: of the encoders, None for random numbers."""
+    if source is None:
+        return "text", f"{tokens} tokens of random numbers: no text encoder comes with this model"
+    return "text", f"{tokens} tokens a prompt, encoded on rank 0 before {before}"
+
+
+def timed(
+    scheduler: Any,
+    steps: int,
+    eta: float | None = None,
+    respacing: str | None = None,
+    timing: Mapping[str, Any] | None = None,
+) -> Decision:
+    """Set a scheduler's timesteps, and return the way in which it steps; ValueError if a setting does not fit it.
+
+    eta: None stands for the scheduler's own default. respacing: a text of the original DiT, which replaces the number
+    of steps. timing: keyword arguments of `set_timesteps` besides the number of steps.
+    """
+    check_eta(scheduler, eta)
+    if respacing is not None:
+        respace(scheduler, respacing)
+        return tried(scheduler, eta)
+    check_steps(scheduler, steps)
+    try:
+        scheduler.set_timesteps(steps) if timing is None else set_timesteps(scheduler, steps, timing)
+    except FAILURES as error:
+        name = type(scheduler).__name__
+        raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
+    return tried(scheduler, eta)
+
+
+def tried(scheduler: Any, eta: float | None = None) -> Decision:
+    """Return the way in which a scheduler, whose timesteps are set, steps; `ValueError` if one of its steps fails."""
+    try:
+        return decide(scheduler, {"eta": eta})
+    except ValueError:
+        raise
+    except FAILURES as error:  # such as an index past the end of its tables
+        raise ValueError(f"got scheduler {type(scheduler).__name__!r}, which fails in its step: {error}") from error
+
+
+# the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
+DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+NO_VAE_FACTOR = 8  # pixels along each side of a latent pixel, for models that come without a decoder
+
+
+@dataclass(frozen=True)
+class Files:
+    """The checked files of a pipeline, before any weights are loaded; a family adds what only it has.
+
+    blueprint: the transformer. source: where the other parts are (the pipeline's folder), diffusers' pipeline in
+    memory, or None for a model without other parts. vae: the config of the decoder, or None. scheduling: the
+    scheduler's config.
+    """
+
+    blueprint: Blueprint
+    source: Any = None
+    vae: Any = None
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
+
+    @property
+    def factor(self) -> int:
+        """Return the number of pixels along each side of a latent pixel."""
+        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
+
+    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on.
+
+        Raises ValueError for sizes that are no whole patches.
+        """
+        config = self.blueprint.config
+        if pixels is None:
+            return config.sample_size, config.sample_size
+        unit = config.patch_size * self.factor
+        if any(side < unit or side % unit for side in pixels):
+            raise ValueError(
+                f"got size {pixels[0]}x{pixels[1]}, expected multiples of {unit} (patch {config.patch_size} "
+                f"x decoder {self.factor})"
+            )
+        return pixels[0] // self.factor, pixels[1] // self.factor
+
+    def tokens(self, pixels: tuple[int, int] | None) -> int:
+        """Return the number of tokens of a picture."""
+        height, width = self.latent_size(pixels)
+        return height * width // self.blueprint.config.patch_size**2
+
+    def scheduler(self, name: str | None = None) -> Any:
+        """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
+
+        Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
+        """
+        return _schedulers.build(self.scheduling, name, self.blueprint.config)
+
+    def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
+        """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
+
+        eta: None stands for the scheduler's own default. respacing: see `seqpar.loop.request.Request`.
+        """
+        scheduler = self.scheduler(name)
+        if timed(scheduler, steps, eta, respacing).learned:
+            check_variances(self.blueprint.config)
+        return scheduler
+
+    def conditions(self, asked: Sequence[object]) -> int:
+        """Return for how many of these classes or prompts the modulation differs."""
+        return len(set(asked))
+
+    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
+        """Return a function that returns the `Load` of one picture, with two branches or one."""
+        return lambda guided: self.load_of(("",), guided, 1, dtype)
+
+    def load_of(
+        self,
+        asked: Sequence[object],
+        guided: bool,
+        evaluations: int,
+        dtype: torch.dtype,
+        size: tuple[int, int] | None = None,
+    ) -> Load:
+        """Return the planner's `Load` for one picture of each of the classes or prompts `asked`.
+
+        guided: whether there are two branches. evaluations: number of calls of the model. size: (height, width) in
+        pixels, None for the model's own.
+        """
+        config = self.blueprint.config
+        return Load(
+            images=len(asked),
+            tokens=self.tokens(size),
+            guidance=guided,
+            steps=evaluations,
+            itemsize=dtype.itemsize,
+            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
+            latent=config.in_channels * config.patch_size**2,
+            labels=self.conditions(asked) + guided,
+            table=TABLE_BYTES,
+            others=work_of(config).joined,
+        )
+
+
+def checked_vae(path: Any, blueprint: Blueprint) -> Any:
+    """Return the config of the decoder in a folder or file; ValueError if it does not decode the model's latents."""
+    vae, channels = check_vae(path), blueprint.config.in_channels
+    if vae.latent_channels != channels:
+        raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+    return vae
+
+
+@dataclass(frozen=True)
+class Job:
+    """Checked work of a family with a loop of its own, before any weight is read.
+
+    pipeline: the family's class; `pipeline.load(**loading, plan=plan)` loads the weights, and `latents(**settings)` of
+    what it returns samples. captions: a text for each picture; sheet: whether the pictures are one labelled sheet.
+    named: what the user named (classes or prompts), for the metadata. schedule: keyword arguments of the scheduler's
+    set_timesteps. notes: (title, text) of further lines of the summary.
+    """
+
+    pipeline: Any
+    blueprint: Blueprint
+    loading: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    load: Load
+    guidance: Guidance
+    scheduler: Any
+    dtype: torch.dtype
+    pixels: tuple[int, int]
+    captions: Sequence[str]
+    named: Mapping[str, Sequence[str]]
+    sheet: bool = False
+    notes: Sequence[tuple[str, str]] = field(default_factory=tuple)
+
+    @property
+    def files(self) -> Any:
+        """Return the checked files, with which the family checks further orders."""
+        return self.loading["files"]
+
+    @property
+    def work(self) -> Work:
+        """Return what the planner needs of the model."""
+        return work_of(self.blueprint.config)
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether a decoder comes with the model."""
+        return self.files.vae is not None
+
+    @property
+    def evaluations(self) -> int:
+        """Return the number of calls of the model: one a step, about two a step for schedulers such as Heun's."""
+        return self.load.steps
+
+    @staticmethod
+    def of(
+        pipeline: Any, files: Files, order: Order, guidance: Guidance, scheduler: Any, asked: Sequence[Any], **more: Any
+    ) -> Job:
+        """Return the job of these files for one picture of each of `asked`, the classes or prompts.
+
+        scheduler: with its timesteps set; without one the order's steps are the evaluations. more: further fields;
+        `loading` and `settings` are added to those that every family has.
+        """
+        check_heads(files.blueprint.name, files.blueprint.config, order.heads)
+        height, width = files.latent_size(order.size)
+        evaluations = order.steps if scheduler is None else len(scheduler.timesteps)
+        settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "guidance": guidance}
+        return Job(
+            pipeline=pipeline,
+            blueprint=files.blueprint,
+            loading={"files": files, "dtype": order.dtype, **more.pop("loading", {})},
+            settings={**settings, **more.pop("settings", {})},
+            load=files.load_of(asked, guidance.on, evaluations, order.dtype, order.size),
+            guidance=guidance,
+            scheduler=scheduler,
+            dtype=order.dtype,
+            pixels=(height * files.factor, width * files.factor),
+            **more,
+        )
+
+
+def planned(order: Order, model: Blueprint) -> Job:
+    """Return what the planner needs of an order for a model that no family runs: its config, and its `work`.
+
+    Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
+    """
+    order.refuse(NO_LORA, lora=order.loras)
+    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
+    files = Files(model)
+    scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
+    asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]
+    return Job.of(None, files, order, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
+
+
+def generated(
+    order: Order,
+    mesh: Mesh | str | None,
+    kind: str,
+    guidance: Callable[[], Guidance | None],
+    job: Callable[[Order, Guidance | None, str], Job],
+) -> list[Image.Image]:
+    """Return a picture of each class or prompt on every rank, from rank 0's order; every rank must call this.
+
+    order: unchecked, as a caller of the library gave it. kind: its field of what is asked for, "classes" or "prompts".
+    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's order and its
+    model.
+    """
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(order.model, order.dtype))
+    own, wish = ranks.together(lambda: named_mesh(mesh, Wish()))
+    asked: Any = getattr(order, kind)
+    ranks.together(lambda: check_pictures(kind, asked, order.steps, guidance() or Guidance(), order.size, order.seed))
+    given: Any = {kind: tuple(asked), "model": str(order.model)}
+    shared, scale = ranks.share((replace(order, **given), guidance()), tuple[Order, Guidance | None])
+    if not getattr(shared, kind):
+        raise ValueError(f"got no {kind}, expected one a picture")
+    work = ranks.together(lambda: job(shared, scale, shared.model))
+    plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, wish, own)
+    with work.pipeline.load(**work.loading, mesh=own, plan=plan) as pipeline:
+        return to_pil(pipeline.decode(pipeline.latents(**work.settings)))
 
 
 @dataclass(frozen=True)

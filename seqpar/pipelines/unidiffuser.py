@@ -23,22 +23,17 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.loading import schedulers as _schedulers
-from seqpar.loading.timesteps import set_timesteps
+from seqpar.loading.schedulers import set_timesteps
 from seqpar.loop.blueprint import Blueprint, from_diffusers
-from seqpar.loop.loop import draw_noise
+from seqpar.loop.loop import draw_noise, draw_steps
 from seqpar.loop.models.uvit import Mode, Model
-from seqpar.loop.noise import draw_steps
 from seqpar.loop.request import Settings
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.job import Job, generated
 from seqpar.pipelines.order import Order
-from seqpar.pipelines.own_loop import FromTexts, drawn_in
-from seqpar.pipelines.texts import Encode, described
-from seqpar.pipelines.unidiffuser_files import Files
-from seqpar.pipelines.unidiffuser_parts import captions, image_streams, text_encoder
-from seqpar.types.guidance import Guidance
-from seqpar.types.pictures import check_pictures
+from seqpar.pipelines.own_loop import Encode, FromTexts, Job, described, drawn_in, generated
+from seqpar.pipelines.unidiffuser_parts import Files, captions, image_streams, text_encoder
+from seqpar.types.guidance import Guidance, check_pictures
 
 PIPELINES = ("UniDiffuserPipeline",)
 ASKED = "prompts"

@@ -31,6 +31,14 @@ from seqpar.types.arguments import check_kind
 from seqpar.types.facts import Layout, Work
 from seqpar.types.plugins import plugin, plugins
 
+
+def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
+    """Return the caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
+    joined = mesh or Mesh.from_env(*plan.sizes.values())
+    joined.together(lambda: plan.check(joined))
+    return joined
+
+
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 
 

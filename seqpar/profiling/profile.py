@@ -16,13 +16,11 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import written
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
-from seqpar.profiling.clocks import merged
-from seqpar.profiling.picture import check_drawable, drawn
 from seqpar.profiling.record import MEASURED, StepRecorder
-from seqpar.profiling.report import facts, report, rows
+from seqpar.profiling.report import check_drawable, drawn, facts, report, rows
 from seqpar.profiling.result import Profile, profile_of, told
-from seqpar.profiling.trace import RankTrace, trimmed
-from seqpar.transformer.lease import call_of
+from seqpar.profiling.trace import RankTrace, merged, trimmed
+from seqpar.transformer.parallelize import call_of
 
 MOST_BYTES = 1 << 30  # of one rank's trace
 

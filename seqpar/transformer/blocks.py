@@ -9,23 +9,135 @@ why.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
+from seqpar.families import _processors as processors
 from seqpar.families._block import DeclinedError, Matrices, Matrix
-from seqpar.families._home import HOME
-from seqpar.families._known import families
+from seqpar.families._cuts import HOME
+from seqpar.families._find import families
 from seqpar.kernels.gated_linear import why_not_faster
-from seqpar.transformer import adopt, plain, whole_queries
+from seqpar.loading.random import WithoutValues
+from seqpar.transformer import forward as whole_queries
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import SplitAttention
 from seqpar.transformer.foreign import BY_TOKEN, Addition
 from seqpar.transformer.forward import Ranks
+
+
+def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
+    """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once.
+
+    scale: see `adapters.merged`. room: a copy whose memory is written again.
+    """
+    weight_FE = copied_into(own.weight, None if room is None else room.weight)
+    bias_F = None if own.bias is None else copied_into(own.bias, None if room is None else room.bias)
+    start = 0
+    for layer in layers:
+        base: Any = adapters.base_of(layer)
+        mine = slice(start, start + len(base.weight))
+        weight, bias = adapters.merged(layer, scale) if adapters.active(layer) else (None, None)
+        if weight is not None:
+            weight_FE[mine].copy_(weight)
+        if bias is not None and bias_F is not None:
+            bias_F[mine].copy_(bias)
+        start = mine.stop
+    return Matrix(weight_FE, bias_F)
+
+
+def copied_into(like: Tensor, room: Tensor | None) -> Tensor:
+    """Return a copy of a tensor, in the memory that is there already if it fits."""
+    fits = room is not None and (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
+    copied = room if fits and room is not None else torch.empty_like(like)
+    return copied.copy_(like)
+
+
+def rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor that is some parameters one below the other; several become views of it."""
+    if len(parts) == 1:
+        return parts[0].detach()
+    whole = joined(parts)
+    if whole is None:
+        whole = torch.cat([part.detach() for part in parts])
+        for part, mine in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = mine
+    return whole
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor whose rows the parts are, without a copy, or None if they do not lie one after the other."""
+    first, end = parts[0].detach(), parts[0].data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and part.is_contiguous() and part.data_ptr() == end and part.dtype == first.dtype):
+            return None
+        end += part.numel() * part.element_size()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+Built = tuple[type, type, dict[str, Any]]  # class, class of the attention processor, settings that are plain values
+CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
+
+
+def differences(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for modules of another class, or with other settings, than the config gives them.
+
+    Paths are those without adapters. An attention processor counts as a part of its module.
+    """
+    plain = expected(module)
+    for path, one in adapters.without_adapters(module):
+        if path in plain:
+            yield from ((path, reason) for reason in _of(path, one, *plain[path]))
+
+
+def expected(module: Any) -> Mapping[str, Built]:
+    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is kept.
+
+    A config may hold keys that its class does not know, which diffusers keeps.
+    """
+    known = inspect.signature(type(module).__init__).parameters
+    return _built(type(module), _Config({key: value for key, value in module.config.items() if key in known}))
+
+
+class _Config(dict[str, Any]):
+    """The arguments of a class of transformers, for a cache."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self))
+
+
+def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
+    if type(one) is not kind:
+        yield f"{path} is a {type(one).__name__} and no {kind.__name__}"
+    for key, value in settings.items():
+        if (mine := vars(one).get(key, value)) != value:
+            yield f"{path}.{key} is {mine!r} and not {value!r}"
+    if type(own := processors.own_of(getattr(one, "processor", None))) is not processor:
+        yield f"an attention processor is a {type(own).__name__}"
+
+
+@cache
+def _built(kind: type, config: _Config) -> dict[str, Built]:
+    """Return how the modules of a new transformer are built, by their paths."""
+    with torch.device("meta"), WithoutValues():
+        module: nn.Module = kind(**deepcopy(config))
+    return {
+        path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()
+    }
+
+
+def _settings(one: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED}
+
 
 T = TypeVar("T")
 NO_ROOM = "copies of their weights with merged adapters do not fit into the memory of every rank"
@@ -159,9 +271,9 @@ class FusedBlocks:
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
                 biases = [layer.bias for layer in base if layer.bias is not None]
-                matrices[name] = Matrix(adopt.rows([x.weight for x in base]), adopt.rows(biases) if biases else None)
+                matrices[name] = Matrix(rows([x.weight for x in base]), rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
-                    copy = adopt.with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
+                    copy = with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
                     matrices[name] = self._copies[block, name] = copy
         return matrices
 
@@ -270,7 +382,7 @@ def _reasons(
     """Return path -> reason for the blocks that no function may compute."""
     if not type(module).__module__.startswith(HOME):
         return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in every}
-    known = [*plain.differences(module), *_of_additions(additions, {path for path, _ in every})]
+    known = [*differences(module), *_of_additions(additions, {path for path, _ in every})]
     reasons = {}
     for path, one in every:
         # inside of the block, or around it, as a wrapper is

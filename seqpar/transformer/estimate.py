@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.families._known import described
+from seqpar.families._find import described
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.transformer.blocks import blocks_of

@@ -7,20 +7,148 @@ When it wins: with guidance; without it all ranks share the tokens of one call (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from seqpar.graphs.deferred import Ticket
-from seqpar.graphs.signature import Form
-from seqpar.mesh.deadlines import KINDS
+from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.inputs import shapes
 from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.transformer.pairs import Pairs
-from seqpar.transformer.rows import rows_of, split_over
+from seqpar.mesh.shard import Shard
+from seqpar.mesh.watch import KINDS
 from seqpar.transports.collective.point_to_point import gather
+
+Split = tuple[Axis, tuple[int, ...]]
+"""An axis and the number of rows of each of its ranks."""
+STATE = ("hidden_states", "x")  # the names that transformers give their latents, whose rows are those of the batch
+ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that are a list with an entry for each row
+
+# arguments with an entry for each token, pair of rotary values or layer, even if there happen to be as many as rows
+_WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$|^control_hidden_states_scale$")
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return an argument or a result with the floating-point tensors in it in another dtype."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+def rows_of(arguments: dict[str, Any]) -> int:
+    """Return the number of rows of a call's batch, or 0 if its latents have none."""
+    state = next((arguments[name] for name in STATE if name in arguments), None)
+    if isinstance(state, Tensor):
+        return len(state) if state.dim() else 0
+    if not isinstance(state, list) or len({(x.shape, x.dtype) for x in state}) != 1:
+        return 0  # results of unequal shapes could not be gathered
+    return len(state)
+
+
+def split_over(axes: Sequence[Axis], rows: int) -> tuple[Axis, ...]:
+    """Return the axes, in their order, whose ranks can have rows of their own."""
+    taken, parts = [], 1
+    for axis in axes:
+        if axis.size > 1 and parts * axis.size <= rows:
+            taken.append(axis)
+            parts *= axis.size
+    return tuple(taken)
+
+
+def cut_rows(whole: dict[str, Any], axes: Sequence[Axis]) -> tuple[Form, list[Split]]:
+    """Return the call that this rank computes, and how the rows were split. axes: those of `split_over`."""
+    splits = []
+    for axis in axes:
+        rows = rows_of(whole)
+        shard = Shard(rows, axis.size)
+        whole = {name: _cut(name, value, rows, shard.slice(axis.rank)) for name, value in whole.items()}
+        splits.append((axis, shard.sizes))
+    return form_of(whole), splits
+
+
+def joined_rows(results: Form, splits: Sequence[Split]) -> Form:
+    """Return the results of all rows on every rank."""
+    for axis, sizes in reversed(splits):
+        results = form_of(_joined(results.whole, axis, sizes))
+    return results
+
+
+def _cut(name: str, value: Any, rows: int, part: slice) -> Any:
+    """Return the part of an argument that belongs to some rows: all of it, if it has no entry for each row."""
+    if isinstance(value, list) and name in ROW_LISTS and len(value) == rows:
+        return value[part]
+    if _WHOLE.search(name) and not (isinstance(value, Tensor) and value.dim() > 2):
+        return value
+    return pytree.tree_map_only(Tensor, lambda x: x[part] if x.dim() and len(x) == rows else x, value)
+
+
+def _joined(results: Any, axis: Axis, sizes: tuple[int, ...]) -> Any:
+    """Gather the rows of nested results; a list of tensors has an entry for each row."""
+    if isinstance(results, Tensor):
+        return gather(results, axis, sizes)
+    if isinstance(results, list):
+        return list(gather(torch.stack(results), axis, sizes).unbind())
+    return tuple(_joined(each, axis, sizes) for each in results)
+
+
+MANY = 3  # calls in a row without a partner, after which a cfg axis has nothing to split
+SOON = 8  # calls; a module that changed twice within them goes on changing
+
+
+class Pairs:
+    """What the last calls tell of the next ones. `see` every call, and then `changed` if the module has changed."""
+
+    def __init__(self) -> None:
+        self._known = False  # whether a step had two calls of the same module
+        self._index = 0  # of the last call in its step
+        self._latents: ref[Any] | None = None
+        self._labels: set[str | None] = set()  # of the calls of the step
+        self._count = self._single = 0
+        self._changes = (-SOON, -SOON)  # the numbers of the last two calls before which the module changed
+
+    @property
+    def expected(self) -> bool:
+        """Return whether the call that was seen last is the first of two that can be computed together."""
+        return self._known and self._index == 0
+
+    @property
+    def lonely(self) -> bool:
+        """Return whether several calls in a row came without a partner."""
+        return self._single >= MANY
+
+    @property
+    def restless(self) -> bool:
+        """Return whether the module keeps changing, so that a captured call would not be replayed."""
+        return self._count - self._changes[0] <= SOON
+
+    def see(self, latents: Any, label: str | None) -> None:
+        """Take note of a call by its label, or by its latents, which are one object in all calls of a step."""
+        latents = latents[0] if isinstance(latents, list) and latents else latents
+        same = self._latents is not None and latents is not None and self._latents() is latents
+        begins = not same if label is None else label in self._labels
+        if begins or not self._count:
+            self._single = self._single + 1 if self._index == 0 else 0
+            self._index, self._labels = 0, {label}
+        else:
+            self._index += 1
+            self._labels.add(label)
+        self._known = self._known or self._index == 1
+        self._latents = ref(latents) if isinstance(latents, Tensor) else None
+        self._count += 1
+
+    def changed(self) -> None:
+        """Take note that the module has changed between the last call and this one."""
+        self._known = False
+        self._changes = self._changes[1], self._count
+
+    def alone(self) -> None:
+        """Take note that a promised call was read before a second one came."""
+        self._known = False
+
 
 BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance
 

@@ -18,7 +18,56 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import _processors as processors
+from seqpar.loading.errors import naming
+from seqpar.loading.lora import Lora, Models, _fitted, _name, changes_encoders, load
 from seqpar.transformer.foreign import Addition
+
+
+def check_switched(lora: Lora, kind: Any, models: Models) -> dict[Lora, dict[str, int]]:
+    """Return the LoRA with each transformer that it can change -> path -> number of weights of the layers changed.
+
+    Raises ValueError as `check`, and for a file that cannot be merged into weights of the transformer alone, which can
+    be undone. A file that does not say its transformer must fit all of them.
+    """
+    changed = dict[Lora, dict[str, int]]()
+    for number, (placed, model) in enumerate(_fitted((lora,), kind, models, anywhere=True), 1):
+        if changes_encoders(kind, (lora,)):
+            raise ValueError(f"got --lora {lora.path} that changes a text encoder, expected the transformer alone")
+        with naming(f"got --lora {lora.path}, which cannot be merged"):
+            terms_of(model, _name(number))
+        sizes = {path: base_of(layer).weight.numel() for path, layer in layers(model)}  # pyright: ignore
+        changed[placed] = {f"{placed.part}.{path}": size for path, size in sizes.items()}
+    return changed
+
+
+def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
+    """Merge loaded files into the weights of a pipeline's transformers; return why they stay beside these, or None."""
+    reasons = list[str]()
+    for part in dict.fromkeys(lora.part for lora in loras):
+        scales = {_name(number): lora.scale for number, lora in enumerate(loras, 1) if lora.part == part}
+        model = getattr(pipe, part)
+        model.set_adapters(list(scales), [1.0 for _ in scales])
+        try:
+            every = {name: terms_of(model, name) for name in scales}
+        except ValueError as reason:
+            model.set_adapters(list(scales), list(scales.values()))
+            reasons.append(str(reason))
+            continue
+        model.unload_lora()
+        Merging(model, every, keeps=False).switch(tuple(scales.items()))
+    return "; ".join(reasons) or None
+
+
+def switched(pipe: Any, loras: Mapping[str, Lora]) -> Merging:
+    """Return the LoRAs that `check_switched` accepted, by their names, none of them merged into a transformer yet."""
+    every = {}
+    for name, lora in loras.items():
+        load(pipe, (lora,))
+        model = getattr(pipe, lora.part)
+        every[name] = {f"{lora.part}.{path}": term for path, term in terms_of(model, _name(1)).items()}
+        model.unload_lora()
+    return Merging(pipe, every, keeps=True)
+
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -207,3 +256,71 @@ def _counted(texts: Mapping[str, str]) -> str:
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
+
+
+Wanted = tuple[tuple[str, float], ...]
+"""Names of LoRAs, in the order in which they are added, with their scales."""
+Terms = Mapping[str, LoraTerm]
+"""Path of a layer -> what a LoRA adds to it."""
+
+
+def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
+    """Return what an adapter of peft adds to each layer; ValueError where that is more than a matrix to a weight."""
+    terms = dict[str, LoraTerm]()
+    for path, layer in layers(module):
+        wrapper: Any = layer
+        if name not in wrapper._get_available_adapters():
+            continue
+        base: Any = base_of(wrapper)
+        reason = why_not_plain(wrapper, name)
+        if type(base) is not nn.Linear or not base.weight.is_floating_point() or base.weight.itemsize < 2:
+            reason = f"wraps a {type(base).__name__} of {base.weight.dtype}"
+        if reason is not None:
+            raise ValueError(f"got an adapter on {path} that {reason}, expected a plain LoRA of linear layers")
+        terms[path] = term_of(wrapper, name)
+    return terms
+
+
+class Merging:
+    """The LoRAs of a transformer, of which any are merged into its weights.
+
+    module: the transformer; or a pipeline, if paths begin with the names of its transformers. every: name of a LoRA ->
+    what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
+    of all LoRAs, so that others can be merged later.
+    """
+
+    def __init__(self, module: Any, every: Mapping[str, Terms], keeps: bool) -> None:
+        self._every = every
+        self._layers: dict[str, Any] = {path: layer_at(module, path) for each in every.values() for path in each}
+        self._kept = {path: _copied(layer) for path, layer in self._layers.items()} if keeps else {}
+        self.merged: Wanted = ()
+
+    @torch.no_grad()
+    def switch(self, wanted: Wanted) -> bool:
+        """Merge these LoRAs and no others; return whether a weight was written. ValueError for an unknown name.
+
+        Every rank must call this alike. The device writes after what was queued before.
+        """
+        if unknown := [name for name, _ in wanted if name not in self._every]:
+            known = ", ".join(self._every) or "none: the model was loaded without"
+            raise ValueError(f"got the LoRA {unknown[0]}, expected one of {known}")
+        if wanted == self.merged:
+            return False
+        for path in dict.fromkeys(path for name, _ in (*self.merged, *wanted) for path in self._every[name]):
+            self._write(path, wanted)
+        self.merged = wanted
+        return True
+
+    def _write(self, path: str, wanted: Wanted) -> None:
+        """Write weight and bias of a layer, from those without LoRAs."""
+        layer = self._layers[path]
+        own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
+        mine = [(self._every[name][path], scale) for name, scale in wanted if path in self._every[name]]
+        weight, bias = with_terms(own, own_bias, mine) if mine else (own, None)
+        layer.weight.copy_(weight)
+        if own_bias is not None:
+            layer.bias.copy_(own_bias if bias is None else bias)
+
+
+def _copied(layer: Any) -> tuple[Tensor, Tensor | None]:
+    return layer.weight.detach().clone(), None if layer.bias is None else layer.bias.detach().clone()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.families._cuts import JOINED, Cuts, Padding
-from seqpar.families._names import FULL, PADDING
+from seqpar.families._cuts import FULL, JOINED, PADDING, Cuts, Padding
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias

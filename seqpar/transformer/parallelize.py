@@ -9,30 +9,346 @@ When it wins: for every pipeline of diffusers with a transformer.
 
 from __future__ import annotations
 
+import inspect
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
+from weakref import finalize
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from torch import Tensor, nn
 
 from seqpar.families._cuts import Cuts, check_joined
+from seqpar.families._find import cuts_of, is_guided, is_known
 from seqpar.graphs.graphs import Capture, CudaCapture
-from seqpar.loading.respacing import pass_variances
-from seqpar.loading.transformers import transformers_of
+from seqpar.loading.parts import transformers_of
+from seqpar.loading.schedulers import check_variances, learns_range, pass_variances
+from seqpar.mesh import exact
 from seqpar.mesh.inputs import agree
-from seqpar.mesh.mesh import Mesh
-from seqpar.planner.plan import Plan
+from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.watch import Watch
+from seqpar.planner.plan import Plan, check_names, make, named_mesh, settled, wished_images
 from seqpar.planner.search import Wish
-from seqpar.transformer.body import Body
-from seqpar.transformer.call import Call
+from seqpar.transformer import estimate
+from seqpar.transformer.attention import refuse_backends
+from seqpar.transformer.call import Body, Call
 from seqpar.transformer.changes import REFRESHES
-from seqpar.transformer.foreign import BEFORE, look, refuse
-from seqpar.transformer.lease import Before, Lease, call_of, leased
-from seqpar.transformer.seats import refuse_backends
-from seqpar.transformer.subjects import all_checked, choices, planned, takes_variances
+from seqpar.transformer.estimate import dtype_of
+from seqpar.transformer.foreign import BEFORE, is_offloaded, look, refuse, refuse_compiled
+from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import Wished
+
+# where diffusers defines pipelines whose calls are known, and the base classes of all, of which a user's own derive
+PIPELINES = ("diffusers.pipelines.", "diffusers.modular_pipelines.")
+BASES = ("diffusers.pipelines.pipeline_utils", "diffusers.modular_pipelines.modular_pipeline")
+
+
+def choices(mesh: Mesh | str | None, wish: Wish, native: bool, cfg: bool) -> tuple[Mesh | None, Wish]:
+    """Return the caller's mesh and choices (`named_mesh`); ValueError for those that are none or contradict."""
+    own, wish = named_mesh(mesh, wish)
+    check_names(wish.strategy, wish.local, wish.transport)
+    check_kind("native", native, bool, expected="True or False")
+    check_kind("cfg", cfg, bool, expected="True or False")
+    branches = own.cfg.size if own is not None else wish.axes.get("cfg", 1)
+    if not cfg and branches > 1:
+        raise ValueError(f"got cfg=False and a mesh with cfg={branches}, expected one with cfg=1")
+    return own, wish
+
+
+def all_checked(
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], cuts: Cuts | Mapping[str, Any] | None, vae: Wished
+) -> dict[str, Cuts]:
+    """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
+    check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
+    takes_variances(pipe_or_transformer)
+    sharing.check_wish(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
+    return {name: _checked_cuts(module, cuts) for name, module in modules.items()}
+
+
+def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
+    """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
+    name = type(module).__name__
+    refuse_compiled(module)
+    if call_of(module) is not None:
+        raise ValueError(
+            f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
+            f"can be called as it is; call seqpar.release to parallelize it in another way"
+        )
+    if getattr(module, "_parallel_config", None) is not None:
+        raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
+    if _is_offloaded(module):
+        raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
+    if next(module.parameters()).device.type == "meta":
+        raise ValueError(f"got {name} without weights (on the meta device), expected a loaded one")
+    return cuts_of(module, cuts)
+
+
+def takes_variances(pipe: Any) -> bool:
+    """Return whether a pipeline cuts the variances off that its scheduler needs; ValueError if its model has none."""
+    named = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
+    if not named or not learns_range(pipe.scheduler):
+        return False
+    check_variances(pipe.transformer.config)
+    return True
+
+
+def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
+    """Return whether a cfg axis may be chosen: only where guidance is known to compute two branches per step.
+
+    A transformer of no known family may be called once per step, and a pipeline that is not diffusers' in any way; half
+    of the ranks would then repeat what the others compute.
+    """
+    if not is_known(module) or not is_guided(module):
+        return False
+    homes = {kind.__module__ for kind in type(pipe_or_transformer).__mro__} - set(BASES)
+    return isinstance(pipe_or_transformer, nn.Module) or any(home.startswith(PIPELINES) for home in homes)
+
+
+def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether two branches of guidance can be expected that may be computed apart from each other.
+
+    In exact mode they are not, because many pipelines make them one batch, whose rows stay together then.
+    """
+    perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
+    apart = all(look(module).coupled is None for module in modules.values())
+    default = cfg_by_default(pipe_or_transformer, next(iter(modules.values())))
+    return apart and not perturbed and not exact.is_on() and default
+
+
+def planned(
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
+) -> Plan:
+    """Return the planner's plan for one picture of the first transformer's family.
+
+    native: whether functions of `seqpar.families` may compute.
+    """
+    axis = mesh.cfg.size if mesh is not None else wish.axes.get("cfg")
+    guided = _guided(pipe_or_transformer, modules) and cfg if axis is None else axis > 1
+    module = next(iter(modules.values()))
+    dtype = estimate.dtype_of(module)
+    work = estimate.planned_work(module, native)
+    ranks = mesh or Mesh.joined()
+    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=wished_images(wish, ranks))
+    return make(work, load, dtype, ranks, wish, mesh)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return is_offloaded(module) or _is_group_offload_enabled(module)
+
+
+BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
+
+
+class Lease:
+    """What was made for the transformers of a call, which the release of the last one frees.
+
+    mesh: the mesh of the calls. groups: the process groups that were made for it; not those of a caller's mesh.
+    """
+
+    def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.mesh, self._groups = mesh, groups
+        self.ends = ExitStack()  # what is closed when the last transformer is released
+        self._users = 0
+        self._collected = finalize(self, _drop, groups, mesh.device.type, mesh.world.watch)
+        self._collected.atexit = False
+
+    def join(self, module: nn.Module, names: Sequence[str], call: Call) -> Before:
+        """Count a transformer, and return its call and what its release puts back of the attributes of these names."""
+        self._users += 1
+        return Before({name: x for name, x in vars(module).items() if name in names}, self, call)
+
+    def leave(self) -> None:
+        """Count a transformer's release; every rank must call this at the same time."""
+        self._users = max(0, self._users - 1)  # it is 0 before anyone has joined
+        if self._users:
+            return
+        self.ends.close()
+        if self._groups and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
+        self._collected.detach()
+        for group in self._groups:
+            _destroy(group)
+
+
+@dataclass(frozen=True)
+class Before:
+    """A transformer before `parallelize`: the attributes that were set on the object itself, its call and lease.
+
+    The call is read here and not as `module.forward`, because users wrap that. ends: what takes ours off the module.
+    """
+
+    attributes: Mapping[str, Any]
+    lease: Lease
+    call: Call
+    ends: ExitStack = field(default_factory=ExitStack)
+
+
+def call_of(module: nn.Module) -> Call | None:
+    """Return the call of a transformer, or None if it is not parallelized."""
+    before: Before | None = vars(module).get(BEFORE)
+    return None if before is None else before.call
+
+
+def leased(plan: Plan, mesh: Mesh | None) -> Lease:
+    """Make the mesh of a plan, or take the caller's, and return what is made for it; see `settled` for its error."""
+    _destroy_dropped(mesh or Mesh.joined())
+    made = _with_host_group(mesh or Mesh.from_env(*plan.sizes.values()))
+    lease = Lease(made, _new_groups(made, mesh))
+    try:
+        settled(plan, made)
+    except ValueError:
+        lease.leave()
+        raise
+    return lease
+
+
+def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
+    """Destroy the groups of transformers that were collected without a release, at different times on the ranks.
+
+    Destroying a group of NCCL waits for its other ranks, which may be waiting for this one, so it is left to the next
+    `parallelize`. So is any group that another thread collects: the watch's thread must not wait.
+    """
+    at_once = device == "cpu" and threading.current_thread() is threading.main_thread()
+    for group in groups:
+        if at_once:
+            _destroy(group)
+        elif watch is not None:
+            watch.dropped[group.group_name] = group
+
+
+def _destroy_dropped(mesh: Mesh) -> None:
+    """Destroy the groups that all of their ranks have dropped; every rank must call this at the same time."""
+    if mesh.world.size == 1 or mesh.world.watch is None:
+        return
+    dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
+    every = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
+    for name, group in sorted(dropped.items()):  # in one order on all ranks
+        if all(name in every.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            _destroy(dropped.pop(name))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # torch has destroyed it with all others
+        dist.destroy_process_group(group)
+
+
+def _with_host_group(mesh: Mesh) -> Mesh:
+    """Return a mesh whose ranks can compare small numbers on the host, where the process group has only NCCL.
+
+    Without it, the comparison that each call begins with would wait for the GPU.
+    """
+    if not _lacks_host(mesh):
+        return mesh
+    group: Any = dist.new_group(backend=BACKENDS)
+    return replace(mesh, world=replace(mesh.world, group=group))
+
+
+def _lacks_host(mesh: Mesh) -> bool:
+    if mesh.world.size == 1 or mesh.device.type == "cpu":
+        return False
+    return "cpu:" not in dist.get_backend_config(mesh.world.group)
+
+
+def _new_groups(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of a mesh that were made for it: not torch's default one, nor those of a caller."""
+    kept = [dist.group.WORLD, *((axis.group for axis in _axes(callers)) if callers else ())]
+    every = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
+    return [group for group in every.values() if not any(group is other for other in kept)]
+
+
+def _axes(mesh: Mesh) -> tuple[Axis, ...]:
+    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.replica, mesh.world
+
+
+@contextmanager
+def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
+    """Pass a boundary before each call of a parallelized pipeline's transformers, VAE and encoders, in this context.
+
+    boundary: such as `seqpar.mesh.boundary.StepBoundary`. What it raises ends the pipeline's call, after which the
+    pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
+    parallelized.
+    """
+    modules = transformers_of(pipe).values()
+    calls = [call for module in modules if (call := call_of(module)) is not None]
+    if len(calls) < len(modules):
+        raise ValueError(f"got {type(pipe).__name__} that is not parallelized, expected the result of parallelize")
+    for call in calls:
+        call.boundary = boundary
+    parts = [part for name, part in pipe.components.items() if name.startswith(ENCODERS)]
+    handles = [part.register_forward_pre_hook(lambda *_: boundary()) for part in parts if isinstance(part, nn.Module)]
+    try:
+        yield
+    finally:
+        for call in calls:
+            call.boundary = None
+        for handle in handles:
+            handle.remove()
+
+
+ENCODERS = ("text_encoder", "image_encoder")  # how the names of parts begin that never see the latents
+HALF = 2  # bytes of a weight that rounds the state
+PREPARES = "prepare_latents"  # the method of a pipeline that draws the noise
+
+
+def keep_fp32(pipe: Any) -> str | None:
+    """Let a parallelized pipeline keep its state in fp32 until the release; return why it does not, or None.
+
+    Every rank must call this after `parallelize`, before the pipeline's first call.
+    """
+    modules = transformers_of(pipe)
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    others = [name for name in parts if name not in (*modules, "vae") and not name.startswith(ENCODERS)]
+    if others:
+        return f"{others[0]} may read the latents, too"
+    dtypes = {dtype_of(module) for module in modules.values()}
+    if any(dtype.itemsize != HALF for dtype in dtypes):
+        return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
+    for module in modules.values():
+        vars(module)[BEFORE].call.keep_fp32(dtype_of(module))
+    lease = vars(next(iter(modules.values())))[BEFORE].lease
+    lease.ends.callback(_prepare_fp32(pipe))
+    return None
+
+
+def _prepare_fp32(pipe: Any) -> Callable[[], None]:
+    """Convert the latents that a pipeline's loop begins with; return what ends that."""
+    theirs, before = getattr(pipe, PREPARES, None), vars(pipe).get(PREPARES)
+    if theirs is None:
+        return lambda: None
+
+    @wraps(theirs)
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        latents = theirs(*args, **kwargs)
+        if isinstance(latents, tuple):
+            return (_converted(latents[0]), *latents[1:])
+        return _converted(latents)
+
+    def end() -> None:
+        if vars(pipe).get(PREPARES) is prepared:  # otherwise someone has wrapped it since
+            del vars(pipe)[PREPARES]
+            if before is not None:
+                vars(pipe)[PREPARES] = before
+
+    prepared.__signature__ = inspect.signature(theirs)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(pipe)[PREPARES] = prepared
+    return end
+
+
+def _converted(latents: Any) -> Any:
+    return latents.to(torch.float32) if isinstance(latents, Tensor) else latents
+
 
 PipeT = TypeVar("PipeT")
 Arguments = ParamSpec("Arguments")
@@ -255,7 +571,7 @@ def _bodies(
     mesh, bodies = lease.mesh, dict[str, Body]()
     try:
         for name, module in modules.items():
-            mesh.together(lambda module=module, name=name: _checked(module, mesh, cuts[name]))
+            mesh.together(lambda module=module, name=name: _checked_vae(module, mesh, cuts[name]))
         mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
             bodies[name] = Body(module, mesh, plan, cuts[name], native)
@@ -267,7 +583,7 @@ def _bodies(
     return bodies
 
 
-def _checked(module: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
+def _checked_vae(module: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
     """Raise ValueError if a transformer's modules, as they are now, cannot compute on these ranks."""
     refuse_backends(module)
     refuse(module, mesh, cuts.why_not(module), look(module))

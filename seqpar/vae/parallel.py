@@ -18,12 +18,10 @@ from torch import Tensor
 from seqpar.mesh.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.blocks import fewer_passes
-from seqpar.vae.cut import Cut, Strip
-from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.known import spatial_factor, why_untested
-from seqpar.vae.layout import channels_last, pixels_last, weights_pixels_last
+from seqpar.vae.norms import fewer_passes
 from seqpar.vae.rules import StripMode
+from seqpar.vae.strips import Cut, Exchanges, Strip, channels_last, pixels_last, weights_pixels_last
 
 
 class ParallelVAE:

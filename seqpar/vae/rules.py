@@ -7,7 +7,8 @@ place of the function, with the strip, the function and its arguments. Functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,209 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from seqpar.kernels import upsample
-from seqpar.vae import edges, norms
-from seqpar.vae.attention import attention
-from seqpar.vae.cut import Strip
+from seqpar.local import sdpa, wide
+from seqpar.vae import norms
 from seqpar.vae.known import LOCAL
-from seqpar.vae.padding import pad_strip
+from seqpar.vae.strips import Strip, memory_format
+
+Pads = dict[int, tuple[int, int]]
+"""Dim (counted from the end) -> how much is added before and after."""
+
+
+def pad_strip(strip: Strip, x: Tensor, pads: Pads, mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Return a strip x padded along some dims. A mode other than constant, replicate and reflect is refused."""
+    if mode not in ("constant", "replicate", "reflect"):
+        strip.refuse(f"got padding of mode {mode!r}, expected constant, replicate or reflect")
+    shape, cut = list(x.shape), strip.cut
+    for dim, (before, after) in pads.items():
+        shape[dim] += before + after
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    lines = padded
+    for dim, (before, _) in pads.items():
+        if dim != cut.dim:
+            lines = lines.narrow(dim, before, x.shape[dim])
+    before, after = pads.get(cut.dim, (0, 0))
+    lines.narrow(cut.dim, before, x.shape[cut.dim]).copy_(x)
+    fill_halo(strip, lines, (before, after), mode, value)
+    for dim, sides in pads.items():
+        if dim != cut.dim:
+            fill_edges(padded, dim, sides, mode, value)
+    if before or after:
+        strip.has_halo(padded)
+    return padded
+
+
+def fill_halo(strip: Strip, padded: Tensor, sides: tuple[int, int], mode: str = "constant", value: float = 0.0) -> None:
+    """Write the edge rows of a padded strip whose inside is written: the neighbours' rows, or the outer padding."""
+    cut, (before, after) = strip.cut, sides
+    if not (before or after):
+        return
+    size = padded.shape[cut.dim] - before - after
+    if min(cut.shares(size)) < max(before, after):
+        strip.refuse(f"got strips of {min(cut.shares(size))} rows, expected at least {max(before, after)}")
+    strip.exchanges.swap(
+        first=edge(strip, padded, before, after) if not cut.first else None,
+        last=edge(strip, padded, size, before) if not cut.last else None,
+        before=edge(strip, padded, 0, before) if not cut.first else None,
+        after=edge(strip, padded, before + size, after) if not cut.last else None,
+    )
+    fill_edges(padded, cut.dim, sides, mode, value, (cut.first, cut.last))
+
+
+def edge(strip: Strip, x: Tensor, start: int, count: int) -> Tensor | None:
+    """Return some rows of x, with their dims in the order in which they travel; None for no rows."""
+    if not count:
+        return None
+    rows = x.narrow(strip.cut.dim, start, count)
+    return rows.movedim(1, -1) if strip.channels_last else rows
+
+
+def fill_edges(
+    padded: Tensor, dim: int, sides: tuple[int, int], mode: str, value: float, which: tuple[bool, bool] = (True, True)
+) -> None:
+    """Write what a mode of padding puts before and after the inside of `padded` along a dim.
+
+    which: whether to write before, and after.
+    """
+    before, after = sides[0] * which[0], sides[1] * which[1]
+    end = padded.shape[dim] - sides[1]
+    if mode == "constant":
+        padded.narrow(dim, 0, before).fill_(value)
+        padded.narrow(dim, end, after).fill_(value)
+        return
+    for step in range(before):
+        source = sides[0] + (step + 1 if mode == "reflect" else 0)
+        padded.narrow(dim, sides[0] - 1 - step, 1).copy_(padded.narrow(dim, source, 1))
+    for step in range(after):
+        source = end - 1 - (step + 1 if mode == "reflect" else 0)
+        padded.narrow(dim, end + step, 1).copy_(padded.narrow(dim, source, 1))
+
+
+LEAST = 8  # rows of a strip for each row of padding: with fewer, slabs are as large as the strip
+
+
+def fits(strip: Strip, x: Tensor, pad: int, reach: int, stride: int) -> bool:
+    """Return whether a convolution keeps the rows of the strip, and whether most of them need no neighbour.
+
+    reach: rows of the kernel less one. Each rank may decide for itself: its neighbours send and get the same rows.
+    """
+    return stride == 1 and reach == 2 * pad and x.shape[strip.cut.dim] >= LEAST * pad
+
+
+def convolve_strip(strip: Strip, x: Tensor, pad: int, apply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return the convolution of a strip x with `pad` rows of its neighbours on both sides, or zeros at the outer edges.
+
+    apply: the convolution of a tensor with so many rows of zeros on both sides.
+    """
+    cut, n, rows = strip.cut, len(x), x.shape[strip.cut.dim]
+    slabs = _slabs(strip, x, pad)
+    blocks = {
+        "first": None if cut.first else edge(strip, x, 0, pad),
+        "last": None if cut.last else edge(strip, x, rows - pad, pad),
+        "before": None if cut.first else edge(strip, slabs[:n], 0, pad),
+        "after": None if cut.last else edge(strip, slabs[n:], 2 * pad, pad),
+    }
+    with _travelling(strip, blocks):
+        out = apply(x, pad)
+    edges = apply(slabs[n * cut.first : n * (2 - cut.last)], 0)
+    if not cut.first:
+        out.narrow(cut.dim, 0, pad).copy_(edges[:n])
+    if not cut.last:
+        out.narrow(cut.dim, rows - pad, pad).copy_(edges[-n:])
+    return out
+
+
+def _slabs(strip: Strip, x: Tensor, pad: int) -> Tensor:
+    """Return room for the rows before the strip and its first rows, and for its last rows and those after it.
+
+    Both lie one after the other in the dim of the batch. The strip's own rows are written.
+    """
+    dim, n, rows = strip.cut.dim, len(x), x.shape[strip.cut.dim]
+    shape = [2 * n, *x.shape[1:]]
+    shape[dim] = 3 * pad
+    slabs = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    slabs[:n].narrow(dim, pad, 2 * pad).copy_(x.narrow(dim, 0, 2 * pad))
+    slabs[n:].narrow(dim, 0, 2 * pad).copy_(x.narrow(dim, rows - 2 * pad, 2 * pad))
+    return slabs
+
+
+@contextmanager
+def _travelling(strip: Strip, blocks: dict[str, Tensor | None]) -> Iterator[None]:
+    """While it is entered edges are swapped, beside the current stream if the strip has a stream for it.
+
+    At its end they have arrived. The current stream waits for them after an error, too: else the memory of strip and
+    slabs would be given to others while the side stream still uses it.
+    """
+    side = strip.side
+    if side is None:
+        strip.exchanges.swap(**blocks)
+        yield
+        return
+    here = torch.cuda.current_stream()
+    side.wait_stream(here)
+    try:
+        with torch.cuda.stream(side):
+            strip.exchanges.swap(**blocks)
+        yield
+    finally:
+        here.wait_stream(side)
+
+
+def attention(
+    strip: Strip,
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Tensor:
+    """Apply the rule of `torch.nn.functional.scaled_dot_product_attention` to the tokens of a strip (B, H, l, D)."""
+    if strip.cut.axis.size > 1:
+        if dropout_p or is_causal or query.ndim != 4:
+            strip.refuse(f"got attention of {tuple(query.shape)} with dropout {dropout_p} or is_causal={is_causal}")
+        sizes = strip.cut.shares(key.shape[2])
+        attn_mask = None if attn_mask is None else _all_columns(strip, attn_mask, sizes)
+        key, value = _gathered(strip, key, value, sizes)
+    plain = attn_mask is None and not dropout_p and not is_causal and all(not each for each in more.values())
+    if plain and query.ndim == 4 and _wide(query):
+        out_BlHD, _ = wide.attend(*(x.transpose(1, 2) for x in (query, key, value)))
+        return out_BlHD.transpose(1, 2)
+    return function(query, key, value, attn_mask, dropout_p, is_causal, **more)
+
+
+def _wide(query: Tensor) -> bool:
+    """Return whether the kernel for wide heads works and is the first choice."""
+    if query.device.type != "cuda" or wide.why_not(query.device, query.dtype, query.shape[-1]) is not None:
+        return False
+    major = torch.cuda.get_device_capability(query.device)[0]
+    return wide.preference(major, query.shape[-1]) > sdpa.preference(major, query.shape[-1])
+
+
+def _gathered(strip: Strip, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all ranks."""
+    (b, heads, _, d), e = k_BHlD.shape, v_BHlD.shape[3]
+    gather = strip.exchanges.tokens(sizes, (b, heads, d + e), k_BHlD)
+    mine_lBHd = gather.outbox()
+    mine_lBHd[..., :d].copy_(k_BHlD.permute(2, 0, 1, 3))
+    mine_lBHd[..., d:].copy_(v_BHlD.permute(2, 0, 1, 3))
+    k_BHLD, v_BHLD = gather.deliver().permute(1, 2, 0, 3).split((d, e), dim=3)
+    return k_BHLD, v_BHLD
+
+
+def _all_columns(strip: Strip, mask_BHll: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return a mask's columns for the keys of all ranks; a key's column depends only on its frame."""
+    pixels = strip.cut.mine * strip.cut.other
+    local = mask_BHll.shape[-1]
+    if local % pixels:
+        strip.refuse(f"got a mask of {local} keys, expected frames of {pixels} pixels")
+    frames = local // pixels
+    column_BHlT1 = mask_BHll.unflatten(-1, (frames, pixels))[..., :1]
+    shapes = ((*column_BHlT1.shape[:-1], size // frames) for size in sizes)
+    return torch.cat([column_BHlT1.expand(shape).flatten(-2) for shape in shapes], dim=-1)
+
 
 Rule = Callable[..., Any]
 """Takes a `Strip`, the function, and the function's own arguments; returns what the function does on the strip."""
@@ -80,8 +279,8 @@ def _with_halo(strip: Strip, x: Tensor, sizes: tuple[int, int, int], apply: Call
     pad = sizes[0]
     if strip.cut.axis.size == 1:
         return apply(x, pad)
-    if edges.fits(strip, x, *sizes):
-        return edges.convolve(strip, x, pad, apply)
+    if fits(strip, x, *sizes):
+        return convolve_strip(strip, x, pad, apply)
     return apply(pad_strip(strip, x, {strip.cut.dim: (pad, pad)}), 0)
 
 

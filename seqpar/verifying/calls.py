@@ -28,11 +28,9 @@ from seqpar.mesh.shard import Tokens
 from seqpar.transformer.call import Call
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.foreign import BEFORE
-from seqpar.transformer.lease import call_of
-from seqpar.transformer.parallelize import transformers_of
+from seqpar.transformer.parallelize import call_of, transformers_of
 from seqpar.types.protocols import Attend
-from seqpar.verifying.blocks import TokenShare
-from seqpar.verifying.compare import BITS, OTHER_WEIGHTS, Comparison, Place, digest, first_unequal
+from seqpar.verifying.compare import BITS, OTHER_WEIGHTS, Comparison, Place, TokenShare, digest, first_unequal
 from seqpar.verifying.copies import Seen, seen_of, unequal
 from seqpar.verifying.look import AFTER, ROOM, Look, Streams
 from seqpar.verifying.one_rank import wide

@@ -24,8 +24,7 @@ from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transformer.forward import Forward, Ranks, shares
 from seqpar.types.protocols import Attend, Stream
-from seqpar.verifying.blocks import TokenShare, hooked
-from seqpar.verifying.compare import BITS, digest, error, same_bits
+from seqpar.verifying.compare import BITS, TokenShare, digest, error, hooked, same_bits
 from seqpar.verifying.one_rank import ROW_DIMS
 
 ALONE = BITS.format("one rank has")

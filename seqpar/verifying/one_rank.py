@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.verifying.blocks import blocks_of, hooked
+from seqpar.verifying.compare import blocks_of, hooked
 
 T = TypeVar("T")
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised

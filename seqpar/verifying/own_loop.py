@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.loop import Run, begin
 from seqpar.loop.request import Request, rank_0s
-from seqpar.loop.run import Run, begin
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner.costs import facts_of
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.verifying.blocks import TokenShare
-from seqpar.verifying.compare import BITS, WIDER, Comparison, Error, Place, digest, error
+from seqpar.verifying.compare import BITS, WIDER, Comparison, Error, Place, TokenShare, digest, error
 from seqpar.verifying.look import AFTER, Look, Streams, copied, in_place_of
 from seqpar.verifying.one_rank import held
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.loop.arguments import check_request, check_settings
 from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.request import Request
+from seqpar.loop.request import Request, check_request, check_settings
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.own_loop import Loaded
 from seqpar.planner.plan import Plan

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention._streams import OneRank
-from seqpar.graphs.capture import StepGraph
+from seqpar.graphs.graphs import StepGraph
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
 from seqpar.mesh.mesh import Axis

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from seqpar.cli import progress
+from seqpar.cli import summary as progress
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from tests.cli.test_prompts import refused

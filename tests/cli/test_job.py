@@ -11,12 +11,12 @@ import pytest
 import torch
 import tyro
 
-from seqpar.cli import decoding
+from seqpar.cli import job as decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.planner.plan import parse_mesh
 from tests.support.tiny import diffusers_dit, original_state_dict
 
@@ -75,10 +75,10 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 def test_more_pictures_than_memory_holds_are_refused(tmp_path: Path) -> None:
     job = check(Args(out=tmp_path / "x.png"), Mesh.single())
     assert isinstance(job, Job)
-    decoding.check(job, Mesh.single())
+    decoding.check_decoding(job, Mesh.single())
     many = replace(job, load=replace(job.load, images=10**6), pixels=(1024, 1024))
     with pytest.raises(ValueError, match=r"got 1000000 pictures of 1024x1024 pixels, which take 11718\.8 GiB"):
-        decoding.check(many, Mesh.single())
+        decoding.check_decoding(many, Mesh.single())
 
 
 def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from seqpar.cli.args import ProfileArgs
 from seqpar.cli.sample import run
-from seqpar.profiling import picture
+from seqpar.profiling import report as picture
 from tests.cli.processes import environment, seqpar
 from tests.cli.test_sample import parameters
 

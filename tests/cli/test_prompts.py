@@ -19,7 +19,7 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.loading.presets import PRESETS
+from seqpar.loading.names import PRESETS
 from seqpar.loop.blueprint import Blueprint
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool

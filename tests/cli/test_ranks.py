@@ -21,8 +21,8 @@ from launch.benches.fault_job import BAR
 from seqpar.cli import exits
 from seqpar.cli.exits import LONGEST_TRACE, Report, Reports, kind_of
 from seqpar.cli.main import command, main, sample
-from seqpar.cli.progress import Progress
 from seqpar.cli.ranks import start, verdict, wanted
+from seqpar.cli.summary import Progress
 from seqpar.mesh.watch import Watch
 from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
 from tests.cli.test_mistakes import words

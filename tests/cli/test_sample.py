@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import seqpar as package
 from seqpar.cli.args import Args
-from seqpar.cli.progress import Progress
 from seqpar.cli.sample import run
+from seqpar.cli.summary import Progress
 from seqpar.mesh.mesh import Mesh
 from tests.cli.processes import seqpar, torchrun
 from tests.support.pool import Pool

@@ -26,7 +26,7 @@ from seqpar.loading.lora import check, parse
 from seqpar.pipelines import diffusers as adapted
 from seqpar.pipelines.order import Order
 from seqpar.serve.ranks.loras import FittingLoras, loras_in
-from seqpar.transformer import lora_files
+from seqpar.transformer import lora as lora_files
 from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.meshes import random

@@ -22,10 +22,9 @@ from torch import Tensor
 import seqpar.families
 from seqpar.families import flux3, z_image
 from seqpar.families._cuts import Cuts, Joint
-from seqpar.families._find import CUTS
-from seqpar.families._known import families
+from seqpar.families._find import CUTS, families
 from seqpar.kernels import adaln, prepare
-from seqpar.transformer import adopt
+from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import SplitAttention
 from seqpar.transformer.blocks import BlockHook
 from seqpar.types.plugins import plugins

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.transformer import adopt
+from seqpar.transformer import blocks as adopt
 from seqpar.transformer.blocks import NO_ROOM, FusedBlocks
 from tests.families.test_blocks import TOLERANCE, VISIBLE, act, counted
 from tests.support.diffusers_tiny import MODELS, flat

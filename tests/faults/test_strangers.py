@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import guarded
-from seqpar.mesh.deadlines import Deadlines
+from seqpar.mesh.errors import SMALL, VALUE, sealed
 from seqpar.mesh.mesh import Mesh, gathered
-from seqpar.mesh.messages import SMALL, VALUE, sealed
+from seqpar.mesh.watch import Deadlines
 from tests.mesh.test_letters import Bomb
 from tests.support.meshes import comes
 from tests.support.pool import PRELOADED

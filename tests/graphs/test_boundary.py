@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar.loading.failures import FAILURES
+from seqpar.loading.errors import FAILURES
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary

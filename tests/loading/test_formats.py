@@ -24,7 +24,7 @@ from seqpar.loop.models import dit as dit_module
 from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
-from seqpar.pipelines.unidiffuser_files import Parts
+from seqpar.pipelines.unidiffuser_parts import Parts
 from tests.loop.models.test_large_dit import TINY, VARIANTS, inputs, plain
 from tests.support.meshes import random
 from tests.support.published import original_decoder, rank_parts, save_consolidated, save_pdparams, save_pipeline_index

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked
-from seqpar.loading import hub
+from seqpar.loading import names as hub
 from seqpar.loading.names import resolve
 from seqpar.loop.blueprint import locate
 from seqpar.mesh.mesh import Mesh

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar.loading import jsons, parts
+from seqpar.loading import parts
+from seqpar.loading import parts as jsons
 from seqpar.loop import blueprint as find
 from seqpar.loop.models import dit, large_dit, uvit
 

@@ -13,7 +13,7 @@ from diffusers.schedulers.scheduling_ipndm import IPNDMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler
-from seqpar.loading.clean import check_clean, clean_weights, input_scale
+from seqpar.loading.schedulers import check_clean, clean_weights, input_scale
 from seqpar.loop.loop import draw_noise
 from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local

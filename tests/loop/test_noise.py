@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqpar.loop import noise
-from seqpar.loop.loop import draw_noise
-from seqpar.loop.noise import Shapes, draw_steps
+from seqpar.loop import loop as noise
+from seqpar.loop.loop import Shapes, draw_noise, draw_steps
 
 TEXT: Shapes = {"text": (1, 77, 64)}
 

@@ -17,13 +17,12 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT, Guidance, parallelize, release, sample
-from seqpar.loading.respacing import pass_variances, respace, spaced
-from seqpar.loop import one_step
-from seqpar.loop.coefficients import ddim_coefficients, ddpm_coefficients
-from seqpar.loop.loop import Sampler, draw_noise
-from seqpar.loop.one_step import OneStep
+from seqpar.loading.schedulers import pass_variances, respace, spaced
+from seqpar.loop import steppers as one_step
+from seqpar.loop.loop import Sampler, begin, draw_noise
 from seqpar.loop.request import Request
-from seqpar.loop.run import begin
+from seqpar.loop.schedules import ddim_coefficients, ddpm_coefficients
+from seqpar.loop.steppers import OneStep
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
 from tests.conftest import DEVICE

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler, sample
 from seqpar.loop import loop
-from seqpar.loop.loop import draw_noise
+from seqpar.loop.loop import begin, draw_noise
 from seqpar.loop.request import Request
-from seqpar.loop.run import begin
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh_for

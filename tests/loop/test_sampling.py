@@ -12,10 +12,9 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.loop import segment
-from seqpar.loop.loop import draw_noise
+from seqpar.loop.loop import Run, begin, draw_noise
 from seqpar.loop.request import Request
-from seqpar.loop.run import Run, begin
-from seqpar.loop.state import State
+from seqpar.loop.steppers import State
 from seqpar.mesh.mesh import Mesh
 from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local

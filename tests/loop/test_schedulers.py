@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.loading.variances import steps_locally
-from seqpar.loop.coefficients import ddim_coefficients
+from seqpar.loading.schedulers import steps_locally
+from seqpar.loop.schedules import ddim_coefficients
 from seqpar.mesh.mesh import Mesh
 from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.loop import steppers
-from seqpar.loop.checks import why_not_captured
-from seqpar.loop.loop import Sampler, draw_noise
-from seqpar.loop.request import Course, Request, course
-from seqpar.loop.run import Run
+from seqpar.loop.loop import Run, Sampler, draw_noise
+from seqpar.loop.request import Course, Request, course, why_not_captured
 from seqpar.loop.schedules import Schedule
 from seqpar.loop.steppers import OneStep, Replicated, Traced, decide, traced_steps
 from seqpar.mesh.mesh import Mesh

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.mesh import messages as letters
+from seqpar.mesh import errors as letters
+from seqpar.mesh.errors import HEAD, LONGEST, SMALL, VALUE, opened, read, sealed, written
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh, gathered
-from seqpar.mesh.messages import HEAD, LONGEST, SMALL, VALUE, opened, read, sealed, written
 from seqpar.mesh.watch import LostRankError
 from seqpar.transports.peer.arena import Arena
 from seqpar.verifying.compare import Error, Place

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from seqpar.cli.exits import Kind, kind_of
 from seqpar.loading import pipeline
 from seqpar.loop import distributed
+from seqpar.mesh.errors import SMALL
 from seqpar.mesh.mesh import Mesh, fill, pick_device
-from seqpar.mesh.messages import SMALL
 from seqpar.serve.ranks import found
 from seqpar.serve.ranks.preview import Previews
 from tests.support.pool import Pool

@@ -19,13 +19,11 @@ import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.kernels.flags import Late
+from seqpar.loop.loop import begin
 from seqpar.loop.request import Request
-from seqpar.loop.run import begin
-from seqpar.mesh.deadlines import KINDS, Calls, Deadlines
-from seqpar.mesh.heartbeat import BEAT_S, Pulse, Sign, SignFiles
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.processes import _gather_all
-from seqpar.mesh.watch import SLICE_S, Watch, is_lost
+from seqpar.mesh.watch import BEAT_S, KINDS, SLICE_S, Calls, Deadlines, Pulse, Sign, SignFiles, Watch, is_lost
 from seqpar.transports import _folder
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import scheduler
@@ -86,7 +84,7 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
     """Return a function that makes two ranks; time is theirs, and their threads do nothing."""
     pairs: list[Ranks] = []
     monkeypatch.setattr(Pulse, "_run", lambda self: None)
-    for module in ("seqpar.mesh.watch", "seqpar.mesh.heartbeat"):
+    for module in ("seqpar.mesh.watch", "seqpar.mesh.watch"):
         clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
         monkeypatch.setattr(f"{module}.time", clock)
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqpar import Guidance
-from seqpar.loading import hub, names
+from seqpar.loading import names
+from seqpar.loading import names as hub
 from seqpar.loading.vae import check_vae, load_vae
 from seqpar.loop.loop import draw_noise
 from seqpar.loop.steppers import decide

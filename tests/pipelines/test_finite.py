@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.loading.known_parts import PipelineParts
+from seqpar.loading.folder import PipelineParts
 from seqpar.loading.vae import load_vae
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels

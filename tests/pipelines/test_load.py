@@ -18,9 +18,8 @@ import torch
 import transformers
 
 import seqpar
-from seqpar.loading import encoder_files
-from seqpar.loading.encoder_files import begin_encoder
-from seqpar.loading.encoders import begin_encoders, load_encoders
+from seqpar.loading import encoders as encoder_files
+from seqpar.loading.encoders import begin_encoder, begin_encoders, load_encoders
 from seqpar.loading.pipeline import Weights, load_pipeline
 from seqpar.loading.placing import Placing
 from seqpar.loading.reading import Reader, _Requests

@@ -23,7 +23,8 @@ from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.loading.reading import Reader
-from seqpar.loop import checks, loop
+from seqpar.loop import loop
+from seqpar.loop import request as checks
 from seqpar.loop.loop import draw_noise
 from seqpar.loop.models import uvit
 from seqpar.loop.request import Request
@@ -31,8 +32,7 @@ from seqpar.loop.steppers import decide
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
-from seqpar.pipelines.unidiffuser_files import Parts
-from seqpar.pipelines.unidiffuser_parts import load_encoders
+from seqpar.pipelines.unidiffuser_parts import Parts, load_encoders
 from seqpar.planner.search import Wish
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for

@@ -17,7 +17,7 @@ from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines.unidiffuser import Files, Pipeline
-from seqpar.pipelines.unidiffuser_files import CLIP_FOLDER
+from seqpar.pipelines.unidiffuser_parts import CLIP_FOLDER
 from tests.support.foreign import bound
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool

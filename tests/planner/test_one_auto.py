@@ -15,7 +15,7 @@ from seqpar.cli.plan import wish_of
 from seqpar.loop.models import dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.own_loop import Job
 from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.families import flux
-from seqpar.loading.presets import PRESETS
+from seqpar.loading.names import PRESETS
 from seqpar.planner import costs
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200

@@ -13,11 +13,9 @@ from seqpar.planner.machine import Machine
 from seqpar.planner.plan import Choice, Plan, rank, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
-from seqpar.profiling.columns import OUTSIDE, Columns
-from seqpar.profiling.losses import losses
-from seqpar.profiling.rates import rates
-from seqpar.profiling.report import report
-from seqpar.profiling.result import BlockTime, Profile
+from seqpar.profiling.report import losses, report
+from seqpar.profiling.result import BlockTime, Profile, rates
+from seqpar.profiling.trace import OUTSIDE, Columns
 from seqpar.types.facts import Layout
 
 LOAD = Load(1, 4096, True, 25, 2, 7_000_000_000, 16, 2, 1 << 30)

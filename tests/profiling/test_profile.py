@@ -20,11 +20,10 @@ from torch.overrides import TorchFunctionMode
 import seqpar
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.loop.loop import draw_noise
-from seqpar.profiling.columns import OUTSIDE, Columns
 from seqpar.profiling.record import StepRecorder, steps_before, steps_needed
 from seqpar.profiling.report import report
 from seqpar.profiling.result import Profile
-from seqpar.profiling.trace import BLOCK
+from seqpar.profiling.trace import BLOCK, OUTSIDE, Columns
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import scheduler
 from tests.support.meshes import mesh_for

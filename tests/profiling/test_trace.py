@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from seqpar.profiling import trace
-from seqpar.profiling.columns import OUTSIDE
-from seqpar.profiling.kinds import what_of
 from seqpar.profiling.result import told
+from seqpar.profiling.trace import OUTSIDE, what_of
 from tests.profiling import traces
 from tests.profiling.traces import block, kernel, launch, operation, step
 

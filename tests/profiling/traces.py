@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from seqpar.profiling.columns import OUTSIDE
-from seqpar.profiling.kinds import what_of
-from seqpar.profiling.trace import BLOCK, CLOCK, STEP, Event, RankTrace
+from seqpar.profiling.trace import BLOCK, CLOCK, OUTSIDE, STEP, Event, RankTrace, what_of
 
 Kernel = tuple[str, float, float]
 """Its name, and when it starts and ends."""

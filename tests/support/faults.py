@@ -57,7 +57,7 @@ class Fault:
 FAULTS = (
     Fault(
         "attention that a wrapper hides after parallelize sees one rank's tokens",
-        "seqpar/transformer/installed.py",
+        "seqpar/transformer/hooks.py",
         "            check_joined(self._module, self._cuts)\n",
         "            pass\n",
         "tests/transformer/test_joined.py::test_attention_that_is_not_joined_is_refused[wan-2]",
@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "guidance branches are swapped on the cfg axis",
-        "seqpar/loop/branches.py",
+        "seqpar/loop/segment.py",
         "cond, uncond = keeper.gathered(",
         "uncond, cond = keeper.gathered(",
         "tests/loop/test_sampling.py::test_sampling_is_the_same_on_every_mesh[2-('ulysses', 2, 1)-guided]",
@@ -122,7 +122,7 @@ FAULTS = (
     ),
     Fault(
         "predictions round the state to 16 bits",
-        "seqpar/transformer/body.py",
+        "seqpar/transformer/call.py",
         "return as_dtype(outputs, torch.float32) if self.returns_fp32 else outputs",
         "return outputs",
         "tests/transformer/test_state.py::test_latents_are_closer_to_the_truth",
@@ -170,7 +170,7 @@ FAULTS = (
     ),
     Fault(
         "HunyuanVideo 1.5's masks have another order than its texts",
-        "seqpar/families/_hunyuan_video.py",
+        "seqpar/families/hunyuan_video.py",
         'for name in ("_2", "")',
         'for name in ("", "_2")',
         "tests/transformer/test_masks.py::test_padding_of_texts_is_not_computed[1]",
@@ -186,7 +186,7 @@ FAULTS = (
     ),
     Fault(
         "what whole queries read on all ranks counts alike",
-        "seqpar/transformer/whole_queries.py",
+        "seqpar/transformer/forward.py",
         "torch.softmax(every[..., -1:], dim=0)",
         "torch.softmax(0 * every[..., -1:], dim=0)",
         "tests/transformer/test_whole_queries.py::test_a_sound_has_the_same_bits_on_every_rank[2-False]",
@@ -337,7 +337,7 @@ FAULTS = (
     ),
     Fault(
         "DDIM's last step ends at the first training timestep",
-        "seqpar/loop/coefficients.py",
+        "seqpar/loop/schedules.py",
         "if end >= 0 else scheduler.final_alpha_cumprod)",
         "if end >= 0 else scheduler.alphas_cumprod[0])",
         "tests/loop/test_schedulers.py::test_ddim_coefficients_are_diffusers[False-7-0.0-epsilon]",
@@ -370,7 +370,7 @@ FAULTS = (
     ),
     Fault(
         "a profile's waiting ends when the first rank has come",
-        "seqpar/profiling/waits.py",
+        "seqpar/profiling/result.py",
         "last = max(same, key=lambda rank: same[rank].start)",
         "last = min(same, key=lambda rank: same[rank].start)",
         "tests/profiling/test_waits.py::test_a_collective_waits_for_the_last_rank_and_then_exchanges",
@@ -378,7 +378,7 @@ FAULTS = (
     ),
     Fault(
         "a profile's clocks are moved the wrong way",
-        "seqpar/profiling/clocks.py",
+        "seqpar/profiling/trace.py",
         "found.append(base - ahead)",
         "found.append(base + ahead)",
         "tests/profiling/test_waits.py::test_traces_of_all_ranks_are_one_trace_on_one_clock",

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from seqpar.transformer.lease import call_of
+from seqpar.transformer.parallelize import call_of
 from seqpar.types.protocols import Attend, Given, Prepare, Projected
 from tests.support.double import StayDouble as StayDouble
 from tests.support.meshes import random

@@ -14,8 +14,8 @@ from typing import Any
 import diffusers
 from diffusers.utils import logging
 
-from seqpar.loading.drivable import why_not_driven
-from seqpar.loading.failures import FAILURES
+from seqpar.loading.errors import FAILURES
+from seqpar.loading.schedulers import why_not_driven
 from seqpar.loop.schedules import MOST
 from seqpar.loop.steppers import decide
 
@@ -77,7 +77,7 @@ schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also cli
 DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
 scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
 diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there; `seqpar.parallelize(pipe)`
-makes it work, and without it `seqpar.loading.respacing.pass_variances(pipe)` does, which also takes a generator.
+makes it work, and without it `seqpar.loading.schedulers.pass_variances(pipe)` does, which also takes a generator.
 
 | scheduler | settings | stepped | history, or reason |
 |---|---|---|---|

@@ -15,7 +15,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.transformer import estimate
-from seqpar.transformer.body import Body
+from seqpar.transformer.call import Body
 from tests.support.double import StayDouble
 from tests.support.meshes import random
 

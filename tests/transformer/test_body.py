@@ -22,7 +22,7 @@ from torch import Tensor
 from seqpar.families._cuts import CutTokens
 from seqpar.families._find import cuts_of
 from seqpar.planner.plan import Choice
-from seqpar.transformer.body import Body
+from seqpar.transformer.call import Body
 from seqpar.transformer.forward import Ranks
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, short_truth, truth
 from tests.support.foreign import StayDouble

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.graphs.exchanges import ATTENDS
 from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.transformer import lease, parallelize
-from seqpar.transformer.rows import cut_rows
+from seqpar.transformer import parallelize
+from seqpar.transformer import parallelize as lease
+from seqpar.transformer.guidance import cut_rows
 from tests.support import pipelines, tiny_flux
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for, random

@@ -8,9 +8,8 @@ import diffusers
 import pytest
 import torch
 
-from seqpar.families import _guided
-from seqpar.families._find import cuts_of
-from seqpar.families._known import described
+from seqpar.families import _find as _guided
+from seqpar.families._find import cuts_of, described
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Wish, search
 from seqpar.transformer import estimate

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.loading.transformers import transformers_of
+from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from tests.support import exact_bits
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat

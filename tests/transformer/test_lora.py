@@ -18,7 +18,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from seqpar.transformer.body import Body
+from seqpar.transformer.call import Body
 from seqpar.transformer.changes import Changes
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool

@@ -7,7 +7,7 @@ import torch
 
 import seqpar
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
-from seqpar.transformer.passing import passing
+from seqpar.transformer.parallelize import passing
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.transformer.test_pipelines import CASES

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer.state import keep_fp32
+from seqpar.transformer.parallelize import keep_fp32
 from tests.support import pipelines
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for

@@ -24,7 +24,7 @@ import seqpar
 from seqpar.families import _cuts as cuts
 from seqpar.graphs.graphs import Graphs
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer.passing import passing
+from seqpar.transformer.parallelize import passing
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import halo as kernels
-from seqpar.mesh.together import together
+from seqpar.mesh.inputs import together
 from seqpar.transports import _folder, peer
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh

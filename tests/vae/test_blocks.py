@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
-from seqpar.vae import blocks, norms
-from seqpar.vae.blocks import fewer_passes
-from seqpar.vae.cut import Cut, Strip
-from seqpar.vae.exchanges import Exchanges
+from seqpar.vae import norms
+from seqpar.vae import norms as blocks
 from seqpar.vae.norms import apply_normed as apply
+from seqpar.vae.norms import fewer_passes
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.rules import RULES, StripMode
+from seqpar.vae.strips import Cut, Exchanges, Strip
 from tests.support import vaes
 from tests.support.meshes import random
 from tests.support.pool import Pool

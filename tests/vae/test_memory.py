@@ -14,9 +14,8 @@ from torch import nn
 
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.predict import GIB, USABLE
-from seqpar.vae.memory import CudaMeter, measured, refusal
-from seqpar.vae.on_mesh import MeshVAE
-from seqpar.vae.spread import Spread
+from seqpar.vae.on_mesh import CudaMeter, MeshVAE, measured, refusal
+from seqpar.vae.strips import Spread
 from tests.support import pipelines, vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

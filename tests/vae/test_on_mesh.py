@@ -24,7 +24,7 @@ from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.vae import on_mesh
 from seqpar.vae.known import why_unknown
 from seqpar.vae.on_mesh import MeshVAE
-from seqpar.vae.spread import spread_of
+from seqpar.vae.strips import spread_of
 from tests.support import pipelines
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random

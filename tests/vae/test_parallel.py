@@ -15,12 +15,11 @@ from torch import Tensor
 from seqpar.kernels import group_norm
 from seqpar.transports import collective
 from seqpar.transports._folder import load
-from seqpar.vae import attention
-from seqpar.vae.cut import Strip
-from seqpar.vae.exchanges import Exchanges
+from seqpar.vae import rules as attention
 from seqpar.vae.known import MODULES
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.rules import RULES
+from seqpar.vae.strips import Exchanges, Strip
 from tests.support import vaes
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transports import collective
-from seqpar.vae import edges, known
-from seqpar.vae.cut import Cut, Strip
-from seqpar.vae.exchanges import Exchanges
+from seqpar.vae import known
+from seqpar.vae import rules as edges
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.rules import StripMode
+from seqpar.vae.strips import Cut, Exchanges, Strip
 from tests.support import vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -96,7 +96,7 @@ def test_edges_have_arrived_also_after_an_error(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        edges.convolve(strip, coded(9, 4), 1, fails)
+        edges.convolve_strip(strip, coded(9, 4), 1, fails)
     assert (here.waited_for, side.waited_for) == ([side], [here])
 
 

@@ -26,9 +26,10 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.classes import Files, Pipeline
 from seqpar.planner.search import Wish
-from seqpar.transformer.state import keep_fp32
-from seqpar.verifying import blocks, own_loop
-from seqpar.verifying.blocks import TokenShare, blocks_of
+from seqpar.transformer.parallelize import keep_fp32
+from seqpar.verifying import compare as blocks
+from seqpar.verifying import own_loop
+from seqpar.verifying.compare import TokenShare, blocks_of
 from seqpar.verifying.one_rank import widened
 from seqpar.verifying.verify import Verdict, VerificationError, other_weights, verify
 from tests.loop.models.test_large_dit import TINY, ours

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from seqpar.loading import schemas
+from seqpar.loading import parts as schemas
 from seqpar.loading.keys import KeyMap, Source, count_layers, shape_of
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from seqpar.loading import schemas
+from seqpar.loading import parts as schemas
 from seqpar.loading.keys import KeyMap, Source, count_layers, shape_of
 from seqpar.loop.models import _layers
 

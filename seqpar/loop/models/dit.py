@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.loading import schemas
+from seqpar.loading import parts as schemas
 from seqpar.loading.keys import count_layers, shape_of
 from seqpar.loop.interface import Condition
 from seqpar.loop.models import _dit_keys, _layers

@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeVar
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines import png as _png
-from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
+from seqpar.pipelines import pictures as _png
+from seqpar.pipelines.images import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
 from seqpar.serve.messages import OrderPicture
 

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from PIL import Image
 
-from seqpar.loading.known_parts import PipelineParts
+from seqpar.loading.folder import PipelineParts
 from seqpar.loading.lora import Lora
-from seqpar.loading.names import preset_of
-from seqpar.loading.presets import Preset
+from seqpar.loading.names import Preset, preset_of
 from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.arguments import class_of_pictures, needs_picture
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
-from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.images import Picture
 from seqpar.pipelines.order import Order
-from seqpar.pipelines.takes_images import class_of_pictures, needs_picture
+from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict

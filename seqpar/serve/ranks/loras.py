@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.loading.lora import Lora
-from seqpar.loading.presets import Preset
+from seqpar.loading.names import Preset
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.transformer import lora_files
+from seqpar.transformer import lora as lora_files
 
 SUFFIX = ".safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

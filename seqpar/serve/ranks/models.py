@@ -12,19 +12,18 @@ from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.job import Job
+from seqpar.pipelines.images import Picture
 from seqpar.pipelines.load import placed
+from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import to_pil
-from seqpar.planner.settled import settled
+from seqpar.planner.plan import settled
 from seqpar.serve.messages import PictureOrder, ServedModel
 from seqpar.serve.ranks.found import Found
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
 from seqpar.serve.ranks.sizes import usual_size
-from seqpar.transformer.lora_files import switched
-from seqpar.transformer.passing import passing
-from seqpar.transformer.state import keep_fp32
+from seqpar.transformer.lora import switched
+from seqpar.transformer.parallelize import keep_fp32, passing
 
 Pass = Callable[[], None]
 Tell = Callable[[int, int], None]

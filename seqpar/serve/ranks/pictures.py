@@ -5,8 +5,7 @@ from __future__ import annotations
 from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.images import shared
+from seqpar.pipelines.images import Picture, shared
 from seqpar.serve.messages import PictureOrder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.loading.clean import check_clean, clean_weights
+from seqpar.loading.schedulers import check_clean, clean_weights
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 
 

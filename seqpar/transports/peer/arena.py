@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
+from seqpar.mesh.errors import WHO
+from seqpar.mesh.inputs import together
 from seqpar.mesh.mesh import Axis
-from seqpar.mesh.messages import WHO
-from seqpar.mesh.together import together
 from seqpar.mesh.watch import LostRankError
 
 T = TypeVar("T")

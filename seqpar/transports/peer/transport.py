@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels.flags import Late
-from seqpar.mesh.deadlines import Deadlines
 from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.mesh.watch import Watch, drain
+from seqpar.mesh.watch import Deadlines, Watch, drain
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout

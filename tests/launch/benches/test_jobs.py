@@ -17,7 +17,7 @@ from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
 from launch.benches.loading import Loading
-from seqpar.loading.presets import FLUX_VAE
+from seqpar.loading.names import FLUX_VAE
 from tests.faults.test_faults import forked
 from tests.support.pool import Pool, server
 

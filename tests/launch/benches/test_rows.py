@@ -22,11 +22,11 @@ from launch.baselines.transformers import device_mesh
 from launch.benches import plot, rows, steps
 from launch.benches.exchange import MOVES
 from launch.benches.pipeline import WAYS
-from seqpar.families._known import described
+from seqpar.families._find import described
 from seqpar.local import sdpa
 from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
-from seqpar.profiling.columns import NAMES
+from seqpar.profiling.trace import NAMES
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool

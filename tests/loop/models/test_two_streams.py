@@ -21,11 +21,10 @@ from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.attention._streams import given
 from seqpar.kernels.prepare import prepare
 from seqpar.loop.blueprint import Blueprint
-from seqpar.loop.branches import rescaled
-from seqpar.loop.interface import SequenceModel
+from seqpar.loop.interface import Prompt, SequenceModel
+from seqpar.loop.loop import Run, begin
 from seqpar.loop.request import Request
-from seqpar.loop.run import Run, begin
-from seqpar.loop.streams import Prompt
+from seqpar.loop.segment import rescaled
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.protocols import Stream
 from tests.graphs.test_distributed import local

@@ -26,11 +26,11 @@ from seqpar.cli.main import command
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.local import reference
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
+from seqpar.loop.interface import Split
+from seqpar.loop.loop import begin
 from seqpar.loop.models import uvit
 from seqpar.loop.models._uvit_files import TEXT_TOKENS
 from seqpar.loop.request import Request
-from seqpar.loop.run import begin
-from seqpar.loop.streams import Split
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.transports.collective.point_to_point import gather

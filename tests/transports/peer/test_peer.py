@@ -12,9 +12,9 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.kernels import flags, prepare, push
 from seqpar.loop.loop import draw_noise
+from seqpar.mesh.inputs import together
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
-from seqpar.mesh.together import together
 from seqpar.transports import peer
 from seqpar.transports._layout import HeadLayout
 from seqpar.types.outboxes import Outboxes

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.kernels import flags, prepare
 from seqpar.loop.loop import draw_noise
+from seqpar.mesh.inputs import together
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard
-from seqpar.mesh.together import together
 from seqpar.planner.plan import Choice, choose_transport
 from seqpar.transports import peer
 from seqpar.transports.peer import arena, transport

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import prepare
+from seqpar.mesh.inputs import together
 from seqpar.mesh.shard import Shard
-from seqpar.mesh.together import together
 from seqpar.transports import peer
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Prepare

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.loop import draw_noise
-from seqpar.pipelines import timed as timed_
-from seqpar.pipelines.files import Files
-from seqpar.pipelines.job import Job
+from seqpar.pipelines import own_loop as timed_
 from seqpar.pipelines.order import Order
-from seqpar.pipelines.own_loop import FromTexts, drawn_in
+from seqpar.pipelines.own_loop import Files, FromTexts, Job, drawn_in
 from seqpar.types.guidance import Guidance
 
 ASKED = "prompts"

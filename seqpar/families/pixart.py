@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.families._cuts import Boundary, Cuts
-from seqpar.families._shared import ALONE, IMAGE, OUT
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts
 
 
 def _from_patches(out: str) -> Cuts:

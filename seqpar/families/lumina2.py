@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
-from seqpar.families._shared import ALONE, IMAGE, OUT, _reads_lengths
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, _reads_lengths
 
 
 def _lumina2() -> Cuts:

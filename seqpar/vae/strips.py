@@ -1,0 +1,272 @@
+"""How a latent is cut into strips, and what the rules of functions know about this rank's strip.
+
+A strip keeps its share at every resolution of the decoder, so its bounds follow from the latent's by proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
+from seqpar.transports._contract import Gather, Halo, Transport
+from seqpar.transports.collective.point_to_point import CollectiveGather
+
+
+class Exchanges:
+    """Exchanges between the ranks of an axis, all of which make the same calls in the same order."""
+
+    def __init__(self, axis: Axis, transport: Transport) -> None:
+        self._axis, self._transport = axis, transport
+        self._gathers: dict[tuple[object, ...], Gather] = {}
+        self._halos: dict[tuple[object, ...], Halo] = {}
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before`, `after`.
+
+        See `seqpar.transports._exchanges.Halo.swap`; all ranks call, in the same order, with blocks of any size.
+        """
+        blocks = [block for block in (first, last, before, after) if block is not None]
+        if self._axis.size == 1 or not blocks:
+            return
+        # one exchange for all sizes between two powers of two: their buffers are small, and a CUDA graph keeps them
+        capacity = 1 << (max(block.numel() for block in blocks) - 1).bit_length()
+        key = (capacity, blocks[0].dtype, blocks[0].device)
+        if key not in self._halos:
+            self._halos[key] = self._transport.halo(self._axis, capacity, blocks[0])
+        self._halos[key].swap(first, last, before, after)
+
+    def every(self, block: Tensor) -> Tensor:
+        """Return the blocks of all ranks, stacked in a new first dim; valid until the next call with this shape."""
+        key = (block.shape, block.dtype, block.device)
+        if key not in self._gathers:
+            sizes = (1,) * self._axis.size
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._gathers[key] = self._transport.gather(self._axis, sizes, tuple(block.shape), block)
+        gather = self._gathers[key]
+        gather.outbox()[0].copy_(block)
+        return gather.deliver()
+
+    def tokens(self, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
+        """Return a gather of blocks (sizes[r], *shape) for one use; it is not kept, as it can exceed a layer."""
+        return CollectiveGather(self._axis, sizes, shape, like)
+
+    def release(self) -> None:
+        """Free the buffers of all exchanges; every rank must call this."""
+        self._gathers.clear()
+        self._halos.clear()
+        self._transport.release()
+
+
+WISHES = ("auto", "strips", "pictures", "tiled")  # how a caller may ask for pictures to be decoded
+SEAMS = "in diffusers' tiles, which leave seams"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How pictures are decoded: "pictures" (whole, some on each rank), "strips" (each on `ranks`) or "whole".
+
+    axis: the one that divides the pictures. why: why there are no strips, where there would be. tiled: whether whole
+    pictures are decoded by diffusers' tiling.
+    """
+
+    name: str
+    ranks: int
+    axis: Axis
+    why: str | None = None
+    tiled: bool = False
+
+    def shard(self, count: int) -> Shard:
+        """Return the pictures of each rank of the axis."""
+        return Shard(count, self.axis.size)
+
+    @property
+    def explained(self) -> str | None:
+        """Return the sentence that says why there are no strips, or None."""
+        return None if self.why is None else f"the VAE computes {self}"
+
+    def __str__(self) -> str:
+        groups = f", in each of {self.axis.size} groups" if self.axis.size > 1 else ""
+        shown = {
+            "pictures": f"whole pictures, some on each of {self.ranks} ranks",
+            "strips": f"strips on {self.ranks} ranks{groups}",
+            "whole": "whole pictures on every rank" if self.ranks > 1 else "whole pictures",
+        }[self.name]
+        shown += f", {SEAMS}" if self.tiled else ""
+        return shown if self.why is None else f"{shown}, because {self.why}"
+
+
+def spread_of(count: int, wish: str, world: Axis, groups: Axis, why_whole: Callable[[], str | None]) -> Spread:
+    """Return how `count` pictures are decoded on all ranks.
+
+    wish: one of `WISHES`; "auto" decodes by pictures where each rank gets one, and in exact mode, because that has the
+    bits of one rank, and otherwise by strips. groups: the axis of the groups of ranks that share a picture.
+    why_whole: returns why a picture cannot be cut into strips, or None.
+    """
+    tiled = wish == "tiled"
+    if world.size == 1:
+        return Spread("whole", 1, world, tiled=tiled)
+    if tiled or wish == "pictures" or (wish == "auto" and (count >= world.size or exact.is_on())):
+        return Spread("pictures", world.size, world, tiled=tiled)
+    reason = why_whole()
+    if reason is None:
+        return Spread("strips", world.size // groups.size, groups)
+    return Spread("pictures", world.size, world, reason)
+
+
+VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # convolve over frames, and are faster in channels-last memory
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def pixels_last(x: Tensor) -> Tensor:
+    """Return x, (N, C, H, W) or (N, C, T, H, W), in channels-last memory."""
+    return x.contiguous(memory_format=FORMATS[x.ndim])
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Return channels-last if a tensor lies so and not contiguously as well, else contiguous."""
+    last = FORMATS.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def wins(vae: nn.Module, device: torch.device) -> bool:
+    """Return whether a VAE should compute in channels-last memory: on GPUs, if it makes pictures or is known to win.
+
+    On an H200 HunyuanVideo's decoder took 967 ms for 81 frames of 256 x 448, and 666 ms contiguously; LTX-Video's 159
+    ms for 81 frames of 480 x 704, and 102 ms.
+    """
+    video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    return device.type == "cuda" and (not video or type(vae).__name__ in VIDEOS)
+
+
+def channels_last(vae: nn.Module) -> bool:
+    """Return whether the weights of a VAE's convolutions are channels-last, so that its activations will be."""
+    return any(memory_format(module.weight) is not torch.contiguous_format for module in _convolutions(vae))
+
+
+def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
+    """Change the memory of the weights of convolutions to channels-last; return what makes them contiguous again.
+
+    Values stay, and so do the parameters, also if they are moved to another device in between. Weights that lie so
+    already, as for another user of the VAE, are left to whom changed them.
+    """
+    changed = [module for module in _convolutions(vae) if module.weight.is_contiguous()]
+
+    def write(change: Callable[[Tensor], Tensor]) -> None:
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            for module in changed:
+                module.weight.data = change(module.weight.data)
+
+    write(pixels_last)
+    return lambda: write(Tensor.contiguous)
+
+
+def _convolutions(vae: nn.Module) -> Iterator[nn.Conv2d | nn.Conv3d]:
+    return (module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+
+
+ROWS, COLUMNS = -2, -1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The strips of one latent. `dim` is counted from the end: -2 cuts rows, -1 cuts columns.
+
+    axis: the ranks that share the latent. sizes: latent rows (or columns) of each rank. other: the latent's size along
+    the dim that is not cut, which is the measure of resolution.
+    """
+
+    axis: Axis
+    sizes: tuple[int, ...]
+    dim: int
+    other: int
+
+    @staticmethod
+    def of(axis: Axis, rows: int, columns: int) -> Cut | None:
+        """Return the cut of a latent of rows x columns: rows if every rank gets one, else columns, else None."""
+        if rows >= axis.size:
+            return Cut(axis, Shard(rows, axis.size).sizes, ROWS, columns)
+        if columns >= axis.size:
+            return Cut(axis, Shard(columns, axis.size).sizes, COLUMNS, rows)
+        return None
+
+    @property
+    def mine(self) -> int:
+        """Return the latent rows (or columns) of this rank."""
+        return self.sizes[self.axis.rank]
+
+    @property
+    def first(self) -> bool:
+        """Return whether this rank's strip begins at the outer edge."""
+        return self.axis.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Return whether this rank's strip ends at the outer edge."""
+        return self.axis.rank == self.axis.size - 1
+
+    @property
+    def across(self) -> int:
+        """Return the dim of the two that is not cut."""
+        return ROWS + COLUMNS - self.dim
+
+    def take(self, whole: Tensor, factor: int = 1) -> Tensor:
+        """Return this rank's strip of a whole tensor with `factor` pixels for each latent pixel, as a view."""
+        start = sum(self.sizes[: self.axis.rank])
+        return whole.narrow(self.dim, start * factor, self.mine * factor)
+
+    def fits(self, strip_NCHW: Tensor) -> bool:
+        """Return whether the last two dims of a tensor are this rank's strip at some resolution.
+
+        Then rows of the strip / latent rows of the strip = columns / latent columns.
+        """
+        rows, columns = strip_NCHW.shape[self.dim], strip_NCHW.shape[self.across]
+        return rows > 0 and rows * self.other == columns * self.mine
+
+    def shares(self, count: int) -> tuple[int, ...]:
+        """Return what every rank has of something of which this rank has `count`, such as tokens or rows."""
+        return tuple(count * size // self.mine for size in self.sizes)
+
+
+class Strip:
+    """The strip of this rank during one call of a VAE.
+
+    channels_last: whether edges travel with the channels of a pixel together, which is fastest where tensors lie so.
+    Ranks must agree, and the memory format of one strip does not tell: strips of one pixel lie both ways. side: the
+    stream on which edges travel while a convolution runs.
+    """
+
+    def __init__(
+        self, cut: Cut, exchanges: Exchanges, channels_last: bool = False, side: torch.cuda.Stream | None = None
+    ) -> None:
+        self.cut, self.exchanges, self.channels_last, self.side = cut, exchanges, channels_last, side
+        self._halos = WeakTensorKeyDictionary()
+
+    def has_halo(self, padded: Tensor) -> None:
+        """Say that a tensor is a strip with rows of its neighbours, or of the outer padding."""
+        self._halos[padded] = True
+
+    def is_padded(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a strip that has rows of its neighbours already."""
+        return tensor in self._halos
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise ValueError unless the last two dims are this rank's strip at some resolution."""
+        if not self.cut.fits(tensor):
+            self.refuse(
+                f"got a tensor {tuple(tensor.shape)} that is no strip of {self.cut.mine} of the latent's "
+                f"{sum(self.cut.sizes)} rows or columns (dim {self.cut.dim}, {self.cut.other} along the other)"
+            )
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ValueError with a reason; the traceback shows the line of diffusers that is running."""
+        raise ValueError(f"{reason}; decode whole pictures, or add a rule to seqpar/vae/rules.py")

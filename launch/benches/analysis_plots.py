@@ -29,7 +29,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.analysis import parts, pipeline_parallel, tensor_parallel
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.rates import H200
-from seqpar.planner.search import Wish, search
+from seqpar.planner.search import Preferences, search
 from seqpar.types.facts import Layout, Work
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def times(model: str, tokens: int) -> dict[str, list[float]]:
     work, load = run_of(model)
     load = replace(load, tokens=tokens)
     return {
-        "planned": [search(work, load, n, Wish(), H200, "peer", None).ranked[0].ms for n in GPUS],
+        "planned": [search(work, load, n, Preferences(), H200, "peer", None).ranked[0].ms for n in GPUS],
         "tensor": [tensor_parallel(work, load, n, H200, "peer").ms for n in GPUS],
         "pipeline": [pipeline_parallel(work, load, n, H200, "peer").ms for n in GPUS],
     }

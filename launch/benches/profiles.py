@@ -33,7 +33,7 @@ from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.profiling.profile import profile
 from seqpar.profiling.record import MEASURED, steps_before, steps_needed
 from seqpar.profiling.report import check_drawable, facts, report
@@ -115,7 +115,7 @@ def ours(args: Profiles, name: str, mesh: Mesh) -> Iterator[Ready]:
     model = Files.locate(name).blueprint.build(dtype, mesh.device)
     first = DistributedDiT(model, Mesh.single(mesh.device)).plan.ranking
     load = replace(first.load, tokens=args.tokens, guidance=True, labels=2)
-    wish = Wish() if args.cfg else Wish(axes={"cfg": 1})
+    wish = Preferences() if args.cfg else Preferences(axes={"cfg": 1})
     dit = DistributedDiT(model, plan=make(first.work, load, dtype, mesh, wish))
     side = isqrt(args.tokens) * model.config.patch_size
     noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))

@@ -33,7 +33,7 @@ VAE: dict[str, Wished] = {
 
 
 def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
-    """The path from a checked and planned order to files. Every rank calls it."""
+    """The path from a checked and planned request to files. Every rank calls it."""
     started = time.perf_counter()
     pipe = _loaded(job, ranks)
     state = _parallelize(args, pipe, plan)
@@ -41,7 +41,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
         from seqpar.verifying.verify import EVALUATIONS, verify
 
         arguments = job.few(EVALUATIONS, ranks.device)
-        verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.order.seed))
+        verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.request.seed))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
@@ -87,7 +87,7 @@ def _loaded(job: Adapted, ranks: Mesh) -> Any:
 
 def _made(args: Args, plan: Plan, pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
     """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
-    encoding = Bar(len(job.order.images), "picture", ranks, "encoding")
+    encoding = Bar(len(job.request.images), "picture", ranks, "encoding")
     decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
 
     def decode(count: int) -> None:
@@ -133,7 +133,7 @@ def _summary(args: Args, pipe: Any, job: Adapted, plan: Plan, state: str) -> str
     lines = [
         *layout(args, plan, call.mesh, str(plan.transport), str(plan.local)),
         f"work      {work}",
-        *(f"lora      {each}" for each in job.order.loras),
+        *(f"lora      {each}" for each in job.request.loras),
         *(f"{title:<9} {text}" for title, text in job.notes),
         f"state     {state}",
         f"graph     {'a call of the transformer is one CUDA graph' if graph is None else f'none: {graph}'}",
@@ -145,7 +145,7 @@ def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, An
     """Return what a picture's metadata holds, without measurements."""
     names = {"strategy": plan.strategy.name, "local": plan.local.name, "transport": plan.transport.name}
     own = {"scheduler": type(pipe.scheduler).__name__, "vae": args.vae, "prompts": job.prompts}
-    own |= {"images": [picture.facts for picture in job.order.images]} if job.order.images else {}
+    own |= {"images": [picture.facts for picture in job.request.images]} if job.request.images else {}
     own |= {"fps": job.fps} if job.video else {}
     call: Any = call_of(next(iter(transformers_of(pipe).values())))
     return chosen(args, job, call.mesh, {**names, **own})

@@ -23,9 +23,9 @@ from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
 from seqpar.pipelines.images import Picture, pictures_of_rank_0, read
-from seqpar.pipelines.order import Order
 from seqpar.pipelines.own_loop import Job, planned
 from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, numbered
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.machine import Machine
 from seqpar.planner.plan import parse_mesh
@@ -126,14 +126,14 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
     """
     check_flags(args)
     family, model = family_of(args.model if path is None else str(path), args.heads)
-    order = order_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
+    request = request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
     if family is not None:
-        job: Job | Adapted = family.check(order, model)
+        job: Job | Adapted = family.check(request, model)
     elif args.dry_run is None or not isinstance(model, Blueprint):
         expected = "a model that a pipeline here runs; plan it (seqpar plan), or use it as a library"
         raise ValueError(f"got {args.model}, expected {expected}")
     else:
-        job = planned(order, model)
+        job = planned(request, model)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
         if video:
@@ -167,13 +167,13 @@ def _disk_bytes(args: Args, job: Job | Adapted) -> int:
     return bytes_of(job.load.images, (1, 1) if job.video else size, sheet=False)
 
 
-def order_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Order:
+def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> GenerationRequest:
     """The pictures that the flags ask for; `ValueError` for a --size that is none. pictures: those of `--image`."""
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
     more = ("respacing", "scheduler", "seed", "frames", "fps", "heads", "strength")
-    return Order(
+    return GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
         prompts=args.prompt,

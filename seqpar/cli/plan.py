@@ -15,7 +15,7 @@ from seqpar.pipelines.own_loop import Job
 from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_whole
 
 
@@ -25,10 +25,10 @@ def as_dry_run(args: PlanArgs) -> Args:
     return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
 
 
-def wish_of(args: Args) -> Wish:
+def preferences_of(args: Args) -> Preferences:
     """The choices that the flags leave to the planner, and those that they make."""
     aim, axes = parse_mesh(args.mesh)
-    return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
+    return Preferences(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
 def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, hosts: int = 1, explained: bool = False) -> str:
@@ -63,7 +63,7 @@ def _running(ranks: Mesh, transport: str) -> Machine:
 
 def _table(args: Args, job: Job | Adapted, machine: Machine, explained: bool) -> str:
     """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
-    ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
+    ranking = rank(job.work, job.load, machine, preferences_of(args), job.dtype)
     lines = [f"{machine}: {ranking}", ranking.table()]
     lines += filter(None, [decoding.line(args, job, ranking, machine)])
     return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

@@ -13,7 +13,7 @@ from seqpar.cli import job as decoding
 from seqpar.cli.args import Args
 from seqpar.cli.exits import stoppable
 from seqpar.cli.job import checked, named, outputs
-from seqpar.cli.plan import dry_run, wish_of
+from seqpar.cli.plan import dry_run, preferences_of
 from seqpar.cli.profiling import OnStep, check_profile, profiled
 from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
 from seqpar.loop.loop import digest
@@ -36,7 +36,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
-    plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
+    plan = make(job.work, job.load, job.dtype, ranks, preferences_of(args))
     ranks.together(lambda: (check_profile(args, job, ranks), decoding.check_decoding(job, ranks)))
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted

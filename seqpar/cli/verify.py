@@ -12,7 +12,7 @@ from torch import nn
 
 from seqpar.cli.args import Args, FidelityArgs, Options
 from seqpar.cli.job import DTYPES, check, scales
-from seqpar.cli.plan import wish_of
+from seqpar.cli.plan import preferences_of
 from seqpar.cli.summary import versions
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
@@ -36,7 +36,11 @@ def run_fidelity(args: FidelityArgs) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
-    wish, mesh_of, counts = wish_of(_as_sample(args)), meshes(ranks), args.counts or range(1, ranks.world.size + 1)
+    wish, mesh_of, counts = (
+        preferences_of(_as_sample(args)),
+        meshes(ranks),
+        args.counts or range(1, ranks.world.size + 1),
+    )
     listed, left_out = ways(ranks, counts, mesh_of, wish, work_of(job.blueprint.config), job.load)
     head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
     _say(ranks, head)

@@ -29,7 +29,7 @@ from seqpar.mesh.shard import Shard, check_tokens
 from seqpar.mesh.watch import Calls
 from seqpar.planner.plan import Plan, check_names, for_library, named_mesh, settled
 from seqpar.planner.predict import TABLE_BYTES
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.types.arguments import check_dense, check_dtype, check_floats, check_kind, is_not_finite
 from seqpar.types.protocols import Attend
@@ -228,13 +228,13 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> None:
-        wish = Wish(strategy=strategy, local=local, transport=transport)
-        own, wish = _ranks_of(mesh, plan).together(lambda: _checked(mesh, wish, plan))
+        preferences = Preferences(strategy=strategy, local=local, transport=transport)
+        own, preferences = _ranks_of(mesh, plan).together(lambda: _checked(mesh, preferences, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
         dtype = next(model.parameters()).dtype
-        plan = plan_of(config, model, dtype, own, wish) if plan is None else alone(plan, wish)
+        plan = plan_of(config, model, dtype, own, preferences) if plan is None else alone(plan, preferences)
         self.mesh = settled(plan, own)
         built = model if blueprint is None else blueprint.build(dtype, self.mesh.device)
         assert isinstance(built, SequenceModel)
@@ -263,10 +263,14 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        ranks, wish = _ranks_of(mesh, plan), Wish(strategy=strategy, local=local, transport=transport)
-        own, wish = ranks.together(lambda: _checked(mesh, wish, plan, path, dtype))
+        ranks, preferences = _ranks_of(mesh, plan), Preferences(strategy=strategy, local=local, transport=transport)
+        own, preferences = ranks.together(lambda: _checked(mesh, preferences, plan, path, dtype))
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
-        plan = plan_of(blueprint.config, blueprint.meta(), dtype, own, wish) if plan is None else alone(plan, wish)
+        plan = (
+            plan_of(blueprint.config, blueprint.meta(), dtype, own, preferences)
+            if plan is None
+            else alone(plan, preferences)
+        )
         own = settled(plan, own)
         model = blueprint.build(dtype, own.device, 0, own)
         return cls(model, own, plan=plan)
@@ -383,24 +387,24 @@ def _ranks_of(mesh: object, plan: object) -> Mesh:
 
 
 def _checked(
-    mesh: Mesh | str | None, wish: Wish, plan: object, path: object = "", dtype: object = torch.float32
-) -> tuple[Mesh | None, Wish]:
+    mesh: Mesh | str | None, preferences: Preferences, plan: object, path: object = "", dtype: object = torch.float32
+) -> tuple[Mesh | None, Preferences]:
     """Return what `named_mesh` does, and refuse a mesh, plan, path, name or dtype that is none."""
     check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
     check_dtype(dtype)
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
-    check_names(wish.strategy, wish.local, wish.transport)
-    return named_mesh(mesh, wish)
+    check_names(preferences.strategy, preferences.local, preferences.transport)
+    return named_mesh(mesh, preferences)
 
 
-def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:
+def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences) -> Plan:
     """Return the planner's plan for a model with as many parameters as this one; it is the same on every rank."""
     count = sum(x.numel() for x in model.parameters())
-    return for_library(config, count, dtype, mesh, wish, TABLE_BYTES)
+    return for_library(config, count, dtype, mesh, preferences, TABLE_BYTES)
 
 
-def alone(plan: Plan, wish: Wish) -> Plan:
+def alone(plan: Plan, preferences: Preferences) -> Plan:
     """Return the caller's plan; `ValueError` if names are given as well, because the plan already decides them."""
-    if wish != Wish():
+    if preferences != Preferences():
         raise ValueError("got a plan and names of mesh, strategy, local or transport, expected one: a plan has all")
     return plan

@@ -1,4 +1,4 @@
-"""The flags of an order as arguments of a diffusers pipeline's call, and the refusal of those that it does not take."""
+"""Turns the flags of a request into arguments of a diffusers pipeline's call; refuses flags that it does not take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.images import Picture
-from seqpar.pipelines.order import FOR_CLASSES, Order
+from seqpar.pipelines.request import FOR_CLASSES, GenerationRequest
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
 NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
@@ -31,8 +31,8 @@ OTHERS = {
 }
 
 
-def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
-    """Return the class of diffusers that runs an order: with pictures, one that takes them with the same parts.
+def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any]) -> Any:
+    """Return the class of diffusers that runs an request: with pictures, one that takes them with the same parts.
 
     kind: that of the folder. index: its model_index.json. Raises ValueError if no class takes them, or needs more.
     """
@@ -40,17 +40,19 @@ def taking_images(order: Order, kind: Any, index: Mapping[str, Any]) -> Any:
     for name, what in OTHERS.items():
         if name in parameters:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
-    if not order.images:
-        order.refuse("expected --image, too: it says how far a picture is changed", strength=order.strength)
+    if not request.images:
+        request.refuse("expected --image, too: it says how far a picture is changed", strength=request.strength)
         if needs_picture(kind):
-            raise ValueError(f"got --model {order.model} without --image, expected one: {kind.__name__} begins with it")
+            raise ValueError(
+                f"got --model {request.model} without --image, expected one: {kind.__name__} begins with it"
+            )
         return kind
     sister = class_of_pictures(kind, index)
     if sister is None:
-        got = f"got --image {' '.join(map(str, order.images))} with --model {order.model}"
+        got = f"got --image {' '.join(map(str, request.images))} with --model {request.model}"
         expected = f"expected none: {kind.__name__} takes no picture"
         raise ValueError(f"{got}, {expected}; name a model that edits pictures, or makes videos of them")
-    _check_count(order, sister.__name__)
+    _check_count(request, sister.__name__)
     return sister
 
 
@@ -73,24 +75,24 @@ def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return "strength" in parameters and "num_frames" not in parameters
 
 
-def sides(order: Order, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
-    """Return what makes a pipeline with a size of its own keep that of the order, or the shape of its picture."""
+def sides(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
+    """Return what makes a pipeline with a size of its own keep that of the request, or the shape of its picture."""
     if AREA not in parameters:
         return {}
-    if order.size is not None:
-        return {AREA: order.size[0] * order.size[1]}
-    return dict(zip(SIDES, order.images[0].size, strict=True)) if order.images else {}
+    if request.size is not None:
+        return {AREA: request.size[0] * request.size[1]}
+    return dict(zip(SIDES, request.images[0].size, strict=True)) if request.images else {}
 
 
-def images_for(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
-    """Return the pictures of an order as the pipeline of this name takes them: one, or a list.
+def images_for(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
+    """Return the pictures of a request as the pipeline of this name takes them: one, or a list.
 
     parameters: those of its call. A picture that is drawn anew has the size of the result, if that is named, as
     pipelines make it; one of them (Z-Image) does not.
     """
-    images = [picture.image for picture in order.images]
-    if order.size is not None and draws_anew(parameters):
-        height, width = order.size
+    images = [picture.image for picture in request.images]
+    if request.size is not None and draws_anew(parameters):
+        height, width = request.size
         images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
     return images if name.startswith(SEVERAL) else images[0]
 
@@ -126,12 +128,12 @@ def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
     return next(filter(None, sisters), None)
 
 
-def _check_count(order: Order, name: str) -> None:
+def _check_count(request: GenerationRequest, name: str) -> None:
     """Raise ValueError for more pictures, or more results, than a pipeline takes."""
-    if len(order.images) > 1 and not name.startswith(SEVERAL):
-        order.refuse(f"expected one picture, which serves all prompts: {name} takes no more", image=order.images)
-    if name.startswith(ONE_RESULT) and len(order.pictures) > 1:
-        got = f"got {len(order.pictures)} pictures to make with --image"
+    if len(request.images) > 1 and not name.startswith(SEVERAL):
+        request.refuse(f"expected one picture, which serves all prompts: {name} takes no more", image=request.images)
+    if name.startswith(ONE_RESULT) and len(request.pictures) > 1:
+        got = f"got {len(request.pictures)} pictures to make with --image"
         raise ValueError(f"{got}, expected one: {name} takes one prompt; run it again for others")
 
 
@@ -153,26 +155,30 @@ def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return "num_frames" in parameters
 
 
-def frame_rate(order: Order, parameters: Mapping[str, inspect.Parameter]) -> float:
+def frame_rate(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter]) -> float:
     """Return the frames a second of a video: the user's, the pipeline's own, or those of most models."""
     own = parameters[RATE].default if RATE in parameters else None
-    return order.fps or (own if isinstance(own, (int, float)) else FPS)
+    return request.fps or (own if isinstance(own, (int, float)) else FPS)
 
 
-def check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
-    order.refuse(f"expected none: {name} takes texts", classes=order.classes)
-    order.refuse(FOR_CLASSES, respacing=order.respacing)
-    order.refuse("expected none: its files say the number", heads=order.heads)
-    order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
+    request.refuse(f"expected none: {name} takes texts", classes=request.classes)
+    request.refuse(FOR_CLASSES, respacing=request.respacing)
+    request.refuse("expected none: its files say the number", heads=request.heads)
+    request.refuse(
+        "expected none: diffusers' loop has none", eta=request.eta, guidance_channels=request.guidance_channels
+    )
     if "num_frames" not in parameters:
-        order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
+        request.refuse(f"expected none: {name} makes no videos", frames=request.frames, fps=request.fps)
     if "enable_temporal_reasoning" in parameters:
-        order.refuse(f"expected none: {name} makes five frames, of which the last is its result", frames=order.frames)
+        request.refuse(
+            f"expected none: {name} makes five frames, of which the last is its result", frames=request.frames
+        )
     if "strength" in parameters and not draws_anew(parameters):
-        order.refuse(f"expected none: that of {name} says how firmly a picture is kept", strength=order.strength)
-    if not order.prompts:
-        raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
+        request.refuse(f"expected none: that of {name} says how firmly a picture is kept", strength=request.strength)
+    if not request.prompts:
+        raise ValueError(f"got --model {request.model} without --prompt, expected one: {name} takes texts")
     known, plain = ("self", "prompt", "image"), inspect.Parameter.POSITIONAL_OR_KEYWORD
     needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
     needed = [key for key in needed if key not in known]
@@ -183,49 +189,49 @@ def check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parame
         )
 
 
-def arguments_of(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
+def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that the flags name.
 
     parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
-    prompts = order.pictures
-    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps, **sides(order, parameters)}
+    prompts = request.pictures
+    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": request.steps, **sides(request, parameters)}
     flags: dict[str, tuple[str, Any]] = {
-        "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
-        "guidance_scale": ("guidance", order.guidance),
-        "true_cfg_scale": ("true_guidance", order.true_guidance),
-        "num_frames": ("frames", order.frames),
-        "strength": ("strength", order.strength),
-        "height": ("size", None if order.size is None else order.size[0]),
-        "width": ("size", None if order.size is None else order.size[1]),
+        "negative_prompt": ("negative_prompt", None if request.negative is None else [request.negative] * len(prompts)),
+        "guidance_scale": ("guidance", request.guidance),
+        "true_cfg_scale": ("true_guidance", request.true_guidance),
+        "num_frames": ("frames", request.frames),
+        "strength": ("strength", request.strength),
+        "height": ("size", None if request.size is None else request.size[0]),
+        "width": ("size", None if request.size is None else request.size[1]),
     }
     for argument, (flag, value) in flags.items():
         if argument not in parameters:
-            order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
+            request.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
             arguments[argument] = value
-    if order.images:
-        arguments["image"] = images_for(order, name, parameters)
-    if order.fps is not None and RATE in parameters:
-        arguments[RATE] = order.fps
+    if request.images:
+        arguments["image"] = images_for(request, name, parameters)
+    if request.fps is not None and RATE in parameters:
+        arguments[RATE] = request.fps
     if "true_cfg_scale" in parameters:
-        arguments |= _distilled(order, name, embeds, len(prompts))
+        arguments |= _distilled(request, name, embeds, len(prompts))
     if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
         arguments["output_type"] = "np"
     return arguments
 
 
-def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, Any]:
+def _distilled(request: GenerationRequest, name: str, embeds: bool, count: int) -> dict[str, Any]:
     """Return further arguments of a pipeline with both guidances; ValueError for a flag that would have no effect."""
     if not embeds:
         without = f"expected --true-guidance: the transformer of this {name} takes no scale as an input"
-        order.refuse(without, guidance=order.guidance)
-    if (order.true_guidance or 1.0) <= 1:
-        order.refuse(
-            "expected --true-guidance over 1, too: without it there is one branch", negative_prompt=order.negative
+        request.refuse(without, guidance=request.guidance)
+    if (request.true_guidance or 1.0) <= 1:
+        request.refuse(
+            "expected --true-guidance over 1, too: without it there is one branch", negative_prompt=request.negative
         )
         return {}
-    return {} if order.negative is not None else {"negative_prompt": [""] * count}
+    return {} if request.negative is not None else {"negative_prompt": [""] * count}
 
 
 def frames_of(parameters: Mapping[str, inspect.Parameter], parts: PipelineParts) -> Frames | None:
@@ -242,18 +248,18 @@ def frames_of(parameters: Mapping[str, inspect.Parameter], parts: PipelineParts)
     return Frames(usual, factor if isinstance(factor, int) else 1)
 
 
-def check_frames(order: Order, name: str, frames: Frames | None) -> None:
+def check_frames(request: GenerationRequest, name: str, frames: Frames | None) -> None:
     """Raise ValueError for a number of frames that the decoder does not make; the pipeline would make another one."""
-    if order.frames is None or frames is None:
+    if request.frames is None or frames is None:
         return
     factor = frames.unit
-    over, rest = (order.frames - frames.usual) % factor, frames.usual % factor
+    over, rest = (request.frames - frames.usual) % factor, frames.usual % factor
     if over:
-        below, above = order.frames - over, order.frames - over + factor
+        below, above = request.frames - over, request.frames - over + factor
         near = f"{below} or {above}" if below > 0 else str(above)
         counted = f"{rest} more than a multiple of {factor}" if rest else f"a multiple of {factor}"
         why = f"the decoder of this {name} makes {factor} frames of a latent one"
-        raise ValueError(f"got --frames {order.frames}, expected {counted}, as {near}: {why}")
+        raise ValueError(f"got --frames {request.frames}, expected {counted}, as {near}: {why}")
 
 
 def _fact(vae: Any, field: str) -> Any:

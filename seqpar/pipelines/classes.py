@@ -23,8 +23,8 @@ from seqpar.loop.models._label_dit import LabelDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop as _files
-from seqpar.pipelines.order import NO_IMAGES, NO_LORA, NO_VIDEOS, Order
 from seqpar.pipelines.own_loop import DDIM_DEFAULT, Job, Loaded, generated
+from seqpar.pipelines.request import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
 from seqpar.types.guidance import Guidance, check_pictures
 
@@ -214,37 +214,39 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    order: Any = Order(model, dtype, classes=classes, steps=steps, seed=seed)  # pyright: ignore
-    return generated(order, mesh, "classes", lambda: Guidance(guidance), _job)
+    request: Any = GenerationRequest(model, dtype, classes=classes, steps=steps, seed=seed)  # pyright: ignore
+    return generated(request, mesh, "classes", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, model: Path | Blueprint | Files) -> Job:
-    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+def check(request: GenerationRequest, model: Path | Blueprint | Files) -> Job:
+    """Return the job that a request describes; ValueError for whatever does not fit. Reads headers, no weights.
 
-    model: what the order's name stands for, or the files of an earlier job, which are not read again.
+    model: what the request's name stands for, or the files of an earlier job, which are not read again.
     """
     reason = "expected none: this model makes pictures of classes (--classes)"
-    order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
-    order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
-    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
-    order.refuse(NO_LORA, lora=order.loras)
-    return _job(order, order.free_guidance(GUIDANCE), model)
+    request.refuse(
+        reason, prompt=request.prompts, negative_prompt=request.negative, true_guidance=request.true_guidance
+    )
+    request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)
+    request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
+    request.refuse(NO_LORA, lora=request.loras)
+    return _job(request, request.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
-    """Return the job of an order whose flags are checked."""
-    files = model if isinstance(model, Files) else Files.locate(model, order.heads)
-    classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
-    pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
-    scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)
+def _job(request: GenerationRequest, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
+    """Return the job of a request whose flags are checked."""
+    files = model if isinstance(model, Files) else Files.locate(model, request.heads)
+    classes = request.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
+    pictures = [number for number in files.class_ids(classes) for _ in range(request.repeat)]
+    scheduler = files.schedule(request.scheduler, request.steps, request.eta, request.respacing)
     return Job.of(
         Pipeline,
         files,
-        order,
+        request,
         guidance or Guidance(GUIDANCE),
         scheduler,
         pictures,
-        settings={"classes": pictures, "scheduler": scheduler, "eta": order.eta, "respacing": order.respacing},
+        settings={"classes": pictures, "scheduler": scheduler, "eta": request.eta, "respacing": request.respacing},
         captions=[files.class_name(number) for number in pictures],
         named={"classes": classes},
         sheet=True,

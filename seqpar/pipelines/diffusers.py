@@ -44,8 +44,8 @@ from seqpar.pipelines.arguments import (
     shown_image,
     taking_images,
 )
-from seqpar.pipelines.order import NO_LORA, Order
 from seqpar.pipelines.planning import Planned, grid_of, planned
+from seqpar.pipelines.request import NO_LORA, GenerationRequest
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.blocks import expected
@@ -101,14 +101,14 @@ SIGMAS = "np.linspace(1.0, 1 / num_inference_steps"  # in the code of pipelines 
 class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
-    kind: the pipeline's class. files: its checked parts. order: what was asked for. arguments: those of its call,
+    kind: the pipeline's class. files: its checked parts. request: what was asked for. arguments: those of its call,
     without generator and callback. guidance: classifier-free, with the pipeline's own scale where none is named.
     embedded: the scale that the transformer takes as an input, or None.
     """
 
     kind: Any
     files: PipelineParts
-    order: Order
+    request: GenerationRequest
     arguments: Mapping[str, Any]
     guidance: Guidance
     embedded: float | None
@@ -122,7 +122,7 @@ class Adapted:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the weights."""
-        return self.order.dtype
+        return self.request.dtype
 
     @property
     def video(self) -> bool:
@@ -137,14 +137,14 @@ class Adapted:
     @property
     def fps(self) -> float:
         """Return the frames a second of its videos."""
-        return frame_rate(self.order, self._parameters)
+        return frame_rate(self.request, self._parameters)
 
     @property
     def notes(self) -> list[tuple[str, str]]:
         """Return (title, text) of the summary's lines about its pictures, and about texts of a known length."""
         parameters = self._parameters
-        shown = [("image", shown_image(picture, self.arguments, parameters)) for picture in self.order.images]
-        if self.video and self.order.fps is None and RATE not in parameters:
+        shown = [("image", shown_image(picture, self.arguments, parameters)) for picture in self.request.images]
+        if self.video and self.request.fps is None and RATE not in parameters:
             shown.append(("fps", f"{FPS} frames a second, as most models: the files name no number; --fps does"))
         named, random = parameters.get("max_sequence_length"), isinstance(self.source, Preset)
         by = "of random numbers: no text encoder comes with this model" if random else "a prompt, encoded on rank 0"
@@ -213,20 +213,20 @@ class Adapted:
             pipe = mesh.together(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
         else:
             files = self.files
-            folder = Folder(self.source, self.kind, files.index, files.fitted, files.file, self.order.loras)
+            folder = Folder(self.source, self.kind, files.index, files.fitted, files.file, self.request.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode, expected)
-            reason = lora_files.merge(pipe, self.order.loras) if self.order.loras else None
+            reason = lora_files.merge(pipe, self.request.loras) if self.request.loras else None
             if reason is not None and mesh.is_main:
                 print(f"seqpar: LoRAs stay beside the weights, because of this: {reason}", flush=True)
-        if self.order.scheduler is not None:
+        if self.request.scheduler is not None:
             pipe.scheduler = self.scheduler_of(pipe.scheduler)
         return pipe
 
     def scheduler_of(self, own: Any) -> Any:
-        """Return the scheduler of this order's name with the settings of the pipeline's own; without a name that."""
-        if self.order.scheduler is None:
+        """Return the scheduler of this request's name with the settings of the pipeline's own; without a name that."""
+        if self.request.scheduler is None:
             return own
-        return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.order.scheduler))
+        return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.request.scheduler))
 
     def make(
         self,
@@ -239,7 +239,7 @@ class Adapted:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
         on_step(index): called after each step. on_decode(count): called with 0 when the VAE begins, and with the number
-        of results when it has ended. on_encode(count): the same for the pictures of the order, with 1 for each call of
+        of results when it has ended. on_encode(count): the same for input images, with 1 for each call of
         the VAE. Raises FloatingPointError if a result is not finite, and ValueError where diffusers fails in its loop,
         as a value in a file that no schema here knows can make it.
         """
@@ -272,7 +272,7 @@ class Adapted:
             refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
             on_decode(len(made[0]))
 
-        vae = getattr(pipe, "vae", None) if self.order.images else None
+        vae = getattr(pipe, "vae", None) if self.request.images else None
         with (
             watched_vae(vae, "encode", lambda encoded: on_encode(1), lambda: on_encode(0)),
             watched_vae(getattr(pipe, "vae", None), "decode", decoded, lambda: on_decode(0)),
@@ -293,7 +293,7 @@ class Adapted:
     def _call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         name = self.source.name if isinstance(self.source, Preset) else self.source
         with naming_loop(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
-            return pipe(**arguments, generator=torch.Generator().manual_seed(self.order.seed))
+            return pipe(**arguments, generator=torch.Generator().manual_seed(self.request.seed))
 
     def called(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the call; of a preset, random numbers stand for the texts."""
@@ -301,31 +301,31 @@ class Adapted:
         if isinstance(self.source, Preset):
             for number, kind in enumerate(("", "negative_")):
                 if texts := arguments.pop(f"{kind}prompt", None):
-                    encoded = self.source.encoded(len(texts), self.order.seed + number)
+                    encoded = self.source.encoded(len(texts), self.request.seed + number)
                     arguments |= {f"{kind}{name}": x.to(device, self.dtype) for name, x in encoded.items()}
         return arguments
 
 
-def check(order: Order, source: Path | Preset | PipelineParts) -> Adapted:
-    """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
+def check(request: GenerationRequest, source: Path | Preset | PipelineParts) -> Adapted:
+    """Return the work that a request describes; ValueError for whatever does not fit. Reads configs, no weights.
 
     source: a pipeline's folder, or the file of a transformer in one, or a preset; or the parts of earlier work, which
     are not read again.
     """
     parts = source if isinstance(source, PipelineParts) else parts_of(source)
     if isinstance(parts.source, Preset):
-        order.refuse(NO_LORA, lora=order.loras)
-    kind = taking_images(order, parts.kind, parts.index)
+        request.refuse(NO_LORA, lora=request.loras)
+    kind = taking_images(request, parts.kind, parts.index)
     parameters = inspect.signature(kind.__call__).parameters
-    check_flags(order, kind.__name__, parameters)
-    check_frames(order, kind.__name__, frames_of(parameters, parts))
-    arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
-    order = replace(order, loras=_lora.check(order.loras, kind, parts.models))
-    (guidance, embedded), run = _planned(order, parts, parameters)
+    check_flags(request, kind.__name__, parameters)
+    check_frames(request, kind.__name__, frames_of(parameters, parts))
+    arguments = arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
+    request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
+    (guidance, embedded), run = _planned(request, parts, parameters)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}
-    _check_schedule(order, kind, parts, run)
-    return Adapted(kind, parts, order, arguments, guidance, embedded, run)
+    _check_schedule(request, kind, parts, run)
+    return Adapted(kind, parts, request, arguments, guidance, embedded, run)
 
 
 def parts_of(source: Path | Preset) -> PipelineParts:
@@ -340,42 +340,42 @@ def parts_of(source: Path | Preset) -> PipelineParts:
 
 
 def _planned(
-    order: Order, parts: PipelineParts, parameters: Mapping[str, inspect.Parameter]
+    request: GenerationRequest, parts: PipelineParts, parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[tuple[Guidance, float | None], Planned]:
     """Return the guidance of a run, beside the scale that is an input, and what the planner needs."""
     transformer = parts.transformer
     named = parameters.get("guidance_scale")
-    scale = named.default if order.guidance is None and named is not None else order.guidance
+    scale = named.default if request.guidance is None and named is not None else request.guidance
     distilled = str(parts.index["_class_name"]).startswith("Flux2Klein") and bool(parts.index.get("is_distilled"))
     if distilled:
-        order.refuse("expected none: this model is distilled, and makes one branch", guidance=order.guidance)
+        request.refuse("expected none: this model is distilled, and makes one branch", guidance=request.guidance)
     scale = float(scale) if isinstance(scale, (int, float)) and not distilled else 1.0
     if "true_cfg_scale" in parameters:
         embeds = bool(parts.config.get("guidance_embeds"))
-        guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
+        guidance = Guidance(request.true_guidance or 1.0), scale if embeds else None
     else:
         guidance = (Guidance(scale), None) if is_guided(transformer) else (Guidance(1.0), scale)
     grid = None if makes_videos(parameters) else grid_of(transformer.config, parts.vae)
-    if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
-        grid.check(order.size)
+    if grid is not None and request.size is not None and "use_resolution_binning" not in parameters:
+        grid.check(request.size)
     # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
     guided = guidance[0].on and "pag_scale" not in parameters and is_known(transformer)
-    if not order.images or draws_anew(parameters):
-        return guidance, planned(transformer, grid, order, guided)
+    if not request.images or draws_anew(parameters):
+        return guidance, planned(transformer, grid, request, guided)
     # a picture's tokens stand beside those of the result, which may take its size
-    run = planned(transformer, None if grid is None else replace(grid, trained=None), order, guided)
+    run = planned(transformer, None if grid is None else replace(grid, trained=None), request, guided)
     return guidance, replace(run, exact=False)
 
 
-def _check_schedule(order: Order, kind: Any, parts: PipelineParts, run: Planned) -> None:
+def _check_schedule(request: GenerationRequest, kind: Any, parts: PipelineParts, run: Planned) -> None:
     """Raise ValueError for a scheduler that does not fit, or that cannot make so many steps."""
     if parts.scheduling is None:
         return
     takes_sigmas = SIGMAS in inspect.getsource(inspect.getmodule(kind))  # pyright: ignore[reportArgumentType]
-    if order.scheduler is None and not takes_sigmas:
+    if request.scheduler is None and not takes_sigmas:
         return
-    scheduler = _schedulers.build(parts.scheduling, order.scheduler)
+    scheduler = _schedulers.build(parts.scheduling, request.scheduler)
     if takes_sigmas:
-        _schedulers.check_steps(scheduler, order.steps)
-        timing = _schedulers.flow_timing(scheduler, order.steps, run.load.tokens)
-        timed_.timed(scheduler, order.steps, timing=timing)
+        _schedulers.check_steps(scheduler, request.steps)
+        timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)
+        timed_.timed(scheduler, request.steps, timing=timing)

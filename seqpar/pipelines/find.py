@@ -1,11 +1,9 @@
-"""The seam between the command line and the families of pipelines: what is asked for, and what a family answers.
+"""Finds the implementation that runs a model: `diffusers`, `classes` or `unidiffuser`.
 
-A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS`
-(the classes of native models that it runs without such a folder, with their subclasses), `ASKED` (the field of an order
-that says what its pictures show, "classes" or "prompts") and `check(order, model)`, which returns a `Job`; model: what
-the order's name stands for (`family_of`), or the `files` of an earlier job. What families share is in _files.py
-(checked files), _texts.py (prompts) and _loaded.py (loaded models). The file adapted.py takes the folders of all other
-diffusers pipelines.
+Each exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS` (the native models that it runs
+without such a folder), `ASKED` (the field of a request that says what its pictures show, "classes" or "prompts") and
+`check(request, model)`, which returns a `Job`; model: what the request's name stands for (`family_of`), or the `files`
+of an earlier job.
 """
 
 from __future__ import annotations

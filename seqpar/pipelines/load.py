@@ -22,7 +22,7 @@ from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import Plan
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.parallelize import choices, keep_fp32, parallelize
 from seqpar.types.arguments import check_kind, shown
@@ -55,7 +55,7 @@ def load(
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    wish = Wish(strategy=strategy, local=local, transport=transport)
+    wish = Preferences(strategy=strategy, local=local, transport=transport)
 
     def check() -> Folder:
         choices(mesh, wish, True, True)

@@ -23,11 +23,11 @@ from seqpar.loop.loop import Sampler
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.order import NO_IMAGES, NO_LORA, Order
 from seqpar.pipelines.pictures import to_pil
-from seqpar.planner.plan import Plan, make, named_mesh, settled, wished_images, work_of
+from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
+from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load, predict
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_floats
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance, check_loading, check_pictures
@@ -272,7 +272,7 @@ class Job:
 
     @property
     def files(self) -> Any:
-        """Return the checked files, with which the family checks further orders."""
+        """Return the checked files, with which the family checks further requests."""
         return self.loading["files"]
 
     @property
@@ -292,64 +292,72 @@ class Job:
 
     @staticmethod
     def of(
-        pipeline: Any, files: Files, order: Order, guidance: Guidance, scheduler: Any, asked: Sequence[Any], **more: Any
+        pipeline: Any,
+        files: Files,
+        request: GenerationRequest,
+        guidance: Guidance,
+        scheduler: Any,
+        asked: Sequence[Any],
+        **more: Any,
     ) -> Job:
         """Return the job of these files for one picture of each of `asked`, the classes or prompts.
 
-        scheduler: with its timesteps set; without one the order's steps are the evaluations. more: further fields;
+        scheduler: with its timesteps set; without one the request's steps are the evaluations. more: further fields;
         `loading` and `settings` are added to those that every family has.
         """
-        check_heads(files.blueprint.name, files.blueprint.config, order.heads)
-        height, width = files.latent_size(order.size)
-        evaluations = order.steps if scheduler is None else len(scheduler.timesteps)
-        settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "guidance": guidance}
+        check_heads(files.blueprint.name, files.blueprint.config, request.heads)
+        height, width = files.latent_size(request.size)
+        evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
+        settings = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}
         return Job(
             pipeline=pipeline,
             blueprint=files.blueprint,
-            loading={"files": files, "dtype": order.dtype, **more.pop("loading", {})},
+            loading={"files": files, "dtype": request.dtype, **more.pop("loading", {})},
             settings={**settings, **more.pop("settings", {})},
-            load=files.load_of(asked, guidance.on, evaluations, order.dtype, order.size),
+            load=files.load_of(asked, guidance.on, evaluations, request.dtype, request.size),
             guidance=guidance,
             scheduler=scheduler,
-            dtype=order.dtype,
+            dtype=request.dtype,
             pixels=(height * files.factor, width * files.factor),
             **more,
         )
 
 
-def planned(order: Order, model: Blueprint) -> Job:
-    """Return what the planner needs of an order for a model that no family runs: its config, and its `work`.
+def planned(request: GenerationRequest, model: Blueprint) -> Job:
+    """Return what the planner needs of a request for a model that no family runs: its config, and its `work`.
 
     Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
     """
-    order.refuse(NO_LORA, lora=order.loras)
-    order.refuse(NO_IMAGES, image=order.images, strength=order.strength)
+    request.refuse(NO_LORA, lora=request.loras)
+    request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
     files = Files(model)
-    scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
-    asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]
-    return Job.of(None, files, order, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
+    scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if request.guidance is None else request.guidance
+    asked = [each for each in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
+    return Job.of(None, files, request, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
 
 
 def generated(
-    order: Order,
+    request: GenerationRequest,
     mesh: Mesh | str | None,
     kind: str,
     guidance: Callable[[], Guidance | None],
-    job: Callable[[Order, Guidance | None, str], Job],
+    job: Callable[[GenerationRequest, Guidance | None, str], Job],
 ) -> list[Image.Image]:
-    """Return a picture of each class or prompt on every rank, from rank 0's order; every rank must call this.
+    """Return a picture of each class or prompt on every rank, from rank 0's request; every rank must call this.
 
-    order: unchecked, as a caller of the library gave it. kind: its field of what is asked for, "classes" or "prompts".
-    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's order and its
+    request: unchecked, from a caller of the library. kind: its field of what is asked for, "classes" or "prompts".
+    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's request and its
     model.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(order.model, order.dtype))
-    own, wish = ranks.together(lambda: named_mesh(mesh, Wish()))
-    asked: Any = getattr(order, kind)
-    ranks.together(lambda: check_pictures(kind, asked, order.steps, guidance() or Guidance(), order.size, order.seed))
-    given: Any = {kind: tuple(asked), "model": str(order.model)}
-    shared, scale = ranks.share((replace(order, **given), guidance()), tuple[Order, Guidance | None])
+    ranks.together(lambda: check_loading(request.model, request.dtype))
+    own, wish = ranks.together(lambda: named_mesh(mesh, Preferences()))
+    asked: Any = getattr(request, kind)
+    ranks.together(
+        lambda: check_pictures(kind, asked, request.steps, guidance() or Guidance(), request.size, request.seed)
+    )
+    given: Any = {kind: tuple(asked), "model": str(request.model)}
+    shared, scale = ranks.share((replace(request, **given), guidance()), tuple[GenerationRequest, Guidance | None])
     if not getattr(shared, kind):
         raise ValueError(f"got no {kind}, expected one a picture")
     work = ranks.together(lambda: job(shared, scale, shared.model))
@@ -466,7 +474,7 @@ class FromTexts(Loaded):
         mesh: Mesh | str | None = None,
         dtype: torch.dtype = torch.float32,
         *,
-        wish: Wish | None = None,
+        wish: Preferences | None = None,
         plan: Plan | None = None,
         prompts: Sequence[str] = (),
         on_prompt: Callable[[int], None] = lambda index: None,
@@ -495,7 +503,7 @@ class FromTexts(Loaded):
         pipe: Any,
         mesh: Mesh | str | None = None,
         *,
-        wish: Wish | None = None,
+        wish: Preferences | None = None,
         plan: Plan | None = None,
         **own: Any,
     ) -> Self:
@@ -532,17 +540,17 @@ class FromTexts(Loaded):
 
 
 def placed(
-    files: Files, dtype: torch.dtype, mesh: Mesh | str | None, wish: Wish | None, plan: Plan | None
+    files: Files, dtype: torch.dtype, mesh: Mesh | str | None, wish: Preferences | None, plan: Plan | None
 ) -> tuple[Plan, Mesh]:
     """Return the caller's plan, or a new one for one picture with a branch for each rank of the cfg axis; and its mesh.
 
     Every rank must call this at the same time.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    own, names = ranks.together(lambda: named_mesh(mesh, wish or Wish()))
+    own, names = ranks.together(lambda: named_mesh(mesh, wish or Preferences()))
     if plan is None:
         load = files.smallest(dtype)((own.cfg.size if own is not None else names.axes.get("cfg", 1)) > 1)
-        load = replace(load, images=wished_images(names, ranks))
+        load = replace(load, images=preferred_images(names, ranks))
         plan = make(work_of(files.blueprint.config), load, dtype, ranks, names, own)
     return plan, settled(plan, own)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from seqpar.pipelines.order import Order
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.planner.predict import Load
 from seqpar.transformer import estimate
 from seqpar.types.facts import Work
@@ -81,15 +81,15 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
     )
 
 
-def planned(transformer: Any, grid: Grid | None, order: Order, guided: bool) -> Planned:
-    """Return the planner's view of an order. transformer: without weights. guided: whether there are two branches."""
-    size = order.size or (grid.trained if grid is not None else None)
+def planned(transformer: Any, grid: Grid | None, request: GenerationRequest, guided: bool) -> Planned:
+    """Return the planner's view of an request. transformer: without weights. guided: whether there are two branches."""
+    size = request.size or (grid.trained if grid is not None else None)
     work = estimate.planned_work(transformer)
-    load = estimate.load_of(transformer, order.dtype, guided, work.joined)
+    load = estimate.load_of(transformer, request.dtype, guided, work.joined)
     tokens = load.tokens
     if grid is not None and size is not None:
         tokens = grid.tokens(size)
     # each call makes its modulation, of which no table is kept
-    load = replace(load, images=len(order.pictures), steps=order.steps, tokens=tokens, labels=1 + guided, table=0)
+    load = replace(load, images=len(request.pictures), steps=request.steps, tokens=tokens, labels=1 + guided, table=0)
     channels = int(transformer.config.get("in_channels") or 1)
     return Planned(work, load, channels, size, exact=grid is not None)

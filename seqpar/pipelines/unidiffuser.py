@@ -30,8 +30,8 @@ from seqpar.loop.models.uvit import Mode, Model
 from seqpar.loop.request import Settings
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.order import Order
 from seqpar.pipelines.own_loop import Encode, FromTexts, Job, described, drawn_in, generated
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.unidiffuser_parts import Files, captions, image_streams, text_encoder
 from seqpar.types.guidance import Guidance, check_pictures
 
@@ -256,35 +256,35 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
-    order: Any = Order(model, dtype, prompts=prompts, steps=steps, seed=seed, size=size)  # pyright: ignore
-    return generated(order, mesh, "prompts", lambda: Guidance(guidance), _job)
+    request: Any = GenerationRequest(model, dtype, prompts=prompts, steps=steps, seed=seed, size=size)  # pyright: ignore
+    return generated(request, mesh, "prompts", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, model: Path | Blueprint | Files) -> Job:
-    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+def check(request: GenerationRequest, model: Path | Blueprint | Files) -> Job:
+    """Return the job that a request describes; ValueError for whatever does not fit. Reads headers, no weights.
 
-    model: what the order's name stands for, or the files of an earlier job, which are not read again.
+    model: what the request's name stands for, or the files of an earlier job, which are not read again.
     """
-    order.needs_prompts()
-    order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
-    order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
-    order.refuse("expected none: LoRA files are for pipelines with a transformer of diffusers", lora=order.loras)
-    return _job(order, order.free_guidance(GUIDANCE), model)
+    request.needs_prompts()
+    request.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=request.negative)
+    request.refuse("expected none: --guidance is classifier-free here", true_guidance=request.true_guidance)
+    request.refuse("expected none: LoRA files are for pipelines with a transformer of diffusers", lora=request.loras)
+    return _job(request, request.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
-    """Return the job of an order whose flags are checked."""
+def _job(request: GenerationRequest, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
+    """Return the job of a request whose flags are checked."""
     files = model if isinstance(model, Files) else Files.locate(model)
     return Job.of(
         Pipeline,
         files,
-        order,
+        request,
         guidance or Guidance(GUIDANCE),
-        files.schedule(order.scheduler, order.steps, order.eta),
-        order.pictures,
-        loading={"prompts": order.pictures},
-        settings={"prompts": order.pictures, "scheduler": order.scheduler, "eta": order.eta},
-        captions=order.pictures,
-        named={"prompts": order.prompts},
+        files.schedule(request.scheduler, request.steps, request.eta),
+        request.pictures,
+        loading={"prompts": request.pictures},
+        settings={"prompts": request.pictures, "scheduler": request.scheduler, "eta": request.eta},
+        captions=request.pictures,
+        named={"prompts": request.prompts},
         notes=[described(files.blueprint.config.text_tokens, files.source, "other weights load")],
     )

@@ -24,7 +24,7 @@ from seqpar.mesh.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
 from seqpar.planner.machine import Machine, here, ranks_of_a_host
 from seqpar.planner.predict import Load
-from seqpar.planner.search import Aim, Ranking, Wish, search
+from seqpar.planner.search import Aim, Preferences, Ranking, search
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.types.arguments import check_kind
@@ -74,7 +74,7 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Return whether results must have one rank's bits: keys are then held in the order of the streams."""
-        return self.ranking.wish.exact
+        return self.ranking.preferences.exact
 
     @property
     def ms(self) -> float:
@@ -98,27 +98,31 @@ class Plan:
         return str(self.ranking)
 
 
-def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, mesh: Mesh | None = None) -> Plan:
+def make(
+    work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, preferences: Preferences, mesh: Mesh | None = None
+) -> Plan:
     """Return the plan for these processes, or for the caller's mesh; all ranks get the same, from rank 0's rates.
 
-    Raises `ValueError` on every rank for unknown names and where no layout satisfies the wish.
+    Raises `ValueError` on every rank for unknown names and where no layout satisfies the preferences.
     """
-    wish = replace(wish, exact=wish.exact or exact.is_on())
+    preferences = replace(preferences, exact=preferences.exact or exact.is_on())
     if mesh is not None:
-        wish = replace(wish, axes=mesh.sizes)
+        preferences = replace(preferences, axes=mesh.sizes)
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
-    transport = ranks.together(lambda: choose_transport(wish.transport, mesh or ranks, mesh is not None))
+    transport = ranks.together(lambda: choose_transport(preferences.transport, mesh or ranks, mesh is not None))
     machine = here(ranks.device, ranks.world.size, transport.name, ranks_of_a_host(ranks))
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
     return ranks.share(
-        ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, transport)), Plan
+        ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, preferences, transport)), Plan
     )
 
 
-def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:
+def for_library(
+    config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences, table: int
+) -> Plan:
     """Return the plan for a library call, which is assumed to make one picture of the model's own size.
 
     config: the config of a model whose file exports `work`. table: see `Load`.
@@ -126,10 +130,10 @@ def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | N
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     work = work_of(config)
     ranks = mesh or Mesh.joined()
-    guided = work.guided or (mesh.cfg.size if mesh is not None else wish.axes.get("cfg", 1)) > 1
-    images = wished_images(wish, ranks)
+    guided = work.guided or (mesh.cfg.size if mesh is not None else preferences.axes.get("cfg", 1)) > 1
+    images = preferred_images(preferences, ranks)
     load = Load(images, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined)
-    return make(work, load, dtype, ranks, wish, mesh)
+    return make(work, load, dtype, ranks, preferences, mesh)
 
 
 def work_of(config: Any) -> Work:
@@ -140,7 +144,7 @@ def work_of(config: Any) -> Work:
     return file.work(config)
 
 
-def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
+def rank(work: Work, load: Load, machine: Machine, preferences: Preferences, dtype: torch.dtype) -> Ranking:
     """Return all layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
     measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."), machine.host)
     if machine.count > 1 and machine.transport not in measured.exchange:
@@ -149,18 +153,24 @@ def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtyp
             f"got transport {machine.transport}, which is not in the rates ({measured.source}: {known}); measure it "
             f"with launch/bench.py rates, or use another transport"
         )
-    return search(work, load, machine.count, wish, measured, machine.transport, machine.memory)
+    return search(work, load, machine.count, preferences, measured, machine.transport, machine.memory)
 
 
 def _decided(
-    work: Work, load: Load, dtype: torch.dtype, device: torch.device, machine: Machine, wish: Wish, transport: Choice
+    work: Work,
+    load: Load,
+    dtype: torch.dtype,
+    device: torch.device,
+    machine: Machine,
+    preferences: Preferences,
+    transport: Choice,
 ) -> Plan:
-    ranking = rank(work, load, machine, wish, dtype)
+    ranking = rank(work, load, machine, preferences, dtype)
     layout = ranking.best
-    why = "as asked" if wish.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
-    if wish.transport == "auto" and layout.sequence * layout.cfg == 1:
+    why = "as asked" if preferences.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
+    if preferences.transport == "auto" and layout.sequence * layout.cfg == 1:
         transport = _nothing_to_exchange(device)
-    local = choose_local(wish.local, device, dtype, work.head_dim, work.masked)
+    local = choose_local(preferences.local, device, dtype, work.head_dim, work.masked)
     return Plan(layout, Choice(layout.strategy, why), transport, local, ranking)
 
 
@@ -279,21 +289,21 @@ def check_names(strategy: str, local: str, transport: str) -> None:
             plugin(package, name, what)
 
 
-def named_mesh(mesh: Mesh | str | None, wish: Wish) -> tuple[Mesh | None, Wish]:
-    """Return the caller's mesh, or None with a wish for what a text names, as `--mesh` does.
+def named_mesh(mesh: Mesh | str | None, preferences: Preferences) -> tuple[Mesh | None, Preferences]:
+    """Return the caller's mesh, or None with preferences for what a text names, as `--mesh` does.
 
     Raises ValueError for another text or another type.
     """
     check_kind("mesh", mesh, Mesh, str, type(None), expected="a seqpar.Mesh, axes like 'cfg=2,ulysses=2', or 'auto'")
     if not isinstance(mesh, str):
-        return mesh, wish
+        return mesh, preferences
     aim, axes = parse_mesh(mesh, "mesh=")
-    return None, replace(wish, aim=aim, axes=axes)
+    return None, replace(preferences, aim=aim, axes=axes)
 
 
-def wished_images(wish: Wish, ranks: Mesh) -> int:
+def preferred_images(preferences: Preferences, ranks: Mesh) -> int:
     """Return for how many pictures a call of the library is planned: one, or as many as ranks may have their own."""
-    return ranks.world.size if wish.aim == "throughput" else wish.axes.get("data", 1)
+    return ranks.world.size if preferences.aim == "throughput" else preferences.axes.get("data", 1)
 
 
 def parse_mesh(text: str, argument: str = "--mesh ") -> tuple[Aim, dict[str, int]]:

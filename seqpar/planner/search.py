@@ -23,7 +23,7 @@ Aim = Literal["latency", "throughput"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Preferences:
     """The caller's requirements: an aim, sizes of some axes, whether to be exact, and names or "auto"."""
 
     aim: Aim = "latency"
@@ -39,7 +39,7 @@ class Ranking:
     """The result of a search: the layouts that fit the memory, best first, and the others with the reason for each."""
 
     work: Work
-    wish: Wish
+    preferences: Preferences
     load: Load
     rates: Rates
     ranked: tuple[Prediction, ...]
@@ -61,7 +61,7 @@ class Ranking:
         if not self.ranked:
             return f"nothing fits; rates: {self.rates.source}"
         first, *others = self.ranked
-        aim = "the first picture soonest" if self.wish.aim == "latency" else "most pictures a second"
+        aim = "the first picture soonest" if self.preferences.aim == "latency" else "most pictures a second"
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
@@ -94,19 +94,19 @@ class Ranking:
 
 
 def search(
-    work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport: str, memory: float | None
+    work: Work, load: Load, world: int, preferences: Preferences, rates: Rates, transport: str, memory: float | None
 ) -> Ranking:
     """Return the ranking of all layouts of `world` ranks with `memory` GiB each (None means no limit).
 
-    Raises ValueError if no layout satisfies the wish.
+    Raises ValueError if no layout satisfies the preferences.
     """
-    layouts = allowed(world, wish, work, load, transport)
+    layouts = allowed(world, preferences, work, load, transport)
     if not layouts:
-        raise ValueError(_why_none(world, wish, load, work))
+        raise ValueError(_why_none(world, preferences, load, work))
     rows = [predict(work, load, layout, rates) for layout in layouts]
     too_big = tuple((row, reason) for row in rows if (reason := row.too_big(memory)) is not None)
     fitting = [row for row in rows if row.too_big(memory) is None]
-    return Ranking(work, wish, load, rates, _ranked(fitting), too_big)
+    return Ranking(work, preferences, load, rates, _ranked(fitting), too_big)
 
 
 def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
@@ -121,27 +121,27 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     return first, *rest
 
 
-def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> list[Layout]:
-    """Return every layout of `world` ranks that the wish allows and that has work for every rank.
+def allowed(world: int, preferences: Preferences, work: Work, load: Load, transport: str) -> list[Layout]:
+    """Return every layout of `world` ranks that the preferences allow and that has work for every rank.
 
     The order is the preference when predictions tie: first layouts that split pictures over ranks, then those that
     split guidance branches (one small exchange a step), then the order that the strategies' files state.
     """
-    names = tuple(strategies()) if wish.strategy == "auto" else (wish.strategy,)
+    names = tuple(strategies()) if preferences.strategy == "auto" else (preferences.strategy,)
     layouts = [
         Layout(data, cfg, ring, ulysses, name, transport)
-        for data, cfg, ring, ulysses in _axes(world, wish, load)
+        for data, cfg, ring, ulysses in _axes(world, preferences, load)
         for name in names
-        if _fits(name, ring, ulysses, wish, work)
+        if _fits(name, ring, ulysses, preferences, work)
     ]
-    if wish.strategy != "auto" and wish.aim == "latency":
+    if preferences.strategy != "auto" and preferences.aim == "latency":
         layouts = _on_the_sequence(layouts)
     return sorted(layouts, key=_preference)
 
 
-def _axes(world: int, wish: Wish, load: Load) -> Iterator[tuple[int, int, int, int]]:
+def _axes(world: int, preferences: Preferences, load: Load) -> Iterator[tuple[int, int, int, int]]:
     """Yield all axis sizes whose product is `world`, with an image for each data rank and a token for each other."""
-    free = dict(wish.axes) if wish.aim == "throughput" else {"data": 1, **wish.axes}
+    free = dict(preferences.axes) if preferences.aim == "throughput" else {"data": 1, **preferences.axes}
     for data in _divisors(world, free.get("data")):
         for cfg in (2, 1) if load.guidance else (1,):
             if free.get("cfg", cfg) != cfg or world % (data * cfg) or data > load.images:
@@ -156,23 +156,23 @@ def _divisors(number: int, wanted: int | None) -> list[int]:
     return [size for size in range(number, 0, -1) if number % size == 0 and wanted in (None, size)]
 
 
-def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
-    """Return whether a strategy can run on these axes and the wish allows it there.
+def _fits(name: str, ring: int, ulysses: int, preferences: Preferences, work: Work) -> bool:
+    """Return whether a strategy can run on these axes and the preferences allow it there.
 
     In an automatic search each computation is listed under one strategy only (see `StrategyFacts.names`).
     """
     facts = facts_of(name)
-    if wish.exact and ring * ulysses > 1 and not facts.moves_only:
+    if preferences.exact and ring * ulysses > 1 and not facts.moves_only:
         return False
     if facts.why_not(ring, ulysses, work.heads, work.kv_heads) is not None:
         return False
-    if wish.strategy != "auto":
+    if preferences.strategy != "auto":
         # a ring axis changes nothing for a strategy that uses both axes as one, but the caller may have set it
-        return ring == 1 or bool(facts.axes) or "ring" in wish.axes
+        return ring == 1 or bool(facts.axes) or "ring" in preferences.axes
     if not facts.names(ring, ulysses):
         return False
     # setting the ulysses axis asks for heads to be split over it, as long as there are enough of them
-    means_heads = "ulysses" in wish.axes and 1 < ulysses <= work.kv_heads
+    means_heads = "ulysses" in preferences.axes and 1 < ulysses <= work.kv_heads
     return not means_heads or "ulysses" in facts.axes
 
 
@@ -188,9 +188,9 @@ def _preference(layout: Layout) -> tuple[int, int, int, int]:
     return -layout.data, -layout.cfg, facts_of(layout.strategy).order, layout.ring
 
 
-def _why_none(world: int, wish: Wish, load: Load, work: Work) -> str:
-    """Return the reason why no layout satisfies the wish."""
-    axes = wish.axes
+def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> str:
+    """Return the reason why no layout satisfies the preferences."""
+    axes = preferences.axes
     try:
         _, _, ring, ulysses = fill(
             world, axes.get("data", 1), axes.get("cfg"), axes.get("ring", 1), axes.get("ulysses"), load.guidance
@@ -201,17 +201,17 @@ def _why_none(world: int, wish: Wish, load: Load, work: Work) -> str:
         return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
     exact = exact_strategies()
-    if wish.exact and (wish.strategy not in exact if wish.strategy != "auto" else ring > 1):
+    if preferences.exact and (preferences.strategy not in exact if preferences.strategy != "auto" else ring > 1):
         return (
-            f"got strategy {wish.strategy} with {named} in exact mode, expected {' or '.join(exact)} and no ring axis: "
-            f"others merge partial results and round differently from one rank"
+            f"got strategy {preferences.strategy} with {named} in exact mode, expected {' or '.join(exact)} and no "
+            f"ring axis: others merge partial results and round differently from one rank"
         )
-    if wish.strategy != "auto":
-        reason = why_not(wish.strategy, axes.get("ring", 1), axes.get("ulysses", 1), work.heads, work.kv_heads)
+    if preferences.strategy != "auto":
+        reason = why_not(preferences.strategy, axes.get("ring", 1), axes.get("ulysses", 1), work.heads, work.kv_heads)
         if reason is not None:
             return reason
     return (
-        f"got strategy {wish.strategy} with {named} for {world} process(es), {load.images} picture(s) and "
+        f"got strategy {preferences.strategy} with {named} for {world} process(es), {load.images} picture(s) and "
         f"{load.tokens} tokens, expected a mesh that has all ranks and that the strategy can use; name fewer axes"
     )
 

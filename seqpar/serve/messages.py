@@ -25,7 +25,7 @@ def size_of(text: str) -> tuple[int, int] | None:
     return (int(match[2]), int(match[1])) if match else None
 
 
-class OrderPicture(msgspec.Struct, frozen=True):
+class InputImage(msgspec.Struct, frozen=True):
     """A picture that a run begins with. digest: 16 hex digits over its pixels, rows of RGB bytes."""
 
     height: int
@@ -38,7 +38,7 @@ class OrderPicture(msgspec.Struct, frozen=True):
         return 3 * self.height * self.width
 
 
-class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
+class ImageRequest(msgspec.Struct, frozen=True, tag="order"):
     """One picture or video. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
 
     prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
@@ -61,7 +61,7 @@ class PictureOrder(msgspec.Struct, frozen=True, tag="order"):
     deadline_s: float | None = None
     loras: tuple[tuple[str, float], ...] = ()
     partial_images: int = 0
-    images: tuple[OrderPicture, ...] = ()
+    images: tuple[InputImage, ...] = ()
     pixels: str | None = None
     strength: float | None = None
     frames: int | None = None
@@ -197,7 +197,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     memory: tuple[int, ...]
 
 
-ToRanks = PictureOrder | Cancel | Finish
+ToRanks = ImageRequest | Cancel | Finish
 Answer = Made | MadeVideo | Failed
 ToFront = Ready | Step | Partial | Answer | Alive
 

@@ -33,8 +33,8 @@ from seqpar.mesh import exact
 from seqpar.mesh.inputs import agree
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.watch import Watch
-from seqpar.planner.plan import Plan, check_names, make, named_mesh, settled, wished_images
-from seqpar.planner.search import Wish
+from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_images, settled
+from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
 from seqpar.transformer.call import Body, Call
@@ -50,16 +50,18 @@ PIPELINES = ("diffusers.pipelines.", "diffusers.modular_pipelines.")
 BASES = ("diffusers.pipelines.pipeline_utils", "diffusers.modular_pipelines.modular_pipeline")
 
 
-def choices(mesh: Mesh | str | None, wish: Wish, native: bool, cfg: bool) -> tuple[Mesh | None, Wish]:
+def choices(
+    mesh: Mesh | str | None, preferences: Preferences, native: bool, cfg: bool
+) -> tuple[Mesh | None, Preferences]:
     """Return the caller's mesh and choices (`named_mesh`); ValueError for those that are none or contradict."""
-    own, wish = named_mesh(mesh, wish)
-    check_names(wish.strategy, wish.local, wish.transport)
+    own, preferences = named_mesh(mesh, preferences)
+    check_names(preferences.strategy, preferences.local, preferences.transport)
     check_kind("native", native, bool, expected="True or False")
     check_kind("cfg", cfg, bool, expected="True or False")
-    branches = own.cfg.size if own is not None else wish.axes.get("cfg", 1)
+    branches = own.cfg.size if own is not None else preferences.axes.get("cfg", 1)
     if not cfg and branches > 1:
         raise ValueError(f"got cfg=False and a mesh with cfg={branches}, expected one with cfg=1")
-    return own, wish
+    return own, preferences
 
 
 def all_checked(
@@ -125,20 +127,25 @@ def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def planned(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
+    pipe_or_transformer: Any,
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh | None,
+    preferences: Preferences,
+    native: bool,
+    cfg: bool,
 ) -> Plan:
     """Return the planner's plan for one picture of the first transformer's family.
 
     native: whether functions of `seqpar.families` may compute.
     """
-    axis = mesh.cfg.size if mesh is not None else wish.axes.get("cfg")
+    axis = mesh.cfg.size if mesh is not None else preferences.axes.get("cfg")
     guided = _guided(pipe_or_transformer, modules) and cfg if axis is None else axis > 1
     module = next(iter(modules.values()))
     dtype = estimate.dtype_of(module)
     work = estimate.planned_work(module, native)
     ranks = mesh or Mesh.joined()
-    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=wished_images(wish, ranks))
-    return make(work, load, dtype, ranks, wish, mesh)
+    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=preferred_images(preferences, ranks))
+    return make(work, load, dtype, ranks, preferences, mesh)
 
 
 def _is_offloaded(module: nn.Module) -> bool:
@@ -411,12 +418,12 @@ def parallelize(
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    own, wish = ranks.together(lambda: choices(mesh, Wish(**names), native, cfg))
+    own, preferences = ranks.together(lambda: choices(mesh, Preferences(**names), native, cfg))
     modules = ranks.together(lambda: transformers_of(pipe_or_transformer))
     where = ranks.together(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
     axes = mesh if own is None else own.sizes
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
-    plan = planned(pipe_or_transformer, modules, own, wish, native, cfg)
+    plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
     lease = leased(plan, own)
     bodies = _bodies(pipe_or_transformer, modules, lease, plan, where, native)
     _install_all(pipe_or_transformer, modules, bodies, lease, plan, where)

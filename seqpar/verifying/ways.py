@@ -18,7 +18,7 @@ from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import AXES, Mesh
 from seqpar.planner.predict import Load
-from seqpar.planner.search import Wish, allowed
+from seqpar.planner.search import Preferences, allowed
 from seqpar.transports import _folder
 from seqpar.types.arguments import MOST_STEPS
 from seqpar.types.facts import Layout, Work
@@ -53,16 +53,16 @@ def meshes(ranks: Mesh) -> MeshOf:
 
 
 def ways(
-    ranks: Mesh, counts: Iterable[int], mesh_of: MeshOf, wish: Wish, work: Work, load: Load
+    ranks: Mesh, counts: Iterable[int], mesh_of: MeshOf, preferences: Preferences, work: Work, load: Load
 ) -> tuple[list[Layout], list[str]]:
-    """Return all ways that the wish allows on these numbers of ranks, and the reasons why others are left out.
+    """Return all ways that the preferences allow on these numbers of ranks, and the reasons why others are left out.
 
     One rank is always the first. Every process must call this at the same time, because a transport is tried.
     """
     listed, notes = list[Layout](), list[str]()
     for count in sorted({1, *counts}):
-        wanted = wish if count > 1 else replace(wish, axes={}, strategy="auto")
-        transports, reasons = _transports(ranks, count, mesh_of, wish.transport)
+        wanted = preferences if count > 1 else replace(preferences, axes={}, strategy="auto")
+        transports, reasons = _transports(ranks, count, mesh_of, preferences.transport)
         notes += [reason for reason in reasons if reason not in notes]
         ours = [way for name in transports for way in allowed(count, wanted, work, load, name)]
         if not ours:

@@ -19,7 +19,7 @@ from PIL import Image
 from seqpar.cli.args import Args
 from seqpar.pipelines.arguments import FPS, arguments_of, check_flags, frame_rate, shown_image, sides, taking_images
 from seqpar.pipelines.images import Picture
-from seqpar.pipelines.order import Order
+from seqpar.pipelines.request import GenerationRequest
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
@@ -123,8 +123,8 @@ def test_a_picture_becomes_a_video_whose_metadata_holds_every_parameter(
         assert (abs(blocks(frames(args.out)) - blocks(truth)).mean() > BLURRED) == differs
 
 
-def order(**changes: Any) -> Order:
-    return Order("x", torch.float32, prompts=("a",), **changes)
+def asked(**changes: Any) -> GenerationRequest:
+    return GenerationRequest("x", torch.float32, prompts=("a",), **changes)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def order(**changes: Any) -> Order:
 )
 def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister: str) -> None:
     kind, images = getattr(THEIRS, name), (Picture("p", picture()),)
-    assert taking_images(order(images=images), kind, index).__name__ == sister
-    assert taking_images(order(), kind, index) is kind
+    assert taking_images(asked(images=images), kind, index).__name__ == sister
+    assert taking_images(asked(), kind, index) is kind
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister
 def test_a_picture_too_few_or_too_many_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     changes = {**changes, "images": (Picture("p", picture()),) * changes.get("images", 0)}
     with pytest.raises(ValueError, match=r"^got") as error:
-        taking_images(order(**changes), getattr(THEIRS, name), {})
+        taking_images(asked(**changes), getattr(THEIRS, name), {})
     assert message in str(error.value)
 
 
@@ -184,7 +184,7 @@ def test_a_flag_that_means_another_thing_to_a_pipeline_is_refused(
 ) -> None:
     parameters = inspect.signature(getattr(THEIRS, name).__call__).parameters
     with pytest.raises(ValueError, match=r"^got") as error:
-        check_flags(order(images=(Picture("p", picture()),), **changes), name, parameters)
+        check_flags(asked(images=(Picture("p", picture()),), **changes), name, parameters)
     assert message in str(error.value)
 
 
@@ -192,15 +192,15 @@ def test_the_area_of_a_size_is_kept_where_the_pipeline_has_its_own() -> None:
     parameters = inspect.signature(THEIRS.FluxKontextPipeline.__call__).parameters
     image = (Picture("p", picture()),)
     height, width = image[0].size
-    assert sides(order(images=image, size=(512, 256)), parameters) == {"max_area": 512 * 256}
-    assert sides(order(images=image), parameters) == {"height": height, "width": width}
+    assert sides(asked(images=image, size=(512, 256)), parameters) == {"max_area": 512 * 256}
+    assert sides(asked(images=image), parameters) == {"height": height, "width": width}
 
 
 @pytest.mark.parametrize(("name", "own", "tells"), [("LTXPipeline", 25, True), ("WanPipeline", FPS, False)])
 def test_a_model_is_told_the_frames_a_second_where_it_asks(name: str, own: int, tells: bool) -> None:
     call = inspect.signature(getattr(THEIRS, name).__call__).parameters
-    assert (frame_rate(order(), call), frame_rate(order(fps=30), call)) == (own, 30)
-    assert arguments_of(order(fps=30), name, call, False).get("frame_rate") == (30 if tells else None)
+    assert (frame_rate(asked(), call), frame_rate(asked(fps=30), call)) == (own, 30)
+    assert arguments_of(asked(fps=30), name, call, False).get("frame_rate") == (30 if tells else None)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import seqpar
 from seqpar.loading import lora
 from seqpar.loading.lora import check, parse
 from seqpar.pipelines import diffusers as adapted
-from seqpar.pipelines.order import Order
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.serve.ranks.loras import FittingLoras, loras_in
 from seqpar.transformer import lora as lora_files
 from tests.support import pipelines
@@ -164,8 +164,8 @@ def ours(rank: int, world: int, device: torch.device, folder: str, loras: tuple[
     """Return the video of a pipeline with LoRAs, beside its weights as in Python, or merged as by the command."""
     mesh = mesh_of(device, ulysses=world)
     if merged:
-        order = Order(folder, torch.float64, prompts=("a red cat",), loras=tuple(map(parse, loras)))
-        job: Any = adapted.check(order, adapted.parts_of(Path(folder)))
+        request = GenerationRequest(folder, torch.float64, prompts=("a red cat",), loras=tuple(map(parse, loras)))
+        job: Any = adapted.check(request, adapted.parts_of(Path(folder)))
         pipe = job.pipeline(mesh)
         assert not any(getattr(pipe, name).__dict__.get("peft_config") for name in ("transformer", "transformer_2"))
         seqpar.parallelize(pipe, mesh)
@@ -211,7 +211,9 @@ def test_one_file_for_both_transformers_with_ranks_and_alphas_in_its_header(fold
 def switching(rank: int, world: int, device: torch.device, folder: str, loras: str) -> list[np.ndarray]:
     """Return videos of a server's pipeline: with both LoRAs, without, with a third in either transformer, with both."""
     mesh = mesh_of(device, ulysses=world)
-    job: Any = adapted.check(Order(folder, torch.float64, prompts=("a red cat",)), adapted.parts_of(Path(folder)))
+    job: Any = adapted.check(
+        GenerationRequest(folder, torch.float64, prompts=("a red cat",)), adapted.parts_of(Path(folder))
+    )
     fitting = FittingLoras.of(job, loras_in(Path(loras)))
     assert not fitting.reasons
     assert list(fitting.every) == ["high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"]
@@ -358,9 +360,11 @@ def test_rank_0_prints_where_each_file_goes_and_what_diffusers_leaves_out(
         f"seqpar: LoRA {files['low']} changes transformer_2",
         f"seqpar: LoRA {files['low']}: 1 differences of norms are left out, as diffusers leaves them out",
     ]
-    order = Order(str(folder), torch.float64, prompts=("a red cat",), loras=tuple(map(parse, (high, low))))
-    job = adapted.check(order, adapted.parts_of(folder))
-    assert [str(each) for each in job.order.loras] == [
+    request = GenerationRequest(
+        str(folder), torch.float64, prompts=("a red cat",), loras=tuple(map(parse, (high, low)))
+    )
+    job = adapted.check(request, adapted.parts_of(folder))
+    assert [str(each) for each in job.request.loras] == [
         f"{high}:1@transformer",
         f"{low}@transformer_2",
     ]  # in the summary

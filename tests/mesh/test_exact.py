@@ -23,7 +23,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import choose_local
 from seqpar.planner.predict import Load
 from seqpar.planner.rates import CPU
-from seqpar.planner.search import Wish, search
+from seqpar.planner.search import Preferences, search
 from seqpar.types.masks import key_bias
 from tests.support.meshes import TRANSPORTS
 
@@ -93,7 +93,7 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
     load = Load(1, 64, True, 25, 4, 1000, 16, 2, 1 << 20)
 
     def taken(strategy: str, ring: int) -> str:
-        wish = Wish(axes={"cfg": 1, "ring": ring, "ulysses": 1}, strategy=strategy, exact=True)
+        wish = Preferences(axes={"cfg": 1, "ring": ring, "ulysses": 1}, strategy=strategy, exact=True)
         return search(dit.work(dit.PRESETS["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
 
     for name in ("auto", "ring", "usp"):

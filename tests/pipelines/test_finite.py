@@ -19,7 +19,7 @@ from seqpar.loading.vae import load_vae
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.order import Order
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.types.guidance import Guidance
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool
@@ -77,9 +77,9 @@ def job_of(video: bool) -> Adapted:
     """Return the work of a pipeline that makes two pictures or videos."""
     kind = SimpleNamespace(__call__=(lambda self, num_frames: None) if video else (lambda self: None))
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
-    order = Order("a pipeline", torch.float32, prompts=("a", "b"))
+    request = GenerationRequest("a pipeline", torch.float32, prompts=("a", "b"))
     planned: Any = None  # nothing here reads it
-    return Adapted(kind, PipelineParts(Path(), {}, {}, None, None), order, arguments, Guidance(1.0), None, planned)
+    return Adapted(kind, PipelineParts(Path(), {}, {}, None, None), request, arguments, Guidance(1.0), None, planned)
 
 
 @pytest.mark.parametrize("video", [False, True])

@@ -25,7 +25,7 @@ from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
 from seqpar.pipelines import diffusers as adapted
-from seqpar.pipelines.order import Order
+from seqpar.pipelines.request import GenerationRequest
 from tests.support import pipelines
 
 
@@ -79,7 +79,7 @@ def changed(path: Path, **fields: object) -> Iterator[None]:
 
 
 def check(folder: Path) -> adapted.Adapted:
-    return adapted.check(Order(str(folder), torch.float32, prompts=("a cat",)), folder)
+    return adapted.check(GenerationRequest(str(folder), torch.float32, prompts=("a cat",)), folder)
 
 
 PARTS = [

@@ -33,7 +33,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.pipelines.unidiffuser_parts import Parts, load_encoders
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for
 from tests.support.pool import Pool
@@ -104,7 +104,7 @@ def ours(
     """Return our latents and pictures; other ranks ask for other texts and seeds, which must not count."""
     strategy, cfg, data = layout
     transport = TRANSPORTS[(world // 2 + cfg + 1) % len(TRANSPORTS)]
-    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy, transport=transport)
+    mesh, wish = mesh_for(strategy, world, device, cfg, data), Preferences(strategy=strategy, transport=transport)
     asked = PROMPTS[:count] if rank == 0 else ["another"] * count
     settings = {"steps": STEPS, "guidance": ON, "seed": SEED + rank, **change}
     with StayDouble(), Pipeline.load(Files.locate(folder), mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
@@ -209,7 +209,7 @@ def in_mode(rank: int, world: int, device: torch.device, mode: uvit.Mode, folder
     pipelines.unidiffuser  # noqa: B018 (loads diffusers)
     mesh, guidance = mesh_for("ulysses", world, device), ON if mode == "img2text" else Guidance(1.0)
     files = Files.locate(folder, mode)
-    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=Wish(strategy="ulysses")) as pipeline:
+    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=Preferences(strategy="ulysses")) as pipeline:
         noise, given = start(mode), {}
         if mode == "img2text":
             given = pipeline.image_streams([picture()], seed=SEED)
@@ -341,7 +341,7 @@ def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[b
 
 
 def parameters_read(rank: int, world: int, device: torch.device, folder: str) -> list[set[str]]:
-    """Return the parameters that this rank reads of the decoder and of the U-ViT, in this order."""
+    """Return the parameters that this rank reads of the decoder and of the U-ViT, in this request."""
     begin, found = Reader.begin, list[set[str]]()
 
     def seen(self: Reader, checkpoint: Any, keys: Any, names: Any, like: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from seqpar import DistributedDiT
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
-from seqpar.cli.plan import wish_of
+from seqpar.cli.plan import preferences_of
 from seqpar.loop.models import dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
@@ -20,7 +20,7 @@ from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
@@ -43,7 +43,7 @@ def launched(rank: int, world: int, device: torch.device, folder: str) -> list[t
     job = check(args, ranks)
     assert isinstance(job, Job)
     assert isinstance(job.load, Load)
-    launcher = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, wish_of(args))
+    launcher = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, preferences_of(args))
     read = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint)
     passed = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, plan=launcher)
     wrapped = DistributedDiT(passed.model)
@@ -124,7 +124,7 @@ def test_a_plan_for_another_mesh_is_refused_on_every_rank(ranks: Pool) -> None:
 
 def test_a_model_without_work_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got a model whose file .* has no `work\(config\)`"):
-        work_of(Wish())
+        work_of(Preferences())
 
 
 def test_a_plan_for_a_known_load_differs_from_one_for_the_models_own_size() -> None:
@@ -132,7 +132,7 @@ def test_a_plan_for_a_known_load_differs_from_one_for_the_models_own_size() -> N
     files, ranks = Files.locate("builtin"), Mesh.single()
     work = work_of(files.blueprint.config)
     one, two = (
-        make(work, files.load_of(["0"] * images, True, 25, torch.float32), torch.float32, ranks, Wish())
+        make(work, files.load_of(["0"] * images, True, 25, torch.float32), torch.float32, ranks, Preferences())
         for images in (1, 2)
     )
     assert two.ms > one.ms

@@ -19,7 +19,7 @@ from seqpar.planner.costs import strategies
 from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
-from seqpar.planner.search import Ranking, Wish, allowed, search
+from seqpar.planner.search import Preferences, Ranking, allowed, search
 from seqpar.types.facts import Layout, Work
 from tests.support.pool import Pool
 
@@ -41,13 +41,13 @@ ONE = Load(
 def planned(
     load: Load = ONE,
     world: int = 4,
-    wish: Wish | None = None,
+    wish: Preferences | None = None,
     rates: Rates = H200,
     work: Work = SEVEN_B,
     transport: str = "peer",
     memory: float | None = 139,
 ) -> Ranking:
-    return search(work, load, world, wish or Wish(), rates, transport, memory)
+    return search(work, load, world, wish or Preferences(), rates, transport, memory)
 
 
 def of(cfg: int, ulysses: int, strategy: str = "ulysses", transport: str = "peer", ring: int = 1) -> Layout:
@@ -151,16 +151,26 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("world", "load", "wish", "message"),
     [
-        (2, ONE, Wish(axes={"ulysses": 3}), "data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process"),
-        (4, ONE, Wish(axes={"ring": 0}), "got ring=0, expected at least 1"),
-        (6, ONE, Wish(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
-        (4, replace(ONE, tokens=1), Wish(), "got 1 tokens for 2 ranks, expected one a rank; use a larger --size"),
-        (2, ONE, Wish(axes={"ulysses": 2}, strategy="ring"), "got strategy ring with ulysses=2, expected ulysses=1"),
-        (2, ONE, Wish(axes={"data": 2}), "got strategy auto with data=2 for 2 process\\(es\\), 1 picture"),
+        (2, ONE, Preferences(axes={"ulysses": 3}), "data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process"),
+        (4, ONE, Preferences(axes={"ring": 0}), "got ring=0, expected at least 1"),
+        (6, ONE, Preferences(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
+        (
+            4,
+            replace(ONE, tokens=1),
+            Preferences(),
+            "got 1 tokens for 2 ranks, expected one a rank; use a larger --size",
+        ),
+        (
+            2,
+            ONE,
+            Preferences(axes={"ulysses": 2}, strategy="ring"),
+            "got strategy ring with ulysses=2, expected ulysses=1",
+        ),
+        (2, ONE, Preferences(axes={"data": 2}), "got strategy auto with data=2 for 2 process\\(es\\), 1 picture"),
     ],
     ids=str,
 )
-def test_the_impossible_is_refused(world: int, load: Load, wish: Wish, message: str) -> None:
+def test_the_impossible_is_refused(world: int, load: Load, wish: Preferences, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planned(load, world, wish)
 
@@ -192,7 +202,7 @@ def test_the_impossible_is_refused(world: int, load: Load, wish: Wish, message: 
 def test_names_restrict_what_is_looked_at(
     found: Rates, world: int, strategy: str, mesh: str, cfg_ring_ulysses: tuple[int, int, int]
 ) -> None:
-    load, wish = replace(ONE, images=2), Wish(*parse_mesh(mesh), strategy)
+    load, wish = replace(ONE, images=2), Preferences(*parse_mesh(mesh), strategy)
     best = planned(load, world, wish, found, transport=next(iter(found.exchange))).best
     assert (best.cfg, best.ring, best.ulysses) == cfg_ring_ulysses
     assert strategy in ("auto", best.strategy)
@@ -200,19 +210,19 @@ def test_names_restrict_what_is_looked_at(
 
 def test_who_names_the_ulysses_axis_means_ulysses_while_there_are_heads() -> None:
     one_exchange = replace(H200, exchange={"peer": ((1e3, 1000.0), (1e9, 1100.0))})
-    assert planned(wish=Wish(axes={"cfg": 2, "ulysses": 2}), rates=one_exchange).best == CFG_U2
+    assert planned(wish=Preferences(axes={"cfg": 2, "ulysses": 2}), rates=one_exchange).best == CFG_U2
     grouped = replace(SEVEN_B, kv_heads=2)
-    assert planned(wish=Wish(axes={"ulysses": 4}), rates=one_exchange, work=grouped).best == KV4
+    assert planned(wish=Preferences(axes={"ulysses": 4}), rates=one_exchange, work=grouped).best == KV4
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("aim", ["latency", "throughput"])
 def test_every_layout_uses_all_ranks_and_stands_once(world: int, aim: Any) -> None:
-    found = allowed(world, Wish(aim), SEVEN_B, replace(ONE, images=4), "nccl")
+    found = allowed(world, Preferences(aim), SEVEN_B, replace(ONE, images=4), "nccl")
     assert len(set(found)) == len(found)
     assert all(x.data * x.cfg * x.sequence == world and x.data <= 4 for x in found)
     assert any(x.data > 1 for x in found) == (aim == "throughput" and world > 1)
-    ranked = planned(replace(ONE, images=4), world, Wish(aim)).ranked
+    ranked = planned(replace(ONE, images=4), world, Preferences(aim)).ranked
     assert [row.ms for row in ranked[1:]] == sorted(row.ms for row in ranked[1:])
 
 
@@ -227,21 +237,21 @@ def test_what_a_strategys_file_says_decides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ulysses, "FACTS", replace(known, why_not=lambda *sizes: f"{sizes[-1]} heads, expected others"))
     assert "ulysses" not in {row.layout.strategy for row in planned(load).ranked}
     with pytest.raises(ValueError, match="got strategy ulysses with 32 heads, expected others"):
-        planned(load, wish=Wish(axes={"ulysses": 4}, strategy="ulysses"))
+        planned(load, wish=Preferences(axes={"ulysses": 4}, strategy="ulysses"))
 
 
 def test_throughput_gives_pictures_to_ranks_where_there_are_enough() -> None:
-    many = planned(replace(ONE, images=4), wish=Wish("throughput"))
+    many = planned(replace(ONE, images=4), wish=Preferences("throughput"))
     assert many.best == Layout(4, 1, 1, 1, "ulysses", "peer")
     assert many.ranked[0].exchange == 0
     assert planned(replace(ONE, images=4)).best == CFG_KF2  # latency of the first picture: all ranks work on it
-    assert planned(wish=Wish("throughput")).best == CFG_KF2  # one picture cannot use a data axis
-    three = planned(replace(ONE, images=3), wish=Wish("throughput"))
+    assert planned(wish=Preferences("throughput")).best == CFG_KF2  # one picture cannot use a data axis
+    three = planned(replace(ONE, images=3), wish=Preferences("throughput"))
     assert three.best.data < 3  # three pictures on two ranks of data would leave one rank waiting for the other
 
 
 def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
-    text = str(planned(wish=Wish(axes={"cfg": 2})))
+    text = str(planned(wish=Preferences(axes={"cfg": 2})))
     assert text == (
         "cfg 2 x ulysses 2 by kv_first, 49.6 ms a step predicted (the first picture soonest); next cfg 2 x ulysses 2 "
         "by kv_gather, 52.7 ms a step; rates: defaults of an H200"
@@ -250,20 +260,20 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     ring = replace(first, layout=of(1, 1, "ring", ring=4), gemm=0.0)
     note = "(not chosen automatically: it rounds differently from one rank)"
     assert note in str(replace(planned(), ranked=(first, ring)))
-    tie = planned(replace(ONE, images=3), wish=Wish("throughput", strategy="usp"), transport="nccl")
+    tie = planned(replace(ONE, images=3), wish=Preferences("throughput", strategy="usp"), transport="nccl")
     assert tie.ranked[1].ms < tie.ranked[0].ms  # asked for, and not taken for another reason
     assert "unasked" not in str(tie)
     assert "nothing else to choose" in str(planned(world=1))
-    assert "most pictures a second" in str(planned(wish=Wish("throughput")))
+    assert "most pictures a second" in str(planned(wish=Preferences("throughput")))
     with pytest.raises(ValueError, match=f"got strategy 'mine', expected one of {', '.join(sorted(strategies()))}"):
-        planned(wish=Wish(strategy="mine"))
+        planned(wish=Preferences(strategy="mine"))
 
 
 def test_a_model_with_key_masks_gets_a_local_attention_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "why_not", lambda device, dtype, head_dim, mask=False: "no masks" if mask else None)
     work, small = dit.work(dit.PRESETS["dit-s/8"]), replace(ONE, parameters=1000, tokens=64)
     for masked, local in ((False, "sdpa"), (True, "reference")):
-        made = make(replace(work, masked=masked), small, torch.float32, Mesh.single(), Wish())
+        made = make(replace(work, masked=masked), small, torch.float32, Mesh.single(), Preferences())
         assert made.local.name == local
 
 
@@ -279,7 +289,7 @@ def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[s
         ranks = Mesh.joined(torch.device("cpu"))
         assert ranks.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1}
         small = replace(ONE, parameters=1000, tokens=64)
-        made = make(dit.work(dit.PRESETS["dit-s/8"]), small, torch.float32, ranks, Wish())
+        made = make(dit.work(dit.PRESETS["dit-s/8"]), small, torch.float32, ranks, Preferences())
     finally:
         os.environ.pop("SEQPAR_CACHE")
         if before is not None:

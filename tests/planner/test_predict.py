@@ -12,7 +12,7 @@ from seqpar.loading.names import PRESETS
 from seqpar.planner import costs
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
-from seqpar.planner.search import TIE, Wish
+from seqpar.planner.search import TIE, Preferences
 from seqpar.types.facts import Blocks, Layout, Work
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
@@ -74,7 +74,7 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
     work: Work, tokens: int, guidance: bool, measured: dict[str, float]
 ) -> None:
     load = replace(ONE, tokens=tokens, guidance=guidance, labels=1 + guidance)
-    found = planned(load, world=2, wish=Wish(axes={"cfg": 1}), work=work)
+    found = planned(load, world=2, wish=Preferences(axes={"cfg": 1}), work=work)
     assert measured[found.best.strategy] <= (1 + TIE) * min(measured.values())
 
 

@@ -12,7 +12,7 @@ from seqpar.planner import rates as known
 from seqpar.planner.machine import Machine
 from seqpar.planner.plan import Choice, Plan, rank, work_of
 from seqpar.planner.predict import Load, predict
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.profiling.report import losses, report
 from seqpar.profiling.result import BlockTime, Profile, rates
 from seqpar.profiling.trace import OUTSIDE, Columns
@@ -22,7 +22,7 @@ LOAD = Load(1, 4096, True, 25, 2, 7_000_000_000, 16, 2, 1 << 30)
 
 
 def plan(strategy: str = "ulysses", transport: str = "peer", cfg: int | None = 1) -> Plan:
-    wish = Wish(strategy=strategy, axes={} if cfg is None else {"cfg": cfg})
+    wish = Preferences(strategy=strategy, axes={} if cfg is None else {"cfg": cfg})
     curve = "peer" if transport == "peer" else "nccl"
     machine = Machine("NVIDIA H200", 2, curve, 139)
     ranking = rank(work_of(PRESETS["large-dit-7b"]), LOAD, machine, wish, torch.bfloat16)

@@ -26,7 +26,7 @@ from seqpar.serve.front.errors import ProblemError
 from seqpar.serve.front.jobs import Queue, Wanted
 from seqpar.serve.front.pictures import Format, InputImages, Pictures, PixelFile, pixels_in
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import OrderPicture, PictureOrder
+from seqpar.serve.messages import ImageRequest, InputImage
 from tests.support.front import LIMIT_S, Running, running, until
 
 PATH = "/v1/images/edits"
@@ -223,7 +223,7 @@ def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "MOST_HELD", 20)
-    order = PictureOrder("", "editor", "x", images=(OrderPicture(1, 4, "d"),))
+    order = ImageRequest("", "editor", "x", images=(InputImage(1, 4, "d"),))
 
     def wanted() -> Wanted:
         pixels = PixelFile(tmp_path)

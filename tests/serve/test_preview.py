@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.serve.messages import Answer, Failed, Made, Partial, PictureOrder
+from seqpar.serve.messages import Answer, Failed, ImageRequest, Made, Partial
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, evenly, fitted, tokens_of
 from seqpar.serve.ranks.scheduled import watched
 from tests.support.driver import Driver, replica
@@ -109,8 +109,8 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
 
 # ranks ---------------------------------------------------------------------------------------------------------------
 
-CAT = PictureOrder("cat", "builtin", "cat", seed=3, steps=12)
-FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=12)
+CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=12)
+FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=12)
 OTHERS = {"builtin": "rainbow", "builtin-text": "a red heart"}
 MANY = 900  # steps, which take many seconds
 
@@ -126,9 +126,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         assert said.count("seqpar: partial pictures of builtin-text: a linear map of 16 channels") == 1
 
 
-def changed(order: PictureOrder, **fields: object) -> PictureOrder:
+def changed(order: ImageRequest, **fields: object) -> ImageRequest:
     """Return an order with other fields."""
-    return PictureOrder(**{**{name: getattr(order, name) for name in order.__struct_fields__}, **fields})  # pyright: ignore
+    return ImageRequest(**{**{name: getattr(order, name) for name in order.__struct_fields__}, **fields})  # pyright: ignore
 
 
 def pixels(answer: Answer | Partial | None) -> np.ndarray:
@@ -147,7 +147,7 @@ def alike(one: np.ndarray, other: np.ndarray) -> float:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("order", [CAT, FROG], ids=["our loop", "a pipeline of diffusers"])
-def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, order: PictureOrder) -> None:
+def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, order: ImageRequest) -> None:
     plain = driver.ask(changed(order, id=f"{order.id} plain", size=(64, 48)))
     assert f"{order.id} plain" not in driver.partial
     watched_id = f"{order.id} watched"

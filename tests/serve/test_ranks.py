@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpar.serve.messages import Answer, Failed, Made, PictureOrder
+from seqpar.serve.messages import Answer, Failed, ImageRequest, Made
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, gone, replica
 from tests.support.front import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
-FROG = PictureOrder("frog", "builtin-text", "a green frog", seed=3, steps=6)
+FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=6)
 MANY = 900  # steps, which take many seconds
-CAT = PictureOrder("cat", "builtin", "cat", seed=3, steps=6)
+CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
 
 
-def named(order: PictureOrder, id: str, **changed: object) -> PictureOrder:
+def named(order: ImageRequest, id: str, **changed: object) -> ImageRequest:
     """Return an order with another id and other fields."""
-    return PictureOrder(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
+    return ImageRequest(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_picture_has_the_bits_of_the_commands(driver: Driver, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("order", [FROG, CAT], ids=["a pipeline of diffusers", "our loop"])
-def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, order: PictureOrder) -> None:
+def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, order: ImageRequest) -> None:
     """What is loaded, and a scheduler of another name that was used for a time, stay as they were.
 
     After which step a run ends is tested in tests/graphs/test_boundary.py: here the cancel takes its time to arrive.

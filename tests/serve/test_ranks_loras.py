@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from seqpar.loading.names import LORAS
-from seqpar.serve.messages import Failed, Made, PictureOrder
+from seqpar.serve.messages import Failed, ImageRequest, Made
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import seqpar
 from tests.cli.test_lora import write
@@ -101,7 +101,7 @@ def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None
     pipelines.flux().save_pretrained(folder)
     loras.mkdir()
     file = write(loras / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1)
-    order = PictureOrder("", str(folder), "a red cat", seed=3, steps=2, size=(16, 16))
+    order = ImageRequest("", str(folder), "a red cat", seed=3, steps=2, size=(16, 16))
     with replica(tmp_path, 2, str(folder), "--loras", str(loras)) as driver:
         sets = ((), (("style", 1.0),), ())
         plain, styled, again = (

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from seqpar.pipelines.images import digest
-from seqpar.serve.messages import Failed, Made, MadeVideo, OrderPicture, PictureOrder, VideoFacts
+from seqpar.serve.messages import Failed, ImageRequest, InputImage, Made, MadeVideo, VideoFacts
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, replica
 
@@ -45,12 +45,12 @@ def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         assert made.finish() == 0
 
 
-def order(folder: Path, *pictures: np.ndarray, **fields: Any) -> PictureOrder:
+def order(folder: Path, *pictures: np.ndarray, **fields: Any) -> ImageRequest:
     """Return an order of one prompt, which begins with pictures."""
-    images = [OrderPicture(x.shape[0], x.shape[1], digest(x.tobytes())) for x in pictures]
+    images = [InputImage(x.shape[0], x.shape[1], digest(x.tobytes())) for x in pictures]
     file = folder / "pixels"
     file.write_bytes(b"".join(x.tobytes() for x in pictures))
-    return PictureOrder("id", str(folder), "a red cat", seed=3, images=tuple(images), pixels=str(file), **fields)
+    return ImageRequest("id", str(folder), "a red cat", seed=3, images=tuple(images), pixels=str(file), **fields)
 
 
 def sampled(folder: Path, out: Path, *words: object) -> Path:

@@ -21,7 +21,7 @@ from seqpar.serve.front.jobs import Queue, Wanted
 from seqpar.serve.front.pictures import Format
 from seqpar.serve.front.speeds import Speeds
 from seqpar.serve.front.stream import COMMENT, events, listening
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import ImageRequest
 from tests.support.fake_replica import SHRINK, partial_seed, pixels_of
 from tests.support.front import Running, running, until
 
@@ -186,7 +186,7 @@ def test_a_quiet_stream_has_comments() -> None:
 
     async def first_bytes() -> list[bytes]:
         queue = Queue(1, 1.0, Speeds(), lambda job: None)
-        wanted = Wanted(PictureOrder("", "toy", "x"), 1, Format(), "normal", 4, 0.5, 100.0)
+        wanted = Wanted(ImageRequest("", "toy", "x"), 1, Format(), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", wanted)
         stream = events(queue, job, listening(job), "image_edit", with_steps=True, quiet_s=0.001)
         found = [await anext(stream) for _ in range(3)]

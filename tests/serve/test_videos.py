@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import ImageRequest
 from tests.serve.test_edits import PIXELS, file_of
 from tests.support.fake_replica import pixels_of
 from tests.support.front import Running, running, until
@@ -90,7 +90,7 @@ def test_a_lora_goes_to_the_transformer_that_is_named_or_that_it_says_itself(fro
     assert heard == expected
     assert made["data"]  # of a model of one transformer
     assert [each["loras"] for each in front.heard if each.get("steps") == 3][-1] == [["style", 1.0]]
-    order = PictureOrder("", "movie", "x", loras=(("low@transformer_2", 0.8),))
+    order = ImageRequest("", "movie", "x", loras=(("low@transformer_2", 0.8),))
     assert order.about(1, (8, 8))["lora"] == ["low:0.8@transformer_2"]  # as the command takes it
 
 

@@ -17,8 +17,8 @@ from seqpar.serve.messages import (
     Answer,
     Cancel,
     Finish,
+    ImageRequest,
     Partial,
-    PictureOrder,
     Ready,
     Step,
     ToFront,
@@ -44,7 +44,7 @@ class Driver:
     steps: dict[str, list[int]] = field(default_factory=dict)
     partial: dict[str, list[Partial]] = field(default_factory=dict)
 
-    def ask(self, order: PictureOrder, on_step: Callable[[Step], object] = lambda step: None) -> Answer | None:
+    def ask(self, order: ImageRequest, on_step: Callable[[Step], object] = lambda step: None) -> Answer | None:
         """Return the answer to an order; None if the ranks have gone."""
         self.line.sendall(packed(order))
         while (message := read(self.line, ToFront)) is not None:
@@ -63,7 +63,7 @@ class Driver:
         for _ in range(times):
             assert isinstance(read(self.line, ToFront), Alive)
 
-    def cancel_at(self, order: PictureOrder, index: int) -> Answer | None:
+    def cancel_at(self, order: ImageRequest, index: int) -> Answer | None:
         """Give an order up when it tells of a step."""
         return self.ask(order, lambda step: step.index == index and self.line.sendall(packed(Cancel(order.id))))
 

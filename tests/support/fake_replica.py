@@ -26,10 +26,10 @@ from seqpar.serve.messages import (
     Cancel,
     Failed,
     Finish,
+    ImageRequest,
     Made,
     MadeVideo,
     Partial,
-    PictureOrder,
     Ready,
     ServedModel,
     Step,
@@ -81,7 +81,7 @@ class Fake:
         """Send a message."""
         self.line.sendall(packed(message))
 
-    def hear(self, seconds: float | None) -> PictureOrder | Finish | None:
+    def hear(self, seconds: float | None) -> ImageRequest | Finish | None:
         """Return the next order or end within some seconds."""
         if not select.select([self.line], [], [], seconds)[0]:
             return None
@@ -92,9 +92,9 @@ class Fake:
             file.write(json.dumps(msgspec.to_builtins(message)) + "\n")
         if isinstance(message, Cancel):
             self.cancelled.add(message.id)
-        return message if isinstance(message, PictureOrder | Finish) else None
+        return message if isinstance(message, ImageRequest | Finish) else None
 
-    def until(self, order: PictureOrder, held: Callable[[], bool]) -> bool:
+    def until(self, order: ImageRequest, held: Callable[[], bool]) -> bool:
         """Wait while something holds; return False if the order is given up before."""
         while held():
             if isinstance(self.hear(0.01), Finish):
@@ -104,7 +104,7 @@ class Fake:
         return True
 
 
-def obeyed(fake: Fake, order: PictureOrder, words: list[str]) -> Failed | None:
+def obeyed(fake: Fake, order: ImageRequest, words: list[str]) -> Failed | None:
     """Do what the prompt says; return how the order fails, if it does."""
     match words:
         case ["wait"]:
@@ -129,7 +129,7 @@ def obeyed(fake: Fake, order: PictureOrder, words: list[str]) -> Failed | None:
     return Failed(order.id, "cancelled", "given up") if order.id in fake.cancelled else None
 
 
-def answer(fake: Fake, order: PictureOrder) -> ToFront:
+def answer(fake: Fake, order: ImageRequest) -> ToFront:
     """Return the answer to an order."""
     steps, (height, width) = order.steps or STEPS, order.size or SIZE
     fake.tell(Step(order.id, 1, steps))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from seqpar.families._find import cuts_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.call import Body
 from tests.support.double import StayDouble
@@ -68,7 +68,7 @@ def arguments(case: str, dtype: torch.dtype = torch.float64, device: torch.devic
 def plan_for(mesh: Mesh, strategy: str, module: nn.Module) -> Plan:
     """Return a plan of this strategy."""
     dtype = next(module.parameters()).dtype
-    wish = Wish(strategy=strategy, local="auto" if mesh.device.type == "cpu" else "reference")
+    wish = Preferences(strategy=strategy, local="auto" if mesh.device.type == "cpu" else "reference")
     work = estimate.planned_work(module)
     return make(work, estimate.load_of(module, dtype, False, work.joined), dtype, mesh, wish, mesh)
 

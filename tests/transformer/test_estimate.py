@@ -11,7 +11,7 @@ import torch
 from seqpar.families import _find as _guided
 from seqpar.families._find import cuts_of, described
 from seqpar.planner.rates import H200
-from seqpar.planner.search import Wish, search
+from seqpar.planner.search import Preferences, search
 from seqpar.transformer import estimate
 from seqpar.transformer.blocks import blocks_of
 from seqpar.types.facts import Work
@@ -43,14 +43,14 @@ def test_published_transformers(
     assert cuts_of(module).attention
     # its modules make q, k and v, so that kv_first hides nothing: measured 82.3 ms, ulysses 78.4 (Qwen-Image, 2 GPUs)
     run = estimate.load_of(module, torch.bfloat16, guided=False)
-    picks = {world: search(work, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
+    picks = {world: search(work, run, world, Preferences(), H200, "peer", None).best.strategy for world in (2, 4)}
     assert "kv_first" not in picks.values()
     assert picks[4] == "ulysses"
     fused = estimate.planned_work(module)
     counted = fused.step(1, tokens - sum(fused.joined), fused.joined)
     assert counted.flops / 1e12 == pytest.approx(teraflop, rel=0.1)
     run = estimate.load_of(module, torch.bfloat16, False, fused.joined)
-    picks = {world: search(fused, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
+    picks = {world: search(fused, run, world, Preferences(), H200, "peer", None).best.strategy for world in (2, 4)}
     # kv_first sends keys while another projection runs
     assert ("kv_first" in picks.values()) == bool(blocks_of(module))
     if kind == "FluxTransformer2DModel":

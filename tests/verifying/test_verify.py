@@ -25,7 +25,7 @@ from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.classes import Files, Pipeline
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.transformer.parallelize import keep_fp32
 from seqpar.verifying import compare as blocks
 from seqpar.verifying import own_loop
@@ -213,7 +213,7 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
         settings = {"prompts": ["a red cat"], "guidance": Guidance(4.0), "size": (32, 48)}
-        return unidiffuser.Pipeline.of(pipe, mesh, wish=Wish(strategy=strategy, transport=transport)), settings
+        return unidiffuser.Pipeline.of(pipe, mesh, wish=Preferences(strategy=strategy, transport=transport)), settings
     pipe.to(BF16)
     seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how != "generic")
     if how == "fp32":

@@ -14,7 +14,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files, Pipeline
 from seqpar.planner.costs import facts_of, strategies
 from seqpar.planner.plan import work_of
-from seqpar.planner.search import Wish
+from seqpar.planner.search import Preferences
 from seqpar.types.guidance import Guidance
 from seqpar.verifying import ways as all_ways
 from seqpar.verifying.ways import Row, judged, meshes, table, ways
@@ -30,7 +30,7 @@ def rows_of(
     device: torch.device,
     fault: Fault,
     counts: tuple[int, ...],
-    wish: Wish,
+    wish: Preferences,
     size: tuple[int, int] = (40, 40),
 ) -> list[Row]:
     """Return the rows of all ways of computing one class with noise in each step, of 25 tokens if no size is given."""
@@ -46,7 +46,7 @@ def rows_of(
         return judged(joined, model, request, listed, mesh_of, wish.local)
 
 
-GATHERED = Wish(strategy="kv_gather", axes={"cfg": 1}, transport="collective")
+GATHERED = Preferences(strategy="kv_gather", axes={"cfg": 1}, transport="collective")
 
 
 def test_a_narrow_sum_is_found_also_on_one_rank(ranks: Pool) -> None:
@@ -64,7 +64,7 @@ def test_a_lost_shard_is_found_on_several_ranks_alone(ranks: Pool) -> None:
 
 def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool) -> None:
     for fault in (none, one_bit):
-        _, *rows = ranks.run(2, rows_of, fault, (2,), Wish(strategy="ulysses", axes={"cfg": 1}))[0]
+        _, *rows = ranks.run(2, rows_of, fault, (2,), Preferences(strategy="ulysses", axes={"cfg": 1}))[0]
         assert [row.way.transport for row in rows] == ["collective", "peer"]
         unequal = "prediction of step 1: other bits than 2 ranks, ulysses 2, ulysses, collective"
         assert (rows[1].finding or "").startswith(unequal) is (fault is one_bit)
@@ -72,7 +72,7 @@ def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:
-    plain = Wish(axes={"cfg": 1}, transport="collective")
+    plain = Preferences(axes={"cfg": 1}, transport="collective")
     of_three = ranks.run(3, rows_of, none, (3,), plain)[0]
     of_four = ranks.run(4, rows_of, none, (4,), replace(plain, strategy="usp"))[0]  # which takes two axes
     assert {row.way.strategy for row in of_three + of_four} == set(strategies())

@@ -17,7 +17,7 @@ from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import RanksEndedError, Replica
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Answer, Failed, Made, MadeVideo, Partial, PictureOrder, Step
+from seqpar.serve.messages import Answer, Failed, ImageRequest, Made, MadeVideo, Partial, Step
 
 ATTEMPTS = 2  # at a picture whose order ended all ranks
 STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
@@ -78,7 +78,7 @@ class Dispatch:
             else:
                 files.create_task(self._write(job, index, order, answer))
 
-    async def _answer(self, job: ServedJob, order: PictureOrder, files: asyncio.TaskGroup) -> Answer:
+    async def _answer(self, job: ServedJob, order: ImageRequest, files: asyncio.TaskGroup) -> Answer:
         """Return the ranks' answer to an order. If the job ends before, they are told to give the order up."""
         picture = job.ordered
 
@@ -123,7 +123,7 @@ class Dispatch:
         job.wanted = replace(job.wanted, order=order)
         self.queue.end(job, "completed")
 
-    async def _write(self, job: ServedJob, index: int, order: PictureOrder, made: Made) -> None:
+    async def _write(self, job: ServedJob, index: int, order: ImageRequest, made: Made) -> None:
         """Make the file of a picture; the job has ended well with the last one."""
         begun, asked = time.monotonic(), time.time()
         try:
@@ -153,7 +153,7 @@ class Dispatch:
         job.tell(PartlyMade(picture, partial.index, partial.size, file))
 
 
-def _order_of(job: ServedJob) -> PictureOrder:
+def _order_of(job: ServedJob) -> ImageRequest:
     """Return the order of a job's next picture, whose id begins with the job's."""
     first, left = job.wanted.order, job.deadline - asyncio.get_running_loop().time()
     id_ = f"{job.id}/{job.ordered}/{job.attempts}"

@@ -18,7 +18,7 @@ from seqpar.serve.front.events import JobEnded, JobEvent, Moved
 from seqpar.serve.front.pictures import Format, PixelFile
 from seqpar.serve.front.spans import Span
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import ImageRequest
 
 State = Literal["queued", "running", "completed", "failed", "cancelled"]
 Priority = Literal["high", "normal", "low"]
@@ -35,7 +35,7 @@ class Wanted:
     pixels of the pictures that it begins with, until the job has ended.
     """
 
-    order: PictureOrder
+    order: ImageRequest
     count: int
     how: Format
     priority: Priority

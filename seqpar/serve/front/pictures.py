@@ -28,7 +28,7 @@ from PIL.PngImagePlugin import PngInfo
 from seqpar.pipelines import pictures as _png
 from seqpar.pipelines.images import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
-from seqpar.serve.messages import OrderPicture
+from seqpar.serve.messages import InputImage
 
 Kind = Literal["png", "jpeg", "webp"]
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class PixelFile:
 class InputImages:
     """The pictures that a request begins with, and the file with their pixels."""
 
-    images: tuple[OrderPicture, ...] = ()
+    images: tuple[InputImage, ...] = ()
     file: PixelFile | None = None
 
     @property
@@ -190,15 +190,15 @@ def pixels_in(files: Sequence[bytes]) -> int:
     return pixels
 
 
-def written(files: Sequence[bytes], path: Path) -> tuple[OrderPicture, ...]:
+def written(files: Sequence[bytes], path: Path) -> tuple[InputImage, ...]:
     """Decode PNG, JPEG or WebP files, and write their pixels into a new file; ValueError for other files."""
-    pictures = list[OrderPicture]()
+    pictures = list[InputImage]()
     with path.open("xb") as out:
         for number, file in enumerate(files, 1):
             image = decoded(f"picture {number}", io.BytesIO(file))
             pixels = image.tobytes()
             out.write(pixels)
-            pictures.append(OrderPicture(image.height, image.width, digest(pixels)))
+            pictures.append(InputImage(image.height, image.width, digest(pixels)))
     return tuple(pictures)
 
 

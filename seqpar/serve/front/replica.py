@@ -25,10 +25,10 @@ from seqpar.serve.messages import (
     Cancel,
     Failed,
     Finish,
+    ImageRequest,
     Made,
     MadeVideo,
     Partial,
-    PictureOrder,
     Ready,
     Step,
     ToFront,
@@ -62,7 +62,7 @@ class RanksEndedError(Exception):
 class Running:
     """The order that is with the ranks. told is called with what they say before the answer."""
 
-    order: PictureOrder
+    order: ImageRequest
     answer: asyncio.Future[Answer]
     told: Callable[[Step | Partial], None]
 
@@ -109,7 +109,7 @@ class Replica:
             log.event("the ranks are started again", level=30, code=code)
             self._on_restart()
 
-    async def run(self, order: PictureOrder, told: Callable[[Step | Partial], None]) -> Answer:
+    async def run(self, order: ImageRequest, told: Callable[[Step | Partial], None]) -> Answer:
         """Send an order and return its answer. Raises RanksEndedError. The ranks must be ready and have no order."""
         running = Running(order, asyncio.get_running_loop().create_future(), told)
         self._running, self._during = running, order.id.rpartition("/")[0]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from seqpar.serve.front.jobs import Priority, Queue, ServedJob, Wanted
 from seqpar.serve.front.pictures import NO_IMAGES, Format, InputImages, Kind
-from seqpar.serve.messages import PictureOrder, ServedModel, size_of
+from seqpar.serve.messages import ImageRequest, ServedModel, size_of
 
 # fields of OpenAI that mean nothing here
 IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
@@ -101,9 +101,9 @@ class CommonFields(BaseModel):
         """Return the names of the LoRAs, with their scales."""
         return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
 
-    def order(self, model: ServedModel, inputs: InputImages = NO_IMAGES) -> PictureOrder:
+    def order(self, model: ServedModel, inputs: InputImages = NO_IMAGES) -> ImageRequest:
         """Return the order of a model's first picture, or of its video, without an id."""
-        return PictureOrder(
+        return ImageRequest(
             "",
             model.name,
             self.prompt,

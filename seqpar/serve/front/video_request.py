@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from seqpar.serve.front.errors import Problem, ProblemError
 from seqpar.serve.front.pictures import InputImages
 from seqpar.serve.front.schema import CommonFields
-from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
+from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
 
 MOST_FRAMES = 4096
 
@@ -34,7 +34,7 @@ class VideoRequest(CommonFields):
     frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames a second.")] = None
 
-    def video_order(self, model: ServedModel, inputs: InputImages) -> tuple[PictureOrder, float]:
+    def video_order(self, model: ServedModel, inputs: InputImages) -> tuple[ImageRequest, float]:
         """Return the order of a video, and its frames a second; ProblemError for frames that are not made."""
         facts = model.video
         assert facts is not None  # the model was looked for by what it makes

@@ -20,13 +20,13 @@ from seqpar.pipelines.arguments import class_of_pictures, needs_picture
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
 from seqpar.pipelines.images import Picture
-from seqpar.pipelines.order import Order
 from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import predict
-from seqpar.planner.search import Wish
-from seqpar.serve.messages import PictureOrder, ServedModel, VideoFacts
+from seqpar.planner.search import Preferences
+from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
 from seqpar.serve.ranks.loras import FittingLoras
 from seqpar.serve.ranks.sizes import check_step, offered
 
@@ -64,10 +64,10 @@ class Found:
         texts = () if family.ASKED == "classes" else ("a",)
         parts = ranks.together(lambda: _parts_of(family, source))
         drawing, needs = _drawing(parts)
-        order = Order(name, dtype, prompts=texts, images=example_pictures(needs))
+        order = GenerationRequest(name, dtype, prompts=texts, images=example_pictures(needs))
         example = ranks.together(lambda: family.check(order, parts))
         video = ranks.together(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
-        plan = make(example.work, example.load, dtype, ranks, Wish())
+        plan = make(example.work, example.load, dtype, ranks, Preferences())
         fitting = ranks.together(lambda: FittingLoras.of(example, loras))
         if ranks.is_main and preset_of(name) is not None:
             print(f"seqpar: {name} has random weights (preset)", flush=True)
@@ -90,10 +90,10 @@ class Found:
         run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
         return run + self.loras.weights * self.dtype.itemsize
 
-    def job(self, order: PictureOrder, images: Sequence[Picture]) -> Job | Adapted:
+    def job(self, order: ImageRequest, images: Sequence[Picture]) -> Job | Adapted:
         """Return the checked work of an order; ValueError for whatever does not fit."""
         is_classes = self.family.ASKED == "classes"
-        asked = Order(
+        asked = GenerationRequest(
             self.name,
             self.dtype,
             seed=order.seed,
@@ -124,7 +124,7 @@ class Found:
         asked = "a" if files is None else str(min(files.labels, default=0))
 
         def fits(other: tuple[int, int]) -> object:
-            return self.job(PictureOrder("", self.name, asked, size=other), ())
+            return self.job(ImageRequest("", self.name, asked, size=other), ())
 
         return ServedModel(
             self.name,
@@ -166,5 +166,5 @@ def _video_facts(job: Adapted) -> VideoFacts | None:
     check_encoder()
     frames = job.frames
     if frames is None:
-        raise ValueError(f"got {job.order.model}, expected a model whose files tell how many frames it makes")
+        raise ValueError(f"got {job.request.model}, expected a model whose files tell how many frames it makes")
     return VideoFacts(job.fps, frames.usual, frames.unit)

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 from seqpar.mesh.boundary import Reason
-from seqpar.serve.messages import Cancel, Finish, PictureOrder, ToFront, ToRanks, packed, read
+from seqpar.serve.messages import Cancel, Finish, ImageRequest, ToFront, ToRanks, packed, read
 
 ALONE_S = 60.0  # for ranks to end by themselves when the front has gone
 
@@ -27,7 +27,7 @@ class Line:
         self._alone_s = alone_s
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._orders = queue.SimpleQueue[tuple[PictureOrder, float] | Finish]()
+        self._orders = queue.SimpleQueue[tuple[ImageRequest, float] | Finish]()
         self._written = queue.SimpleQueue[ToFront | None]()
         self._cancelled = set[str]()
         self._end = float("inf")  # when the running order is given up
@@ -40,7 +40,7 @@ class Line:
         """Queue a message for the front."""
         self._written.put(message)
 
-    def next(self, seconds: float) -> PictureOrder | Finish | None:
+    def next(self, seconds: float) -> ImageRequest | Finish | None:
         """Return the next order, or None after some seconds without one. Its deadline counts from its arrival."""
         try:
             found = self._orders.get(timeout=seconds)
@@ -74,7 +74,7 @@ class Line:
                 if isinstance(message, Cancel):
                     self._cancelled.add(message.id)
                 else:
-                    self._orders.put((message, time.monotonic()) if isinstance(message, PictureOrder) else message)
+                    self._orders.put((message, time.monotonic()) if isinstance(message, ImageRequest) else message)
         self._gone.set()
         self._orders.put(Finish())
         time.sleep(self._alone_s)  # a process that ends takes this thread with it

@@ -31,10 +31,10 @@ from seqpar.serve.messages import (
     Alive,
     Failed,
     Finish,
+    ImageRequest,
     Made,
     MadeVideo,
     Partial,
-    PictureOrder,
     Ready,
     Step,
     ToFront,
@@ -125,26 +125,26 @@ def checked(
     return [replace(each, room=(memory - other) / GIB) for each, other in zip(found, others, strict=True)]
 
 
-def _run_unseen(served: Served, images: Sequence[Picture], order: PictureOrder) -> None:
+def _run_unseen(served: Served, images: Sequence[Picture], order: ImageRequest) -> None:
     """Make what an order asks for on every rank; nobody is told of it."""
     model, boundary = served.models[order.model], StepBoundary(served.mesh, lambda: None)
     estimates = _estimates(served, order, images, boundary, lambda message: None)
     model.make(order, OrderRun(images, boundary, estimates=estimates))
 
 
-def _next(served: Served, idle_s: float) -> PictureOrder | None:
+def _next(served: Served, idle_s: float) -> ImageRequest | None:
     """Return the next order on every rank; None when the ranks are to finish."""
     while True:
         mine = None if served.line is None else served.line.next(idle_s)
-        found: PictureOrder | Finish | None = served.mesh.share(mine, PictureOrder | Finish | None)
-        if isinstance(found, PictureOrder):
+        found: ImageRequest | Finish | None = served.mesh.share(mine, ImageRequest | Finish | None)
+        if isinstance(found, ImageRequest):
             return found
         if isinstance(found, Finish):
             return None
         served.tell(Alive(_memory(served.mesh)))
 
 
-def _answer(served: Served, order: PictureOrder) -> None:
+def _answer(served: Served, order: ImageRequest) -> None:
     """Make the picture of an order and send it, or the reason why there is none."""
     served.running[:] = [order.id]
     try:
@@ -158,7 +158,7 @@ def _answer(served: Served, order: PictureOrder) -> None:
         served.line.forget(order.id)
 
 
-def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
+def _made(served: Served, order: ImageRequest) -> Made | MadeVideo:
     """Return the picture or the video of an order, on every rank."""
     model = served.models.get(order.model)
     if model is None:
@@ -178,7 +178,7 @@ def _made(served: Served, order: PictureOrder) -> Made | MadeVideo:
 
 def _estimates(
     served: Served,
-    order: PictureOrder,
+    order: ImageRequest,
     images: Sequence[Picture],
     boundary: StepBoundary,
     tell: Callable[[Partial], None],
@@ -186,7 +186,7 @@ def _estimates(
     """Return which estimates of its latents an order needs; every rank must call this at the same time."""
     model = served.models[order.model]
 
-    def small(other: PictureOrder, asked: Estimates) -> Image.Image:
+    def small(other: ImageRequest, asked: Estimates) -> Image.Image:
         begun = images if model.facts.needs_picture else ()
         picture = model.make(other, OrderRun(begun, boundary, estimates=asked)).picture
         if picture is None:
@@ -196,7 +196,7 @@ def _estimates(
     return served.previews.estimates(order, model.facts, small, tell)
 
 
-def _video(served: Served, order: PictureOrder, result: OrderResult, clock: Clock) -> MadeVideo:
+def _video(served: Served, order: ImageRequest, result: OrderResult, clock: Clock) -> MadeVideo:
     """Return a video as a file, on every rank; only rank 0 writes it.
 
     Its frames would be too long for one message, and the front need not hold them: GPUs wait for the encoder meanwhile.

@@ -17,7 +17,7 @@ from seqpar.pipelines.load import placed
 from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import to_pil
 from seqpar.planner.plan import settled
-from seqpar.serve.messages import PictureOrder, ServedModel
+from seqpar.serve.messages import ImageRequest, ServedModel
 from seqpar.serve.ranks.found import Found
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 from seqpar.serve.ranks.scheduled import watched
@@ -75,7 +75,7 @@ class Resident(Protocol):
 
     facts: ServedModel
 
-    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
+    def make(self, order: ImageRequest, run: OrderRun) -> OrderResult:
         """Return what an order asks for, on every rank; every rank must call this alike.
 
         Raises ValueError for an order that does not fit, and FloatingPointError for numbers that are not finite.
@@ -105,7 +105,7 @@ class OwnModel:
         self._pipeline = example.pipeline.load(**example.loading, plan=found.plan)
         self.facts = found.facts(example.pixels)
 
-    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
+    def make(self, order: ImageRequest, run: OrderRun) -> OrderResult:
         """See `Resident`."""
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
@@ -143,7 +143,7 @@ class DiffusersModel:
         self._scheduler = pipe.scheduler
         self.facts = found.facts(usual_size(example))
 
-    def make(self, order: PictureOrder, run: OrderRun) -> OrderResult:
+    def make(self, order: ImageRequest, run: OrderRun) -> OrderResult:
         """See `Resident`."""
         job: Any = self._mesh.together(lambda: self._found.job(order, run.images))
         if self._loras is None and order.loras:

@@ -6,10 +6,10 @@ from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.images import Picture, shared
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import ImageRequest
 
 
-def pictures_of(order: PictureOrder, mesh: Mesh) -> tuple[Picture, ...]:
+def pictures_of(order: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
     """Return the pictures of an order on every rank; rank 0 reads the file with their pixels.
 
     Raises the same ValueError on all ranks for a file that is shorter than the pictures' sizes say.

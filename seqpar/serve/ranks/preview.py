@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.serve.messages import Partial, PictureOrder, ServedModel
+from seqpar.serve.messages import ImageRequest, Partial, ServedModel
 
 Look = Callable[[int, Tensor, tuple[int, int] | None], None]
 STEPS = 8  # of a run for the fit: pictures are as good as finished then
@@ -138,9 +138,9 @@ class Previews:
 
     def estimates(
         self,
-        order: PictureOrder,
+        order: ImageRequest,
         facts: ServedModel,
-        make: Callable[[PictureOrder, Estimates], Image.Image],
+        make: Callable[[ImageRequest, Estimates], Image.Image],
         tell: Callable[[Partial], None],
     ) -> Estimates:
         """Return which estimates an order needs; every rank must call this at the same time.
@@ -171,12 +171,12 @@ class Previews:
             size = pixels or (small.height * scale, small.width * scale)
             tell(Partial(id, number, small.height, small.width, small.tobytes(), size))
 
-    def _fit(self, facts: ServedModel, make: Callable[[PictureOrder, Estimates], Image.Image]) -> PreviewMap:
+    def _fit(self, facts: ServedModel, make: Callable[[ImageRequest, Estimates], Image.Image]) -> PreviewMap:
         """Return the map of a model, by short runs of it."""
         pairs, last = list[tuple[Tensor, Image.Image]](), list[Tensor]()
         asked = Estimates(lambda count: {count - 1}, lambda number, latents, pixels: last.append(latents))
         for seed, prompt in enumerate(_prompts(facts)):
-            picture = make(PictureOrder("", facts.name, prompt, seed, steps=STEPS), asked)
+            picture = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), asked)
             pairs.append((last.pop(), picture))
         colours = self._mesh.together(lambda: fitted(pairs))
         if self._mesh.is_main:

@@ -9,7 +9,7 @@ from math import log2, sqrt
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load, predict
-from seqpar.serve.messages import PictureOrder
+from seqpar.serve.messages import ImageRequest
 
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
 LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
@@ -17,7 +17,7 @@ LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, a
 SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
 
 
-def check_step(order: PictureOrder, plan: Plan, load: Load, room: float | None) -> None:
+def check_step(order: ImageRequest, plan: Plan, load: Load, room: float | None) -> None:
     """Raise ValueError for an order of which one step is predicted to take longer than the whole order may, or to need
     more than `room` GiB on a rank.
 

@@ -10,24 +10,24 @@ import time
 from collections.abc import Callable, Sequence
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.serve.messages import PictureOrder, size_of
+from seqpar.serve.messages import ImageRequest, size_of
 from seqpar.serve.ranks.found import Found
 
 OWN = "auto"
 STEPS = 4  # a call is captured when it comes for the second time
 
 
-def warming(found: Sequence[Found], sizes: Sequence[str]) -> dict[str, list[PictureOrder]]:
+def warming(found: Sequence[Found], sizes: Sequence[str]) -> dict[str, list[ImageRequest]]:
     """Return model -> orders of the sizes that it takes, before any weight is read.
 
     sizes: WIDTHxHEIGHT in pixels, or "auto" for the size of each model. Raises ValueError for one that no model takes.
     """
-    orders: dict[str, list[PictureOrder]] = {each.name: [] for each in found}
+    orders: dict[str, list[ImageRequest]] = {each.name: [] for each in found}
     for text in dict.fromkeys(sizes):
         size, reasons = _parsed(text), list[str]()
         for each in found:
             shown = 0 if each.video else 1  # a partial picture, so that their map is fitted, too
-            order = PictureOrder("", each.name, each.prompt, steps=STEPS, size=size, partial_images=shown)
+            order = ImageRequest("", each.name, each.prompt, steps=STEPS, size=size, partial_images=shown)
             try:
                 each.job(order, each.begun)
                 orders[each.name].append(order)
@@ -46,7 +46,7 @@ def _parsed(text: str) -> tuple[int, int] | None:
     return size
 
 
-def warm(mesh: Mesh, orders: Sequence[PictureOrder], make: Callable[[PictureOrder], object]) -> None:
+def warm(mesh: Mesh, orders: Sequence[ImageRequest], make: Callable[[ImageRequest], object]) -> None:
     """Make what the orders ask for, on every rank; rank 0 prints the seconds of each. make: makes that of one."""
     for order in orders:
         start = time.perf_counter()

@@ -19,8 +19,8 @@ from torch import Tensor
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.loop import draw_noise
 from seqpar.pipelines import own_loop as timed_
-from seqpar.pipelines.order import Order
 from seqpar.pipelines.own_loop import Files, FromTexts, Job, drawn_in
+from seqpar.pipelines.request import GenerationRequest
 from seqpar.types.guidance import Guidance
 
 ASKED = "prompts"
@@ -56,21 +56,21 @@ class Pipeline(FromTexts):
         return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
 
 
-def check(order: Order, model: Path | Blueprint) -> Job:
-    """Return the job that an order describes."""
-    order.needs_prompts()
-    files, prompts = Files(locate(model)), order.pictures
+def check(request: GenerationRequest, model: Path | Blueprint) -> Job:
+    """Return the job that a request describes."""
+    request.needs_prompts()
+    files, prompts = Files(locate(model)), request.pictures
     scheduler = DDIMScheduler(clip_sample=False)
-    timed_.timed(scheduler, order.steps)
+    timed_.timed(scheduler, request.steps)
     return Job.of(
         Pipeline,
         files,
-        order,
-        order.free_guidance(3.0),
+        request,
+        request.free_guidance(3.0),
         scheduler,
         prompts,
         loading={"prompts": prompts},
         settings={"prompts": prompts},
         captions=prompts,
-        named={"prompts": order.prompts},
+        named={"prompts": request.prompts},
     )

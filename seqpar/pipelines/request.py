@@ -1,4 +1,4 @@
-"""`Order`: a request, before it is checked."""
+"""`GenerationRequest`: a request, before it is checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_LORA = "expected none: it is for folders of diffusers pipelines that make pic
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerationRequest:
     """The pictures that are asked for; None and () leave a choice to the family.
 
     size: (height, width) in pixels. repeat: pictures of each class or prompt. guidance: scale of classifier-free

@@ -22,8 +22,10 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
     quicken()
 
-# under nohup SIGHUP is ignored, also by processes that tests start
+# nohup ignores SIGHUP, a shell's background job SIGINT and SIGQUIT, and processes that tests start inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from seqpar.cli.args import Args
-from seqpar.cli.exits import stoppable
 from seqpar.cli.job import outputs, parse_size, scales
 from seqpar.cli.profiling import profiled
+from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import Bar, Progress, chosen, layout, listed, measured
 from seqpar.loading.encoders import at_first_call, forget_encoders
 from seqpar.loading.parts import transformers_of

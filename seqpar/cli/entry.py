@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from seqpar import __version__
-from seqpar.cli.exits import Ends, leaves, take
+from seqpar.cli.interrupted import Ends, leaves, take
 from seqpar.cli.quick_exit import quick_exit
 
 SERVE = "serve"

@@ -18,181 +18,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
-from seqpar.cli.args import Args, ProfileArgs
+from seqpar.cli.interrupted import AGENT, REPORTS, Stopped, ends_when_stopped, leaves
 from seqpar.mesh import mesh as meshes
-from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.errors import is_failure
-from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.processes import MEETING
 from seqpar.mesh.watch import is_lost
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-REPORTS = "SEQPAR_REPORTS"  # environment of a rank: a pipe to the process that started it, and prints for it
-AGENT = "TORCHELASTIC_RUN_ID"  # environment of a rank that torchrun's agent has started
-Leave = Callable[[int], NoReturn]
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal tells this process to end. number: the signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-class Noted:
-    """A handler of signals after which the main thread ends by itself as soon as it can."""
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, or raise `Stopped`."""
-        raise NotImplementedError
-
-
-class Ends(Noted):
-    """A handler that raises `Stopped`, or leaves at once where nothing has to be removed (`at_once`).
-
-    Only the first signal raises, because a second one would interrupt the removal of files.
-    """
-
-    def __init__(self, leave: Leave, at_once: bool = False) -> None:
-        self.at_once, self._leave, self._raised = at_once, leave, False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise `Stopped`, or leave."""
-        if self.at_once:
-            self._leave(number)
-        if not self._raised:
-            self._raised = True
-            raise Stopped(number)
-
-
-def leaves() -> Leave:
-    """Return what exits with 128 + n after signal n; one process of a job says "stopped": rank 0, or the starter.
-
-    torchrun's agent ends ranks by SIGTERM when another one has failed, and has a report of its own.
-    """
-    speaks = REPORTS not in os.environ and os.environ.get("RANK", "0") == "0"
-    by_agent = AGENT in os.environ
-
-    def leave(number: int) -> NoReturn:
-        try:
-            if speaks and not (by_agent and number == signal.SIGTERM):
-                os.write(2, b"stopped\n")  # print may be what the signal has interrupted
-        finally:  # also where nobody reads the output any more
-            os._exit(128 + number)
-
-    return leave
-
-
-@contextmanager
-def handled(handler: Noted, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Let a handler take signals in this context; see `take`."""
-    before = take(handler, numbers)
-    try:
-        yield
-    finally:
-        for number, each in before.items():
-            signal.signal(number, each)
-
-
-def take(handler: Noted, numbers: Sequence[signal.Signals] = SIGNALS) -> dict[signal.Signals, Any]:
-    """Let a handler take signals; return their handlers before.
-
-    An ignored signal stays ignored, as by `nohup`; one that others handle is left to them, as to torchrun's agent while
-    it ends its ranks.
-    """
-    before: dict[signal.Signals, Any] = {}
-    for number in numbers:
-        each = signal.getsignal(number)
-        if each in (signal.SIG_DFL, signal.default_int_handler) or isinstance(each, Noted):
-            before[number] = signal.signal(number, handler)
-    return before
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Leave at once after a signal in this context: what is imported may take `Stopped` for an error of its own."""
-    ends = {each for number in SIGNALS if isinstance(each := signal.getsignal(number), Ends)}
-    for each in ends:
-        each.at_once = True
-    try:
-        yield
-    finally:
-        for each in ends:
-            each.at_once = False
-
-
-@contextmanager
-def ends_when_stopped(leave: Leave, grace_s: float) -> Iterator[None]:
-    """Raise `Stopped` in the main thread after a signal in this context; call `leave` in a thread after `grace_s`.
-
-    In this time the main thread may end by itself, and remove unfinished files.
-    """
-    receive, send = os.pipe()
-    os.set_blocking(send, False)
-
-    def watch() -> None:
-        while number := os.read(receive, 1):
-            if isinstance(signal.getsignal(number[0]), Noted):
-                time.sleep(grace_s)
-                leave(number[0])
-        os.close(receive)
-
-    threading.Thread(target=watch, daemon=True, name="seqpar-interrupted").start()
-    before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
-    try:
-        with handled(Ends(leave)):
-            yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(send)
-
-
-NOTED = (signal.SIGINT, signal.SIGHUP)
-
-
-class Stop(Noted):
-    """A handler that notes a signal. number: the last one that has come; SIGINT if another rank got one."""
-
-    def __init__(self) -> None:
-        self.number, self._asked = int(signal.SIGINT), False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal."""
-        self.number, self._asked = number, True
-
-    def wants(self) -> Reason | None:
-        """Return why this rank wants the run to end."""
-        return "cancelled" if self._asked else None
-
-
-@contextmanager
-def stoppable(args: Args, mesh: Mesh) -> Iterator[Callable[[], None]]:
-    """Yield the boundary that every rank passes between steps and parts; `Stopped` on all if one got a signal.
-
-    A signal that something else handles stays with that. A profile has no boundary, which would be measured, too.
-    """
-    if isinstance(args, ProfileArgs):
-        yield lambda: None
-        return
-    stop = Stop()
-    try:
-        with handled(stop, NOTED):
-            yield StepBoundary(mesh, stop.wants)
-    except CancelledError:
-        raise Stopped(stop.number) from None
-    if stop.wants():  # after the last boundary
-        raise Stopped(stop.number)
-
 
 Kind = Literal["mistake", "failure", "bug", "lost"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to print its message

@@ -22,7 +22,8 @@ from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
-from seqpar.pipelines.images import Picture, pictures_of_rank_0, read
+from seqpar.pipelines.image_files import Picture, read
+from seqpar.pipelines.images import pictures_of_rank_0
 from seqpar.pipelines.own_loop import Job, planned
 from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.request import GenerationRequest

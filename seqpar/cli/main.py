@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import tyro
 
 from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ProfileArgs, ReplicaArgs
-from seqpar.cli.exits import at_once, guarded
+from seqpar.cli.exits import guarded
+from seqpar.cli.interrupted import at_once
 from seqpar.cli.quick_exit import quick_exit
 from seqpar.cli.ranks import start, wanted
 from seqpar.types.flags import parsed

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from seqpar.cli import job as decoding
 from seqpar.cli.args import Args
-from seqpar.cli.exits import stoppable
 from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, preferences_of
 from seqpar.cli.profiling import OnStep, check_profile, profiled
+from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
 from seqpar.loop.loop import digest
 from seqpar.mesh import exact

@@ -12,7 +12,7 @@ from PIL import Image
 
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.request import FOR_CLASSES, GenerationRequest
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it

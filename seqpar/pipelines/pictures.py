@@ -12,56 +12,20 @@ import secrets
 import shutil
 import signal
 import stat
-import struct
 import tempfile
 import threading
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo, putchunk
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from seqpar.mesh.mesh import Mesh
-
-STRIP, MOST = 32, 16  # rows of a strip at least, and strips at most
-EIGHT_BITS_RGB = bytes((8, 2, 0, 0, 0))  # bits of a value, kind of pixels, and the only methods that PNG has
-HEADER = b"\x78\x01"  # of a zlib stream with a window of 32 kB, deflated fast
-
-
-def write(image: Image.Image, file: IO[bytes], info: PngInfo) -> None:
-    """Write an RGB picture as a lossless PNG. info: texts, which are written before the pixels."""
-    strips = max(1, min(MOST, image.height // STRIP))
-    bounds = pairwise(image.height * index // strips for index in range(strips + 1))
-    with ThreadPoolExecutor(strips) as pool:  # Pillow's encoder and zlib compute without Python's lock
-        parts = [*pool.map(lambda strip: _deflated(image, *strip), bounds)]
-    check = 1
-    for rows, _ in parts:
-        check = zlib.adler32(rows, check)
-    file.write(b"\x89PNG\r\n\x1a\n")
-    putchunk(file, b"IHDR", struct.pack(">II", *image.size), EIGHT_BITS_RGB)
-    for kind, data, *_ in info.chunks:
-        putchunk(file, kind, data)
-    putchunk(file, b"IDAT", HEADER, *(deflated for _, deflated in parts), check.to_bytes(4, "big"))
-    putchunk(file, b"IEND")
-
-
-def _deflated(image: Image.Image, first: int, end: int) -> tuple[bytes, bytes]:
-    """Return rows `first` to `end`, filtered, and the same deflated; only the picture's last strip ends the stream."""
-    above = min(first, 1)
-    part = image.crop((0, first - above, image.width, end))
-    stored = part.tobytes("zip", "RGB", False, 0, zlib.Z_DEFAULT_STRATEGY, b"")  # a zlib stream without compression
-    rows = zlib.decompress(stored)[above * (1 + 3 * image.width) :]
-    deflate = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
-    return rows, deflate.compress(rows) + deflate.flush(zlib.Z_FINISH if end == image.height else zlib.Z_SYNC_FLUSH)
-
 
 SHOWN = 128  # pixels; smaller pictures are enlarged so that they can be seen
 GAP = 8
@@ -128,11 +92,8 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
 
 
 def write_png(image: Image.Image, file: IO[bytes], info: PngInfo | None = None) -> None:
-    """Write a lossless PNG in a fraction of the time of Pillow's defaults, at about the same size. info: texts."""
-    if image.mode == "RGB":
-        write(image, file, info or PngInfo())
-    else:
-        image.save(file, "png", pnginfo=info, compress_level=1)
+    """Write a lossless PNG. info: texts."""
+    image.save(file, "png", pnginfo=info, compress_level=1)  # the defaults take four times as long
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from seqpar.loading.lora import Lora
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.types.guidance import Guidance
 
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"

@@ -18,7 +18,7 @@ from PIL import Image
 
 from seqpar.cli.args import Args
 from seqpar.pipelines.arguments import FPS, arguments_of, check_flags, frame_rate, shown_image, sides, taking_images
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.request import GenerationRequest
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.cli.test_sample import parameters

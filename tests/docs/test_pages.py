@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-import seqpar.families
+from seqpar.families._find import families
 from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
-from seqpar.types.plugins import plugins
 from tests.support import benchmarks_page, strategy_pictures
 from tests.support.pages import COMMAND, ROOT
 from tests.support.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
@@ -145,5 +144,7 @@ def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> Non
     assert len(text.splitlines()) <= 130
     rows = re.findall(r"^\| .+ \| (yes|no) \| \[.+\]\(docs/(\S+)\) \|$", text, re.MULTILINE)
     fused = {Path(path).stem.replace("-", "_") for answer, path in rows if answer == "yes"}
-    assert fused - {"unidiffuser", "README"} == plugins(seqpar.families).keys() - {"ltx2"}  # on the page of ltx
+    assert fused - {"unidiffuser", "README"} == {file.__name__.split(".")[-1] for file in families().values()} - {
+        "ltx2"
+    }  # on the page of ltx
     assert {path for answer, path in rows if answer == "no"} == {"adapter.md#which-transformers"}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from seqpar.pipelines import images as _image_files
-from seqpar.pipelines.images import FORMATS, read
+from seqpar.pipelines import image_files as _image_files
+from seqpar.pipelines.image_files import FORMATS, read
 
 NOISE = torch.randint(256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
 

@@ -87,11 +87,14 @@ async def serving(connections: Connections) -> AsyncIterator[tuple[App, Server, 
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """Return what the server sends until it closes the connection."""
+    """Return what the server sends until it closes the connection, by a reset, too."""
+    received = b""
     try:
-        return await reader.read()
+        while part := await reader.read(4096):
+            received += part
     except ConnectionResetError:
-        return b""
+        pass
+    return received
 
 
 def test_accepted_connections_send_at_once_and_give_up_on_clients_that_do_not_read() -> None:

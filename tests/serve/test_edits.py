@@ -20,7 +20,7 @@ import openai
 import pytest
 from PIL import Image
 
-from seqpar.pipelines.images import digest
+from seqpar.pipelines.image_files import digest
 from seqpar.serve.front import jobs, pictures
 from seqpar.serve.front.errors import ProblemError
 from seqpar.serve.front.jobs import Queue, Wanted

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpar.pipelines.images import digest
+from seqpar.pipelines.image_files import digest
 from seqpar.serve.messages import Failed, ImageRequest, InputImage, Made, MadeVideo, VideoFacts
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, replica

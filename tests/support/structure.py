@@ -1,36 +1,24 @@
-"""How the code is built, read by `ast`: `tests/test_structure.py` compares it with `LIMITS`."""
+"""The structure of the code, read with `ast`."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from tests.support.walk import ROOT
 
-GLOSSARY = ROOT / "docs" / "glossary.md"
 CODE = ("seqpar", "launch")
-LIMITS = {"calls": 10, "parameters": 9, "lines of a function": 60, "kept from the formatter": 0}
+CALLS = 10  # from the entry of a driver to a kernel
 ROOMS = {
     "strategy": "attention",
     "transport": "transports",
     "local attention": "local",
     "kernel": "kernels",
     "model": "loop/models",
-    "family": "pipelines",
+    "family": "families",
 }
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function of the code: its place, its number of lines, and its number of parameters without self."""
-
-    place: str
-    lines: int
-    parameters: int
-    kernel: bool
 
 
 @cache
@@ -84,37 +72,6 @@ def registers(room: str) -> list[str]:
     return list(lists)
 
 
-def functions() -> Iterator[Function]:
-    """Yield all functions and methods below seqpar/ and launch/."""
-    for path in files(*CODE):
-        yield from _functions(parsed(path), relative(path), "")
-
-
-def _functions(node: ast.AST, file: str, prefix: str) -> Iterator[Function]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield _function(child, f"{file} {prefix}{child.name}", "/kernels/" in file)
-        name = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
-        yield from _functions(child, file, name)
-
-
-def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, place: str, kernel: bool) -> Function:
-    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
-    jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    return Function(place, (node.end_lineno or 0) - node.lineno + 1, count, kernel and jitted)
-
-
-def longest() -> Function:
-    """The function with the most lines outside seqpar/kernels/: kernels and their launches have an argument a line."""
-    return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.lines, f.place))
-
-
-def widest() -> Function:
-    """Return the function with the most parameters outside seqpar/kernels/."""
-    return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.parameters, f.place))
-
-
 def shared_names() -> dict[str, list[str]]:
     """Return the names of public classes in seqpar/ that are defined more than once, with their files.
 
@@ -125,15 +82,9 @@ def shared_names() -> dict[str, list[str]]:
         for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(relative(path))
-    rooms = tuple(f"seqpar/{room}/" for room in ROOMS.values())
+    rooms = tuple(f"seqpar/{room}/" for room in (*ROOMS.values(), "pipelines"))
     return {
         name: where
         for name, where in places.items()
         if len(where) > 1 and len({place for place in where if not place.startswith(rooms)}) > 0
     }
-
-
-def unformatted() -> int:
-    """Return the number of statements that are excluded from formatting."""
-    mark = "# fmt:" + " skip"
-    return sum(path.read_text(encoding="utf-8").count(mark) for path in files(*CODE, "tests", "examples"))

@@ -25,8 +25,7 @@ from typing import Any, Literal, TypeVar
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines import pictures as _png
-from seqpar.pipelines.images import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
+from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
 from seqpar.serve.front import log
 from seqpar.serve.messages import InputImage
 
@@ -164,7 +163,7 @@ def encoded(
         info = PngInfo()
         info.add_text("seqpar", json.dumps(about))
         info.add_text("Software", "seqpar")
-        _png.write(image, file, info)
+        image.save(file, "png", pnginfo=info, compress_level=1)
     else:
         image.save(file, how.kind, quality=how.quality)
     return file.getvalue()

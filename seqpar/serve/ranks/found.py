@@ -19,7 +19,7 @@ from seqpar.pipelines import diffusers as adapted
 from seqpar.pipelines.arguments import class_of_pictures, needs_picture
 from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.find import family_of
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder

@@ -23,7 +23,7 @@ from seqpar.loading.lora import Lora, remarks
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.videos import digest, encoded
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (

@@ -12,7 +12,7 @@ from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.images import Picture
+from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.load import placed
 from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import to_pil

@@ -5,7 +5,8 @@ from __future__ import annotations
 from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.images import Picture, shared
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.images import shared
 from seqpar.serve.messages import ImageRequest
 
 

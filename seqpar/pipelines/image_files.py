@@ -1,0 +1,105 @@
+"""Decodes the pictures that a run begins with: checked by their headers first, and bounded. This file imports no torch.
+
+A server decodes what its clients send by the same function, in a process without a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads others with warnings alone, or starts a program for them
+DEEP = ("I", "F")  # how Pillow's names of modes begin whose values are not of 8 bits
+MOST_PIXELS = 1 << 26
+DEPTH = 24  # the byte of a PNG that says the bits of a value: Pillow cuts colours of 16 bits to 8 without a word
+# what Pillow raises for a broken file
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a run begins with. name: that of its file. image: its pixels, as red, green and blue."""
+
+    name: str
+    image: Image.Image
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        return self.image.height, self.image.width
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what the metadata of a result says of it; the digest is 16 hex digits over its pixels."""
+        return {"file": self.name, "size": f"{self.size[0]}x{self.size[1]}", "pixels": digest(self.image.tobytes())}
+
+
+def digest(pixels: bytes) -> str:
+    """Return 16 hex digits over the pixels of a picture."""
+    return hashlib.sha256(pixels).hexdigest()[:16]
+
+
+def read(name: str) -> Picture:
+    """Return the picture in a file; ValueError for a file that cannot be read, and as `decoded`."""
+    what = f"--image {name}"
+    if Path(name).is_fifo():  # reading one would wait for who writes it
+        raise ValueError(f"got {what}, which is a pipe, expected a file")
+    try:
+        with open(name, "rb") as file:
+            return Picture(name, decoded(what, file))
+    except OSError as error:
+        raise ValueError(f"got {what}, which cannot be read: {error.strerror}; name a picture") from error
+
+
+def decoded(what: str, file: IO[bytes]) -> Image.Image:
+    """Return the picture in an open file, turned as its camera says; of several in one file the first.
+
+    What is transparent becomes white. Raises ValueError for what is no picture, broken, too large or of more than
+    8 bits a value. what: names it in the message.
+    """
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            reason = _why_not(file, image)
+            if reason is None:
+                # turned first: a picture that is put on white has no metadata
+                return _on_white(ImageOps.exif_transpose(image)).convert("RGB")
+    except UnidentifiedImageError as error:
+        expected = f"expected a picture as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise ValueError(f"got {what}, which is none, {expected}") from error
+    except BROKEN as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, which Pillow's own have not
+            raise
+        raise ValueError(f"got {what}, which is broken: {error}; save it again from its source") from error
+    raise ValueError(f"got {what} {reason}")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return a picture without transparency, under which any colours may lie that nobody sees."""
+    if not image.has_transparency_data:
+        return image
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def _why_not(file: IO[bytes], image: Image.Image) -> str | None:
+    """Return why a picture is not taken, before its pixels are read, or None."""
+    if image.width * image.height > MOST_PIXELS:
+        size = f"{image.height}x{image.width} pixels (height x width)"
+        return f"of {size}, expected at most {MOST_PIXELS} pixels; make it smaller"
+    if image.mode == "P" and image.palette is None:
+        return "without the palette (PLTE) of its pixels; save it again from its source"
+    deep = image.mode.startswith(DEEP)
+    if image.format == "PNG":
+        place = file.tell()
+        file.seek(0)
+        deep |= file.read(DEPTH + 1)[-1] > 8
+        file.seek(place)
+    return "of more than 8 bits a value, expected 8; convert it" if deep else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.cli.exits import Ends, leaves, take
+from seqpar.cli.interrupted import Ends, leaves, take
 
 if __name__ == "__main__":
     take(Ends(leaves(), at_once=True))  # imports take seconds

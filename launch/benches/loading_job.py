@@ -44,7 +44,7 @@ def main(way: str, model: str, folder: Path) -> None:
 
 def _timed(load: Callable[[Path], Any], folder: Path, mesh: Mesh) -> tuple[Any, float]:
     """Return a pipeline and the seconds from when all ranks are here until its weights lie on the device."""
-    mesh.together(lambda: None)
+    mesh.on_all_ranks(lambda: None)
     start = time.perf_counter()
     pipe = load(folder)
     if mesh.device.type == "cuda":

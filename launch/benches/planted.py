@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from seqpar.mesh import inputs as together_
+from seqpar.mesh import inputs
 
 PLANTED = "SEQPAR_PLANTED"  # environment of the job: a `Plant` as JSON
 What = Literal["nothing", "mark", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
@@ -149,18 +149,18 @@ def _plant_in_arenas(plant: Plant) -> None:
     """Let the fault happen in the rank whose memory exists, but which has not told the others so."""
     from seqpar.transports.peer import arena
 
-    told, meet = together_.together, arena._Rendezvous.meet
+    collect, meet = inputs.collect_on_axis, arena._Rendezvous.meet
 
-    def together(axis: Any, value: Any, kind: Any) -> Any:
+    def collect_on_axis(axis: Any, value: Any, kind: Any) -> Any:
         if isinstance(value, tuple):  # where its memory is, and why that fails
             happen(plant)
-        return told(axis, value, kind)
+        return collect(axis, value, kind)
 
     def met(*arguments: Any) -> Any:
         happen(plant)
         return meet(*arguments)
 
-    arena.together = together
+    arena.collect_on_axis = collect_on_axis
     setattr(arena._Rendezvous, "meet", met)  # noqa: B010 (its parameters do not matter here)
 
 

@@ -70,7 +70,7 @@ class Ready:
 def main(args: Profiles) -> None:
     """Profile all models; rank 0 writes the files and prints ms and losses."""
     mesh = Mesh.joined()
-    mesh.together(lambda: check(args))
+    mesh.on_all_ranks(lambda: check(args))
     numbers, texts, short = dict[str, Any](), list[str](), list[str]()
     for name in args.model:
         with (released if name in RELEASED else ours)(args, name, mesh) as ready, tempfile.TemporaryDirectory() as made:

@@ -156,7 +156,7 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")
-    meshes.last_words(lambda error: _tell(rank, pipe, meshes.LostRankError(error), LAST_GRACE_S))
+    meshes.on_fatal(lambda error: _tell(rank, pipe, meshes.LostRankError(error), LAST_GRACE_S))
     with ends_when_stopped(leave, interrupted_s):
         try:
             try:

@@ -84,7 +84,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know. OSError (no space
     left) if the files of the run do not fit on rank 0's disk.
     """
-    mesh.together(lambda: check_flags(args))
+    mesh.on_all_ranks(lambda: check_flags(args))
     pictures = pictures_of_rank_0(args.image, mesh)
     path = None
     if mesh.world.size > 1:
@@ -92,7 +92,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
         why = mesh.share(why, str | None)
         if why is not None:
             raise ValueError(why)
-    job = mesh.together(lambda: check(args, mesh, path, pictures))
+    job = mesh.on_all_ranks(lambda: check(args, mesh, path, pictures))
     if args.dry_run is None:
         check_room(outputs(args, job)[-1], _disk_bytes(args, job), mesh)
     return job

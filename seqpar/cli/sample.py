@@ -34,10 +34,10 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
     args = named(args)
     job = checked(args, ranks)
     if args.dry_run is not None:
-        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks, hosts, explained)), str))
+        _say(ranks, ranks.share(ranks.on_all_ranks(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
     plan = make(job.work, job.load, job.dtype, ranks, preferences_of(args))
-    ranks.together(lambda: (check_profile(args, job, ranks), decoding.check_decoding(job, ranks)))
+    ranks.on_all_ranks(lambda: (check_profile(args, job, ranks), decoding.check_decoding(job, ranks)))
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted
 

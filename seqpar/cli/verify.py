@@ -35,7 +35,7 @@ def run_fidelity(args: FidelityArgs) -> None:
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
-    job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
+    job, dtypes = ranks.on_all_ranks(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
     wish, mesh_of, counts = (
         preferences_of(_as_sample(args)),
         meshes(ranks),
@@ -93,7 +93,7 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
 def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
     """Return the model in a data type on this rank alone, and the request of the run that is compared."""
     alone = Mesh.single(ranks.device)
-    dit = ranks.together(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
+    dit = ranks.on_all_ranks(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
     pipeline: Any = job.pipeline(dit, job.loading["files"], None)  # without a decoder: only latents are compared
     return dit.model, pipeline.request(**job.settings)
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Tokens
 from seqpar.mesh.watch import drain
@@ -75,7 +75,7 @@ class Kept(Generic[T]):
         Not one after the other, because calls that are CUDA graphs are captured again after each change.
         """
         in_use = [bool(kind.users) for kind in self._kinds.values()]
-        anywhere = [any(uses) for uses in zip(*together(self._axis, in_use, list[bool]), strict=True)]
+        anywhere = [any(uses) for uses in zip(*collect_on_axis(self._axis, in_use, list[bool]), strict=True)]
         idle = [kind for kind, used in zip(self._kinds, anywhere, strict=True) if not used]
         for kind in idle[: max(len(self._kinds) + 1 - self._most, len(idle) // 2)]:
             self._kinds.pop(kind).moves.release()

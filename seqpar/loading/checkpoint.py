@@ -194,7 +194,7 @@ def check_types(
 
 
 @contextmanager
-def named(checkpoint: Checkpoint) -> Iterator[None]:
+def checkpoint_context(checkpoint: Checkpoint) -> Iterator[None]:
     """Give errors about what is in a checkpoint its name, where they do not say it."""
     try:
         yield

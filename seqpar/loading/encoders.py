@@ -2,7 +2,7 @@
 
 A stub is of the encoder's class and has its config, dtype and device, so that every pipeline's own code goes on. Its
 `forward` and `generate` return what rank 0's return: tensors by a broadcast, and how they lie in an output of
-transformers as a letter. Caches of generation stay with rank 0; results have None in their place on all ranks.
+transformers as a message. Caches of generation stay with rank 0; results have None in their place on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, check_keys, find_checkpoint, open_checkpoint
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loading.names import errors_only
 from seqpar.loading.parts import parts_of, read_json, transformers_of
@@ -158,18 +158,18 @@ def begin_encoders(
     folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, reader: Reader, what: str
 ) -> Begun:
     """Begin to read the encoders of a folder, on rank 0. Every rank must call this at the same time."""
-    kinds, ends = mesh.together(lambda: _kinds(folder, index)), dict[str, Callable[[], Any]]()
+    kinds, ends = mesh.on_all_ranks(lambda: _kinds(folder, index)), dict[str, Callable[[], Any]]()
     agree(mesh, {"the encoders of the folder": [*kinds]})
 
     def begin() -> int:
         size = 0
-        with naming(what):
+        with context(what):
             for name, kind in kinds.items():
                 ends[name], own = begin_encoder(kind, folder / name, dtype, reader)
                 size += own
         return size
 
-    return Begun(kinds, mesh.of_rank_0(begin, int), ends, what)
+    return Begun(kinds, mesh.on_rank_0(begin, int), ends, what)
 
 
 def load_encoders(pipeline: Any, folder: Path, begun: Begun, mesh: Mesh) -> dict[str, SharedEncoder]:
@@ -181,11 +181,11 @@ def load_encoders(pipeline: Any, folder: Path, begun: Begun, mesh: Mesh) -> dict
     encoders, likes = _of_rank_0(begun, mesh)
 
     def configs() -> dict[str, Any]:
-        with naming(begun.what):
+        with context(begun.what):
             return {name: kind.config_class.from_pretrained(folder / name) for name, kind in begun.kinds.items()}
 
     shared = dict[str, SharedEncoder]()
-    for name, config in mesh.together(configs).items():
+    for name, config in mesh.on_all_ranks(configs).items():
         if layer := layer_named(pipeline, likes[name][1]):
             encoders.pop(name, None)
             if mesh.is_main and mesh.world.size > 1:
@@ -200,13 +200,13 @@ def _of_rank_0(begun: Begun, mesh: Mesh) -> tuple[dict[str, Any], dict[str, tupl
     encoders = dict[str, Any]()
 
     def load() -> dict[str, tuple[torch.dtype, list[str]]]:
-        with naming(begun.what):
+        with context(begun.what):
             while begun.ends:
                 name = next(iter(begun.ends))
                 encoders[name] = begun.ends.pop(name)()  # what ends it holds its tensors, and goes
         return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
 
-    likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
+    likes = mesh.on_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
     return encoders, likes
 
 

@@ -36,7 +36,7 @@ DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS")  # in errors of a GPU's 
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
+def context(what: str) -> Iterator[None]:
     """Raise ValueError, with `what` before the reason, where diffusers or transformers fail on the files of a model."""
     try:
         yield
@@ -47,7 +47,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_loop(what: str, split: bool) -> Iterator[None]:
+def loop_context(what: str, split: bool) -> Iterator[None]:
     """Raise ValueError, with `what` and the line that fails, where diffusers fails in a pipeline's own loop.
 
     Errors that come from this package stay as they are; what the pipeline's own check of its arguments refuses is the

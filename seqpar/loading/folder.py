@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from seqpar.loading.checkpoint import Checkpoint, check_keys, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.encoders import open_encoder
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.layout import open_model
 from seqpar.loading.names import Preset, errors_only, importing_pipelines, no_bars
 from seqpar.loading.parts import INDEX, NAMES, check_numbers, part_of, parts_of, read_json, read_scheduler
@@ -149,7 +149,7 @@ def check_parts(
         _check_asks_nothing(folder / name, library, kind)
         if name == "scheduler":
             config = read_scheduler(folder / name)
-            with naming(f"got {folder / name}, which describes no {kind}"):
+            with context(f"got {folder / name}, which describes no {kind}"):
                 getattr(diffusers, kind).from_config(config)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             found = check_model(folder / name, library, kind)
@@ -262,7 +262,7 @@ def _compared(folder: Path, kind: Any, checkpoint: Checkpoint) -> tuple[Any, Map
     Raises ValueError, before transformers is given the header, for a config that describes far more than it holds.
     """
     file, held = folder / "config.json", sum(map(math.prod, checkpoint.shapes.values()))
-    with naming(f"got {file}, which describes no {kind.__name__}"), _quiet():
+    with context(f"got {file}, which describes no {kind.__name__}"), _quiet():
         config = kind.config_class.from_pretrained(folder)
         with torch.device("meta"), BoundedModules(checkpoint):
             described = sum(parameter.numel() for parameter in kind(config).parameters())
@@ -272,7 +272,7 @@ def _compared(folder: Path, kind: Any, checkpoint: Checkpoint) -> tuple[Any, Map
         key: torch.empty(shape, dtype=checkpoint.dtypes[key], device="meta") for key, shape in checkpoint.shapes.items()
     }
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": {"": "meta"}}
-    with naming(f"{checkpoint.name} does not fit a {kind.__name__}"), _quiet():
+    with context(f"{checkpoint.name} does not fit a {kind.__name__}"), _quiet():
         return kind.from_pretrained(None, config=config, state_dict=header, **options)
 
 
@@ -327,7 +327,7 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     file: where the config was read, for the message.
     """
     what = f"got {file}, which describes no {kind.__name__}"
-    with naming(what), torch.device("meta"), BoundedModules(checkpoint):
+    with context(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
     fitted = Fitted(checkpoint, model)
     ignored = re.compile("|".join(kind._keys_to_ignore_on_load_unexpected or ("$^",)))
@@ -349,7 +349,7 @@ def built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
     """Return a model of diffusers without memory for its weights; ValueError if its config describes none."""
     if kind is None:
         raise ValueError(f"got {what} with a part of a class that diffusers {diffusers.__version__} does not have")
-    with naming(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
+    with context(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
         return kind.from_config(dict(config))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 from seqpar.loading.deadline import within
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.names import LORAS
 from seqpar.loading.random import WithoutValues
 
@@ -127,7 +127,7 @@ def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = F
             number += 1
             placed, (model_kind, config) = replace(lora, transformer=part if len(models) > 1 else None), models[part]
             own = _of_part(state, part)
-            with naming(_unfit(lora, model_kind)), torch.device("meta"), WithoutValues():
+            with context(_unfit(lora, model_kind)), torch.device("meta"), WithoutValues():
                 model = model_kind.from_config(config)
                 with _listening():
                     model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
@@ -215,7 +215,7 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
     for number, lora in enumerate(loras, 1):
         file = {"pretrained_model_name_or_path_or_dict": str(lora.path.parent), "weight_name": lora.path.name}
         name, model, state = _name(number), getattr(pipe, lora.part), _state(type(pipe), lora)
-        with naming(_unfit(lora, type(pipe))), _listening():
+        with context(_unfit(lora, type(pipe))), _listening():
             if lora.part == TRANSFORMER:
                 pipe.load_lora_weights(**file, adapter_name=name, use_safetensors=True)
             else:  # as diffusers does with load_into_transformer_2=True, for keys that name the transformer, too
@@ -236,7 +236,7 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
 def _state(kind: Any, lora: Lora) -> dict[str, Tensor]:
     """Return the tensors of a file under diffusers' keys; ValueError where diffusers would leave one out."""
     what = f"got --lora {lora.path}, which {kind.__name__} cannot read"
-    with naming(what), _listening() as records:
+    with context(what), _listening() as records:
         state = within(
             CONVERSION_S,
             lambda: kind.lora_state_dict(str(lora.path.parent), weight_name=lora.path.name, use_safetensors=True),

@@ -25,7 +25,7 @@ from seqpar.loading import lora as _lora
 from seqpar.loading import vae as vae_keys
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint
 from seqpar.loading.encoders import Begun, begin_encoders, encode_first, load_encoders, name_encoders, no_collection
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.folder import Fitted
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loading.names import no_bars
@@ -77,7 +77,7 @@ def load_pipeline(
     texts. Raises the same ValueError on every rank if a part does not load.
     """
     team = Team.of(mesh)
-    remarks = mesh.together(lambda: _lora.remarks(folder.loras))
+    remarks = mesh.on_all_ranks(lambda: _lora.remarks(folder.loras))
     if mesh.is_main:
         print(*(f"seqpar: {remark}\n" for remark in remarks), sep="", end="", flush=True)
     with no_collection(), Reader(mesh.device, team.size) as reader:
@@ -85,19 +85,19 @@ def load_pipeline(
         weights = _weights(folder, dtype, mesh)
         late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
         coming = _coming(weights, weights.keys() - late, mesh, reader, team, begun.size)
-        models = mesh.together(lambda: _empty(weights, dtype, folder, look))  # while weights come
+        models = mesh.on_all_ranks(lambda: _empty(weights, dtype, folder, look))  # while weights come
         encoders = load_encoders(folder.kind, folder.path, begun, mesh)
         if late and not encoders:
             coming |= _coming(weights, late, mesh, reader, team, 0)
             late = set[str]()
         _end(weights, models, coming, mesh)
-        pipe = mesh.together(lambda: _whole(folder, dtype, models, encoders, late, mesh.device))
+        pipe = mesh.on_all_ranks(lambda: _whole(folder, dtype, models, encoders, late, mesh.device))
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
     if late:
         with no_collection(), Reader(mesh.device, team.size) as reader:
             _end(weights, models, _coming(weights, late, mesh, reader, team, 0), mesh)
-    mesh.together(lambda: _finish(pipe, folder, models.keys(), encoders, mesh.device))
+    mesh.on_all_ranks(lambda: _finish(pipe, folder, models.keys(), encoders, mesh.device))
     return pipe
 
 
@@ -126,7 +126,7 @@ def _empty(
     look: called with each transformer, while the files are read.
     """
     models = dict[str, Any]()
-    with naming(folder.fails):
+    with context(folder.fails):
         for name, each in weights.items():
             models[name] = without_weights(each.kind, each.folder, dtype)
             if name.startswith("transformer"):
@@ -152,7 +152,7 @@ def _whole(
         put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
     for encoder in encoders.values():
         encoder.meets = False
-    with naming(folder.fails):
+    with context(folder.fails):
         own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
         own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
         pipe = folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
@@ -175,7 +175,7 @@ def _coming(
             taken = coming[name].taken
         return coming
 
-    coming = mesh.together(begun)
+    coming = mesh.on_all_ranks(begun)
     reader.start()
     return coming
 
@@ -187,7 +187,7 @@ def _end(weights: Mapping[str, Weights], models: Mapping[str, Any], coming: Mapp
 
 def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, reader: Reader) -> Begun:
     """Begin to read the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
-    if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
+    if not mesh.on_all_ranks(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
         return begin_encoders(folder.path, folder.index, dtype, mesh, reader, folder.fails)
     if mesh.is_main and mesh.world.size > 1:
         print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
@@ -217,13 +217,13 @@ def _weights(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weight
             raise ValueError(f"got {folder.path} without {each}, which rank 0 has; give all hosts the same files")
         return {name: Weights.of(kinds[name], folder.path / name, folder.fitted[name], dtype) for name in wanted}
 
-    told = mesh.of_rank_0(reasons, dict[str, str | None])
+    told = mesh.on_rank_0(reasons, dict[str, str | None])
     wanted = [name for name, reason in told.items() if reason is None]
     for name, reason in told.items():
         if reason is not None and mesh.is_main and mesh.world.size > 1:
             part = folder.file if name in single else folder.path / name
             print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-    return mesh.together(together)
+    return mesh.on_all_ranks(together)
 
 
 def why_not(kind: Any, folder: Path, fitted: Fitted | None) -> str | None:

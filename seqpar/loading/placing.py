@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from seqpar.loading.checkpoint import Checkpoint, check
 from seqpar.loading.keys import KeyMap, Source
-from seqpar.loading.reading import SMALL, Reader, told
+from seqpar.loading.reading import SMALL, Reader, tensor_context
 from seqpar.mesh.mesh import Axis, Mesh, finish
 
 
@@ -71,7 +71,7 @@ def load(
             check(model, checkpoint, keys)
             return begin(like, checkpoint, keys, reader, team)
 
-        placing = begun() if mesh is None else mesh.together(begun)
+        placing = begun() if mesh is None else mesh.on_all_ranks(begun)
         reader.start()
         placing.finish(model, mesh)
 
@@ -102,7 +102,7 @@ class Placing:
         """
         for name, tensor in self.others.items():
             put(model, name, tensor)
-        mine = self._read() if mesh is None else mesh.together(self._read)
+        mine = self._read() if mesh is None else mesh.on_all_ranks(self._read)
         every = {**mine, **self.others}
         for reader in range(self.team.size):
             _give([every[name] for name, rank in self.readers.items() if rank == reader], self.team, reader)
@@ -141,7 +141,7 @@ def begin(
     own = {key: torch.empty(0, dtype=_wider(checkpoint, *pair.keys), device="meta") for key, pair in pairs.items()}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)
-    with told(checkpoint, ["its weights"]), torch.inference_mode(False):  # weights outlive the caller's mode
+    with tensor_context(checkpoint, ["its weights"]), torch.inference_mode(False):  # weights outlive the caller's mode
         rest = [name for name, rank in readers.items() if rank != team.rank]
         others = {name: torch.empty_like(like[name], device=reader.device) for name in rest}
     total = [

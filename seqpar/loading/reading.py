@@ -72,7 +72,11 @@ class Reader:
         """
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if on_gpu else nullcontext()  # the thread's
-        with told(checkpoint, ["its weights"]), torch.inference_mode(False), stream:  # weights outlive a caller's mode
+        with (
+            tensor_context(checkpoint, ["its weights"]),
+            torch.inference_mode(False),
+            stream,
+        ):  # weights outlive the mode
             memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
         return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 
@@ -93,14 +97,14 @@ class Reader:
         if self._stopping.is_set():
             raise CancelledError
         found, extremes = dict[str, Tensor](), dict[str, tuple[Tensor, Tensor]]()
-        with told(checkpoint, ["its weights"]), _emptied_by_errors(found, memory):
+        with tensor_context(checkpoint, ["its weights"]), _emptied_by_errors(found, memory):
             if self._native is None:
                 self._native = _native(self.device, self._threads)
             with _Requests(checkpoint, self.device, self._native, memory) as requests:
                 requests.read_small([key for name in names for key in keys.sources[name].keys])
                 for name, parts in self._parts(requests, keys, names):
                     source = keys.sources[name]
-                    with told(checkpoint, source.keys):
+                    with tensor_context(checkpoint, source.keys):
                         found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
@@ -177,7 +181,7 @@ class _Requests:
 
     def ask(self, key: str) -> _Request:
         """Ask for one tensor, in the dtype of the file."""
-        with told(self._checkpoint, [key]):
+        with tensor_context(self._checkpoint, [key]):
             small = self._small.pop(key, None)  # whoever asks for it again gets another one
             if small is not None:
                 return _Request(key, small)
@@ -290,8 +294,8 @@ def _emptied_by_errors(*tensors: dict[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def told(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[None]:
-    """Turn errors of reading and combining into ValueError, which `Mesh.together` raises on every rank."""
+def tensor_context(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[None]:
+    """Turn errors of reading and combining into ValueError, which `Mesh.on_all_ranks` raises on every rank."""
     try:
         yield
     except (SafetensorError, RuntimeError, IndexError) as error:

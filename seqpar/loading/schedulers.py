@@ -19,7 +19,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.parts import check_scheduler
 
 
@@ -276,7 +276,7 @@ def build(config: Mapping[str, Any], name: str | None = None, model: Any = None)
     if chosen not in known:
         raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
     kind = getattr(diffusers, chosen)
-    with naming(f"got scheduler {chosen!r}, which cannot be built"):
+    with context(f"got scheduler {chosen!r}, which cannot be built"):
         scheduler = kind.from_config(
             config, **_variance_settings(config, chosen, model), **_flow_settings(config, name)
         )
@@ -379,7 +379,7 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
         named = {key: value for key, value in config.items() if value is not None}
         few, many = named.get("base_image_seq_len", 256), named.get("max_image_seq_len", 4096)
         low, high = named.get("base_shift", 0.5), named.get("max_shift", 1.15)
-        with naming(f"got scheduler {name!r}, whose sigmas cannot be shifted"):
+        with context(f"got scheduler {name!r}, whose sigmas cannot be shifted"):
             slope = (high - low) / (many - few)
             timing["mu"] = tokens * slope + (low - slope * few)
     return timing

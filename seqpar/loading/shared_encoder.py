@@ -1,6 +1,6 @@
 """One encoder that all ranks call together: rank 0 alone computes, and gives its results to stubs on other ranks.
 
-Results are tensors, sent by a broadcast, and how they lie in an output of transformers, sent as a letter. Caches of
+Results are tensors, sent by a broadcast, and how they lie in an output of transformers, sent as a message. Caches of
 generation stay with rank 0; results have None in their place on all ranks. Results can also be kept, so that a stub on
 every rank gives them again after the encoder has gone.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.mesh.errors import WHO
 from seqpar.mesh.inputs import CALL, agree, broadcast
 from seqpar.mesh.mesh import Mesh
@@ -184,7 +184,7 @@ class SharedEncoder:
             finally:
                 self._computes = False
 
-        result = self._mesh.of_rank_0(work, Result)
+        result = self._mesh.on_rank_0(work, Result)
         if not self._mesh.is_main:
             tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in result.shapes()]
         everyones = broadcast(self._mesh, {str(number): x for number, x in enumerate(tensors)})
@@ -215,4 +215,4 @@ def failing(name: str) -> Any:
 
     name: that of the pipeline's part.
     """
-    return naming(f"got a {name} that fails on a prompt")
+    return context(f"got a {name} that fails on a prompt")

@@ -17,7 +17,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from seqpar.loading.checkpoint import Checkpoint, named, open_checkpoint
+from seqpar.loading.checkpoint import Checkpoint, checkpoint_context, open_checkpoint
 from seqpar.loading.keys import count_layers, shape_of
 from seqpar.loading.parts import read_json
 
@@ -72,7 +72,7 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
     source, folder = _transformer(checkpoint), config_folder(path)
     if folder is None and not all(key in source for key in FLUX):
         return None
-    with named(checkpoint):
+    with checkpoint_context(checkpoint):
         config = flux_config(source, checkpoint.shapes) if folder is None else read_json(folder / "config.json")
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES  # takes long, and few files need it
 

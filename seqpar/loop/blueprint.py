@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import seqpar.loop.models
-from seqpar.loading.checkpoint import Checkpoint, check, from_state_dict, named
+from seqpar.loading.checkpoint import Checkpoint, check, checkpoint_context, from_state_dict
 from seqpar.loading.keys import KeyMap
 from seqpar.loading.layout import open_model
 from seqpar.loading.names import preset_of, resolve
@@ -104,7 +104,7 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
     if config is None:  # an original file: what is known beside it
         description = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
     for module in _modules():
-        with named(checkpoint):
+        with checkpoint_context(checkpoint):
             recognised = module.recognise(checkpoint.shapes, description)
         if recognised is not None:
             own, keys = recognised[0], module.KEY_MAPS[recognised[1]](recognised[0])

@@ -229,7 +229,7 @@ class DistributedDiT(nn.Module):
         plan: Plan | None = None,
     ) -> None:
         preferences = Preferences(strategy=strategy, local=local, transport=transport)
-        own, preferences = _ranks_of(mesh, plan).together(lambda: _checked(mesh, preferences, plan))
+        own, preferences = _ranks_of(mesh, plan).on_all_ranks(lambda: _checked(mesh, preferences, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
@@ -264,8 +264,8 @@ class DistributedDiT(nn.Module):
         loaded, if something does not fit.
         """
         ranks, preferences = _ranks_of(mesh, plan), Preferences(strategy=strategy, local=local, transport=transport)
-        own, preferences = ranks.together(lambda: _checked(mesh, preferences, plan, path, dtype))
-        blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
+        own, preferences = ranks.on_all_ranks(lambda: _checked(mesh, preferences, plan, path, dtype))
+        blueprint = path if isinstance(path, Blueprint) else ranks.on_all_ranks(lambda: locate(path, heads))
         plan = (
             plan_of(blueprint.config, blueprint.meta(), dtype, own, preferences)
             if plan is None

@@ -422,7 +422,7 @@ class Sampler:
         request = Request(scheduler, noise, prompt, **settings)
         check_request(self.dit, request, on_step)
         if self._shown:
-            self.dit.mesh.together(lambda: check_clean(scheduler))
+            self.dit.mesh.on_all_ranks(lambda: check_clean(scheduler))
         agreed = course(rank_0s(self.dit.mesh, request), self._decided)
         run, captured = self._ready(agreed), self._graph and why_not_captured(self.dit, agreed.decision) is None
         for index in range(len(agreed.timesteps_S)):

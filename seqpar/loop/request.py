@@ -43,7 +43,7 @@ def check_settings(dit: DistributedDiT, settings: Mapping[str, Any]) -> None:
             near = get_close_matches(name, known, 1)
             raise ValueError(f"got {name}=, expected {f'{near[0]}=' if near else ', '.join(known)}")
 
-    dit.mesh.together(check)
+    dit.mesh.on_all_ranks(check)
 
 
 def check_request(dit: DistributedDiT, request: Request, on_step: object = print) -> None:
@@ -51,7 +51,7 @@ def check_request(dit: DistributedDiT, request: Request, on_step: object = print
 
     Values of the prompt are checked on rank 0, because other ranks use its values.
     """
-    dit.mesh.together(lambda: _check(dit, request, on_step))
+    dit.mesh.on_all_ranks(lambda: _check(dit, request, on_step))
 
 
 def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:

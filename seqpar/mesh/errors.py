@@ -19,70 +19,70 @@ import torch.distributed as dist
 
 from seqpar.mesh.watch import LostRankError
 
-HEAD = 8  # bytes that hold a letter's length
-SMALL = 16376  # bytes of a letter that travels in the same exchange as its length
-LONGEST = 1 << 26  # bytes; no rank makes room for a longer letter, whatever its head says
-VALUE, MISTAKE = b"v", b"m"  # the first byte of a letter: what follows is the value, or why there is none
+HEAD = 8  # bytes of a message's length
+SMALL = 16376  # messages up to this many bytes are sent in the same exchange as their length
+LONGEST = 1 << 26  # bytes; longer messages are rejected before allocation
+VALUE, MISTAKE = b"v", b"m"  # the first byte of a message: a value follows, or the reason why there is none
 WHO = "another process took the place of a rank (docs/reliability.md), or ranks run different versions"
 
 
-def written(value: object, kind: Any) -> bytes:
-    """Return a letter with a value; one with the reason if the value is not of the kind, which ends all ranks alike.
+def encode(value: object, kind: Any) -> bytes:
+    """Return the message for a value; the reason instead if the value is not of the kind, which raises on all ranks.
 
-    kind: a type that msgspec knows (https://jcristharif.com/msgspec/supported-types.html), or torch.dtype.
+    kind: a type that msgspec supports (https://jcristharif.com/msgspec/supported-types.html), or torch.dtype.
     """
     decoder = _decoder(kind)
     try:
-        letter = VALUE + msgspec.msgpack.encode(value, enc_hook=_plain)
-        decoder.decode(letter[1:])
+        message = VALUE + msgspec.msgpack.encode(value, enc_hook=_plain)
+        decoder.decode(message[1:])
     except (TypeError, ValueError, OverflowError) as error:
-        return MISTAKE + f"got a value to share that is no {_name(kind)}: {error}".encode()
-    if len(letter) > LONGEST:
-        return MISTAKE + f"got {len(letter)} bytes to share, expected at most {LONGEST}; give fewer or shorter".encode()
-    return letter
+        return MISTAKE + f"cannot share a value as {_name(kind)}: {error}".encode()
+    if len(message) > LONGEST:
+        return MISTAKE + f"cannot share {len(message)} bytes (maximum {LONGEST})".encode()
+    return message
 
 
-def read(letter: bytes, kind: Any, sender: int, what: str) -> Any:
-    """Return the value of a letter. Raises LostRankError if it is none, and the ValueError that its sender wrote.
+def decode(message: bytes, kind: Any, sender: int, what: str) -> Any:
+    """Return the value of a message; raises LostRankError if it is malformed, and the ValueError of its sender.
 
-    sender: a rank. what: is being exchanged, for the message.
+    what: the exchange, for the error.
     """
     try:
-        if letter[:1] == VALUE:
-            return _decoder(kind).decode(letter[1:])
-        if letter[:1] != MISTAKE:
+        if message[:1] == VALUE:
+            return _decoder(kind).decode(message[1:])
+        if message[:1] != MISTAKE:
             raise ValueError("unknown first byte")
-        mistake = letter[1:].decode()
-    except (ValueError, RecursionError) as error:  # the latter by deep nesting in a field that the type has not
-        raise _strange(sender, what, f"no {_name(kind)} ({error})") from error
+        mistake = message[1:].decode()
+    except (ValueError, RecursionError) as error:  # the latter for deep nesting in a field that the type does not have
+        raise _malformed(sender, what, f"not a {_name(kind)} ({error})") from error
     raise ValueError(mistake)
 
 
-def sealed(letter: bytes, room: int) -> torch.Tensor:
-    """Return a letter's length and as much of it as there is room for, with zeros behind it, as a tensor of bytes.
+def padded(message: bytes, size: int) -> torch.Tensor:
+    """Return the message's length and its first `size` bytes, zero-padded: a tensor of `HEAD` + `size` bytes.
 
-    Tensors of one size travel in one exchange, which costs the same for one byte as for 16 kB.
+    Ranks exchange tensors of one size; 16 kB cost the same as one byte.
     """
-    text = len(letter).to_bytes(HEAD, "little") + letter[:room].ljust(room, b"\0")
+    text = len(message).to_bytes(HEAD, "little") + message[:size].ljust(size, b"\0")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def length(sealed_letter: torch.Tensor, sender: int, what: str) -> int:
-    """Return the length that a sealed letter states; LostRankError if it is longer than any letter."""
-    stated = int.from_bytes(_bytes(sealed_letter[:HEAD]), "little")
+def length(padded_message: torch.Tensor, sender: int, what: str) -> int:
+    """Return the length of the message; raises LostRankError above `LONGEST`, before anything is allocated."""
+    stated = int.from_bytes(_bytes(padded_message[:HEAD]), "little")
     if stated > LONGEST:
-        raise _strange(sender, what, f"{stated} bytes, more than {LONGEST}")
+        raise _malformed(sender, what, f"{stated} bytes, maximum {LONGEST}")
     return stated
 
 
-def opened(sealed_letters: Sequence[torch.Tensor] | torch.Tensor, kind: Any, what: str) -> list[Any]:
-    """Return the values of the sealed letters of all ranks, from rank 0 on; see `read`."""
-    texts = [_bytes(each[HEAD : HEAD + length(each, rank, what)]) for rank, each in enumerate(sealed_letters)]
-    return [read(text, kind, rank, what) for rank, text in enumerate(texts)]
+def decode_all(padded_messages: Sequence[torch.Tensor] | torch.Tensor, kind: Any, what: str) -> list[Any]:
+    """Return the values of the messages of all ranks, in rank order."""
+    texts = [_bytes(x[HEAD : HEAD + length(x, rank, what)]) for rank, x in enumerate(padded_messages)]
+    return [decode(text, kind, rank, what) for rank, text in enumerate(texts)]
 
 
-def _strange(sender: int, what: str, got: str) -> LostRankError:
-    return LostRankError(f"got a letter of rank {sender} ({what}) that is {got}, expected one of its own; {WHO}")
+def _malformed(sender: int, what: str, reason: str) -> LostRankError:
+    return LostRankError(f"malformed message from rank {sender} ({what}): {reason}; {WHO}")
 
 
 def _bytes(x: torch.Tensor) -> bytes:
@@ -91,25 +91,24 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, strict=True, dec_hook=_special)
+    return msgspec.msgpack.Decoder(kind, strict=True, dec_hook=_to_dtype)
 
 
 def _plain(value: object) -> object:
-    """Return what stands for a value that MessagePack does not know: a dtype by its name, numbers of numpy."""
+    """Encode values that MessagePack does not know: a dtype by its name, numpy's numbers as Python's."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(f"{type(value).__name__} is no kind of value that ranks share")
+    raise TypeError(f"{type(value).__name__} is not supported")
 
 
-def _special(kind: type, value: object) -> object:
-    """Return the value of a kind that MessagePack does not know."""
+def _to_dtype(kind: type, value: object) -> object:
     dtype = getattr(torch, value, None) if isinstance(value, str) else None
     if kind is not torch.dtype or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{value!r} is no {_name(kind)}")
+        raise ValueError(f"{value!r} is not a {_name(kind)}")
     return dtype
 
 

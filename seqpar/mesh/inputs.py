@@ -23,7 +23,7 @@ from seqpar.mesh.watch import LostRankError
 T = TypeVar("T")
 
 
-def together(axis: Axis, value: T, kind: Any) -> list[T]:
+def collect_on_axis(axis: Axis, value: T, kind: Any) -> list[T]:
     """Return a small value of every rank of the axis, in order; see `collected`. No rank returns before all called."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return collected(axis, here, value, kind, f"axis {axis.name}, memory that its ranks share")
@@ -104,7 +104,7 @@ def streams_of_rank_0(mesh: Mesh, work: Callable[[], Mapping[str, Tensor]]) -> d
         tensors.update(work())
         return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
-    kinds = mesh.of_rank_0(forms, dict[str, tuple[tuple[int, ...], torch.dtype]])
+    kinds = mesh.on_rank_0(forms, dict[str, tuple[tuple[int, ...], torch.dtype]])
     if not mesh.is_main:
         tensors.update({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()})
     return {name: x.cpu() for name, x in broadcast(mesh, tensors).items()}

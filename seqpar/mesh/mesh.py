@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh import errors as letters
+from seqpar.mesh import errors as messages
 from seqpar.mesh.errors import SharedError
 from seqpar.mesh.processes import close as close
 from seqpar.mesh.processes import group_timeout, join, watch
-from seqpar.mesh.processes import last_words as last_words
+from seqpar.mesh.processes import on_fatal as on_fatal
 from seqpar.mesh.watch import Deadlines, LostRankError, Watch
 
 T = TypeVar("T")
@@ -159,18 +159,18 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
     def share(self, value: T, kind: Any) -> T:
-        """Return rank 0's value on every rank. kind: its type, see `letters`; tensors go by `inputs.broadcast`.
+        """Return rank 0's value on every rank. kind: its type, see `messages`; tensors go by `inputs.broadcast`.
 
         Raises the same ValueError on every rank if the value is not of the kind, and LostRankError for what no rank
         can have sent.
         """
         if self.world.size == 1:
             return value
-        letter = letters.written(value, kind) if self.is_main else b""
-        sealed = self._broadcast(letters.sealed(letter, letters.SMALL))
-        if (longer := letters.length(sealed, 0, SHARED)) > letters.SMALL:
-            sealed = self._broadcast(letters.sealed(letter, longer))
-        return letters.opened([sealed], kind, SHARED)[0]
+        message = messages.encode(value, kind) if self.is_main else b""
+        sealed = self._broadcast(messages.padded(message, messages.SMALL))
+        if (longer := messages.length(sealed, 0, SHARED)) > messages.SMALL:
+            sealed = self._broadcast(messages.padded(message, longer))
+        return messages.decode_all([sealed], kind, SHARED)[0]
 
     def _broadcast(self, sealed: torch.Tensor) -> torch.Tensor:
         device, group = host(self.world, self.device), self.world.group
@@ -178,10 +178,10 @@ class Mesh:
         finish(self.world, device, lambda wait: dist.broadcast(sealed, 0, group, not wait), SHARED)
         return sealed
 
-    def of_rank_0(self, work: Callable[[], T], kind: Any) -> T:
+    def on_rank_0(self, work: Callable[[], T], kind: Any) -> T:
         """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one error on all.
 
-        It is `together` and `share` in one exchange. kind: the type of the result, see `share`.
+        It is `on_all_ranks` and `share` in one exchange. kind: the type of the result, see `share`.
         """
         result, error, shared = None, None, None
         if self.is_main:
@@ -197,7 +197,7 @@ class Mesh:
             raise shared.error(f"rank 0: {shared.text}" if self.world.size > 1 else None) from error
         return result  # pyright: ignore[reportReturnType]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if it fails on any, raise the same error on all.
 
         Without this, the other ranks would wait for the failed one. Only errors that a user or the system can cause are
@@ -233,12 +233,12 @@ def collected(
     """
     if axis.size == 1:
         return [value]
-    letter = letters.written(value, kind)
-    every = gathered(axis, device, letters.sealed(letter, letters.SMALL), what)
-    longest = max(letters.length(each, rank, what) for rank, each in enumerate(every))
-    if longest > letters.SMALL:
-        every = gathered(axis, device, letters.sealed(letter, longest), what)
-    return letters.opened(every, kind, what)
+    message = messages.encode(value, kind)
+    every = gathered(axis, device, messages.padded(message, messages.SMALL), what)
+    longest = max(messages.length(each, rank, what) for rank, each in enumerate(every))
+    if longest > messages.SMALL:
+        every = gathered(axis, device, messages.padded(message, longest), what)
+    return messages.decode_all(every, kind, what)
 
 
 def host(axis: Axis, device: torch.device) -> torch.device:

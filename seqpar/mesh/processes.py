@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from seqpar.mesh.watch import Deadlines, LostRankError, SignFiles, Watch
+from seqpar.mesh.watch import Deadlines, HeartbeatFiles, LostRankError, Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
 
@@ -77,7 +77,7 @@ class _Watched:
         self.folder: Path | None = None  # private to the ranks of a job that meet in it
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
-        self.last_words: Callable[[str], NoReturn] | None = None
+        self.on_fatal: Callable[[str], NoReturn] | None = None
         atexit.register(self.end)
 
     def current(self) -> Watch:
@@ -87,7 +87,7 @@ class _Watched:
             self.end()
             self.group = group
             self.watch = Watch(dist.get_rank(), Deadlines(), self._store())
-            self.watch.last_words = self.last_words or self.watch.last_words
+            self.watch.on_fatal = self.on_fatal or self.watch.on_fatal
             if group is not None:
                 self.watch.add(group)
         return self.watch
@@ -95,7 +95,7 @@ class _Watched:
     def _store(self) -> Store | None:
         """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
         if self.folder is not None:
-            return SignFiles(self.folder)
+            return HeartbeatFiles(self.folder)
         store: Any = dist.distributed_c10d._get_default_store()
         under = getattr(store, "_underlying_non_prefix_store", store)
         return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
@@ -118,9 +118,9 @@ def watch() -> Watch:
     return _watched().current()
 
 
-def last_words(tell: Callable[[str], NoReturn]) -> None:
+def on_fatal(tell: Callable[[str], NoReturn]) -> None:
     """End this process by `tell`, which gets the error, if a watch cannot wake the main thread from a vain wait."""
-    _watched().last_words = tell
+    _watched().on_fatal = tell
 
 
 def group_timeout() -> timedelta:

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 BEAT_S = 0.5
-KEY = "seqpar/pulse/{}"
+KEY = "seqpar/heartbeat/{}"
 
 
-class SignFiles(Store):
+class HeartbeatFiles(Store):
     """A store of one small file a key, in a folder that only this user can reach; OSError if the folder is gone.
 
     A file is written over in place: a full disk does not silence a rank, whose file has its space already.
@@ -60,11 +60,11 @@ class SignFiles(Store):
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{key.replace('/', '-')}.sign"
+        return self._folder / f"{key.replace('/', '-')}.json"
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """The last sign of a rank. beat: grows while the rank lives; left: whether it has ended by itself.
 
     begun: the number of calls and exchanges that it has begun, by their names. seen_s: when this rank first read this
@@ -81,7 +81,7 @@ class Sign:
         return time.monotonic() - max(self.seen_s, since)
 
 
-class Pulse:
+class Heartbeats:
     """Writes this rank's signs and reads those of others, in a thread that ends with the process.
 
     store: used by this thread alone. patience_s: returns for how many seconds the store may not answer. every: called
@@ -92,10 +92,10 @@ class Pulse:
         self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
         self._begun: dict[str, int] = {}
         self._beat, self._left = 0, False
-        self._signs: dict[int, Sign] = {}
+        self._signs: dict[int, Heartbeat] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
         self.silent_since: float | None = None  # since when the store has not answered
-        self._thread = threading.Thread(target=self._run, daemon=True, name="seqpar-pulse")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="seqpar-heartbeat")
         self._thread.start()
 
     def begin(self, what: str) -> int:
@@ -103,7 +103,7 @@ class Pulse:
         self._begun[what] = count = self._begun.get(what, 0) + 1
         return count
 
-    def read(self, ranks: Collection[int]) -> dict[int, Sign]:
+    def read(self, ranks: Collection[int]) -> dict[int, Heartbeat]:
         """Return the last sign of other ranks, as far as they have given one; RuntimeError or OSError if it is gone."""
         with self._lock:
             for rank in ranks:
@@ -111,7 +111,7 @@ class Pulse:
                 if rank == self._rank or not self._store.check([key]):  # a missing key would be waited for
                     continue
                 try:
-                    sign = msgspec.json.decode(self._store.get(key), type=Sign)
+                    sign = msgspec.json.decode(self._store.get(key), type=Heartbeat)
                 except (ValueError, RecursionError):  # half written, or by a stranger: no sign, the rank may be late
                     continue
                 if sign != self._signs.get(rank):
@@ -144,7 +144,7 @@ class Pulse:
     def _tell(self) -> None:
         with self._lock:
             self._beat += 1
-            sign = Sign(self._beat, self._left, dict(self._begun))
+            sign = Heartbeat(self._beat, self._left, dict(self._begun))
             self._store.set(KEY.format(self._rank), msgspec.json.encode(sign).decode())
 
 
@@ -257,7 +257,7 @@ class Watch:
     """Watches the other ranks of a process group; see the module. rank: this one.
 
     store: where ranks show signs of life, which nothing else uses; None watches by deadlines alone and names ranks
-    only where an exchange knows them. last_words: ends a process whose main thread cannot be woken; it gets the error.
+    only where an exchange knows them. on_fatal: ends a process whose main thread cannot be woken; it gets the error.
     """
 
     def __init__(self, rank: int, deadlines: Deadlines, store: Store | None) -> None:
@@ -265,16 +265,16 @@ class Watch:
         self.failed: str | None = None
         self._groups: tuple[ref[dist.ProcessGroup], ...] = ()  # weak: a destroyed group must not keep its sockets
         self.dropped: dict[str, dist.ProcessGroup] = {}  # by name: groups that wait until all their ranks drop them
-        self.last_words: Callable[[str], NoReturn] = _end
+        self.on_fatal: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
         self._is_first, self._inside = True, False
         self._followers: WeakSet[Follows] = WeakSet()
         self._queueing: tuple[Wait, None] | None = None  # the call that the host queues on the device
         self._queued: deque[tuple[Wait, torch.cuda.Event]] = deque()  # calls that it has queued, until they end
         self._oldest: tuple[object, float] = None, 0.0  # of these calls, and since when it is the oldest
-        self._pulse = None
+        self._heartbeats = None
         if store is not None:
-            self._pulse = Pulse(rank, store, lambda: max(1.0, self.deadlines.later_s), self._look)
+            self._heartbeats = Heartbeats(rank, store, lambda: max(1.0, self.deadlines.later_s), self._look)
 
     @property
     def limit_s(self) -> float:
@@ -294,7 +294,7 @@ class Watch:
         self._inside, self._is_first = True, is_first
         for follower in self._followers:
             follower.limit(self.limit_s)
-        wait, on_device = self._begun(what, ranks, "calls"), device.type == "cuda" and self._pulse is not None
+        wait, on_device = self._begun(what, ranks, "calls"), device.type == "cuda" and self._heartbeats is not None
         # watched from now on, because NCCL's first exchange holds the host up until all ranks have come
         self._queueing = (wait, None) if on_device else None
         try:
@@ -344,15 +344,15 @@ class Watch:
                 raise LostRankError(error)
 
     @contextmanager
-    def named(self, what: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    def context(self, what: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Raise TimeoutError, which names the late ranks, where an exchange times out or loses its connections."""
         with self._explained(self._begun(what, ranks, "exchanges"), time.monotonic()):
             yield
 
     def close(self) -> None:
         """Tell the other ranks that this process leaves the group, and watch no more."""
-        if self._pulse is not None:
-            self._pulse.leave()
+        if self._heartbeats is not None:
+            self._heartbeats.leave()
         self._queued.clear()
         self._groups = ()
         self.dropped.clear()
@@ -360,7 +360,7 @@ class Watch:
     def _begun(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
         """Count that this rank begins something, so that others can see that it has come."""
         key = f"{kind} of {ranks}"
-        count = 0 if self._pulse is None else self._pulse.begin(key)
+        count = 0 if self._heartbeats is None else self._heartbeats.begin(key)
         return Wait(self.rank, what, ranks, key, count, self.limit_s)
 
     @contextmanager
@@ -408,7 +408,7 @@ class Watch:
 
         def end() -> None:
             if not self._raised.wait(GRACE_S):
-                self.last_words(error)
+                self.on_fatal(error)
 
         threading.Thread(target=end, daemon=True).start()
 
@@ -418,7 +418,7 @@ class Watch:
         gone, behind = self._missing(wait, start, wait.limit_s)
         if late := gone or (behind if waited > wait.limit_s and not wait.busy else {}):
             return wait.error(waited, late)
-        silent = None if self._pulse is None else self._pulse.silent_since
+        silent = None if self._heartbeats is None else self._heartbeats.silent_since
         if silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
             return wait.error(waited, {}, "the store of the process group does not answer, either")
         return wait.error(waited, behind, more) if waited > longest else None
@@ -441,12 +441,12 @@ class Watch:
                 behind[rank] = "it lives, but has not begun this call"
         return gone, behind
 
-    def _signs(self, wait: Wait) -> dict[int, Sign]:
+    def _signs(self, wait: Wait) -> dict[int, Heartbeat]:
         """Return the last signs of the other ranks of a wait, as far as they have given one."""
-        if self._pulse is None:
+        if self._heartbeats is None:
             return {}
         try:
-            return self._pulse.read([rank for rank in wait.ranks if rank != self.rank])
+            return self._heartbeats.read([rank for rank in wait.ranks if rank != self.rank])
         except (RuntimeError, OSError):
             return {}  # the store is gone, which `silent_since` tells
 

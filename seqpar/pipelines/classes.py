@@ -169,7 +169,7 @@ class Pipeline(Loaded):
         dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
         if files.source is None or files.vae is None:
             return Pipeline(dit, files, None)
-        vae = dit.mesh.together(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))
+        vae = dit.mesh.on_all_ranks(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))
         return Pipeline(dit, files, vae)
 
     def latents(
@@ -187,7 +187,7 @@ class Pipeline(Loaded):
         mesh, settings = self.dit.mesh, dict[str, Any](asked)
         seed, size, scheduler = settings.pop("seed", 0), settings.pop("size", None), settings.pop("scheduler", None)
         run = settings.get("steps"), settings.get("guidance"), size, seed
-        mesh.together(lambda: check_pictures("classes", classes, *run))
+        mesh.on_all_ranks(lambda: check_pictures("classes", classes, *run))
         kind = tuple[list[str | int], tuple[int, int] | None, int]
         classes, size, seed = mesh.share((list(classes), size, seed), kind)
         asked_of_0 = (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)

@@ -22,7 +22,7 @@ from diffusers.image_processor import VaeImageProcessor
 from seqpar.families._find import is_guided, is_known
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
-from seqpar.loading.errors import naming_loop
+from seqpar.loading.errors import loop_context
 from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder, parts_of_preset
 from seqpar.loading.names import Preset
 from seqpar.loading.parts import read_pipeline
@@ -210,7 +210,7 @@ class Adapted:
         """
         if isinstance(self.source, Preset):
             preset = self.source
-            pipe = mesh.together(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
+            pipe = mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, self.dtype, mesh.device))
         else:
             files = self.files
             folder = Folder(self.source, self.kind, files.index, files.fitted, files.file, self.request.loras)
@@ -292,7 +292,7 @@ class Adapted:
 
     def _call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         name = self.source.name if isinstance(self.source, Preset) else self.source
-        with naming_loop(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
+        with loop_context(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
             return pipe(**arguments, generator=torch.Generator().manual_seed(self.request.seed))
 
     def called(self, device: torch.device) -> dict[str, Any]:

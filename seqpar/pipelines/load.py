@@ -62,7 +62,7 @@ def load(
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         return checked(path_or_id, dtype, loras, vae)
 
-    folder = ranks.together(check)
+    folder = ranks.on_all_ranks(check)
     pipe = load_pipeline(folder, dtype, ranks, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:

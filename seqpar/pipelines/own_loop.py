@@ -350,17 +350,17 @@ def generated(
     model.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(request.model, request.dtype))
-    own, wish = ranks.together(lambda: named_mesh(mesh, Preferences()))
+    ranks.on_all_ranks(lambda: check_loading(request.model, request.dtype))
+    own, wish = ranks.on_all_ranks(lambda: named_mesh(mesh, Preferences()))
     asked: Any = getattr(request, kind)
-    ranks.together(
+    ranks.on_all_ranks(
         lambda: check_pictures(kind, asked, request.steps, guidance() or Guidance(), request.size, request.seed)
     )
     given: Any = {kind: tuple(asked), "model": str(request.model)}
     shared, scale = ranks.share((replace(request, **given), guidance()), tuple[GenerationRequest, Guidance | None])
     if not getattr(shared, kind):
         raise ValueError(f"got no {kind}, expected one a picture")
-    work = ranks.together(lambda: job(shared, scale, shared.model))
+    work = ranks.on_all_ranks(lambda: job(shared, scale, shared.model))
     plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, wish, own)
     with work.pipeline.load(**work.loading, mesh=own, plan=plan) as pipeline:
         return to_pil(pipeline.decode(pipeline.latents(**work.settings)))
@@ -417,7 +417,7 @@ class Loaded:
 
         on_image: see `MeshVAE.pictures`. wish: how pictures are spread in this call; None takes that of `set_vae`.
         """
-        self.dit.mesh.together(lambda: self._check_latents(latents_NCHW, wish))
+        self.dit.mesh.on_all_ranks(lambda: self._check_latents(latents_NCHW, wish))
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.wish if wish is None else wish)
@@ -493,7 +493,7 @@ class FromTexts(Loaded):
             texts.encode(prompts, on_prompt)
             return None if files.source is None else load_vae(files.decoder, dtype, mesh.device)
 
-        vae = mesh.together(read)
+        vae = mesh.on_all_ranks(read)
         model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
         return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
@@ -547,7 +547,7 @@ def placed(
     Every rank must call this at the same time.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    own, names = ranks.together(lambda: named_mesh(mesh, wish or Preferences()))
+    own, names = ranks.on_all_ranks(lambda: named_mesh(mesh, wish or Preferences()))
     if plan is None:
         load = files.smallest(dtype)((own.cfg.size if own is not None else names.axes.get("cfg", 1)) > 1)
         load = replace(load, images=preferred_images(names, ranks))

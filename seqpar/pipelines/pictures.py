@@ -185,7 +185,7 @@ def check_room(path: Path, nbytes: int, mesh: Mesh) -> None:
 
     nbytes: what they take at most.
     """
-    free = mesh.of_rank_0(lambda: shutil.disk_usage(_existing(Path(os.path.realpath(path)))).free, int)
+    free = mesh.on_rank_0(lambda: shutil.disk_usage(_existing(Path(os.path.realpath(path)))).free, int)
     if free < nbytes:
         need = f"{nbytes / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {need}", str(path))

@@ -106,7 +106,7 @@ class Pipeline(FromTexts):
             self.texts.encode(prompts)
             return [*prompts]
 
-        prompts = self.dit.mesh.of_rank_0(encoded, list[str])
+        prompts = self.dit.mesh.on_rank_0(encoded, list[str])
         asked = Asked(len(prompts), steps, guidance, seed, size, eta, scheduler)
         return self.streams(asked, given=self.texts.rows(prompts), on_step=on_step)["image"]
 
@@ -143,7 +143,7 @@ class Pipeline(FromTexts):
         mesh, source = self.dit.mesh, self.files.source
         if source is None:
             raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
-        return mesh.of_rank_0(lambda: captions(source, text_NLC), list[str])
+        return mesh.on_rank_0(lambda: captions(source, text_NLC), list[str])
 
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
         """Return the streams of rank 0's pictures (of one size), for `streams` in mode img2text, on every rank.

@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar.loading import folder as tokenizers_
 from seqpar.loading.checkpoint import Checkpoint, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.encoders import load_encoder
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.folder import check_class, check_files, check_model
 from seqpar.loading.layout import layout_of
 from seqpar.loading.names import importing_pipelines
@@ -41,7 +41,7 @@ def load_encoders(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any, Callable[
     import transformers  # seconds to import, and other models do not need it
 
     tokenizers: Any = transformers.AutoTokenizer
-    with naming(f"got a text encoder in {parts.text_encoder} that does not load"):
+    with context(f"got a text encoder in {parts.text_encoder} that does not load"):
         tokenizer = tokenizers.from_pretrained(parts.clip_tokenizer, trust_remote_code=False)
         encoder = load_encoder(transformers.CLIPTextModel, parts.text_encoder, dtype)
     decoder = caption_decoder(parts)
@@ -116,7 +116,7 @@ def text_encoder(source: Parts | Any, tokens: int, device: torch.device, dtype: 
     def encode(text: str) -> tuple[Tensor, ...]:
         ids = tokenizer(text, padding="max_length", max_length=tokens, truncation=True, return_tensors="pt")
         mask = ids.attention_mask.to(device) if masked else None
-        with naming("got a text encoder that fails on a prompt"):
+        with context("got a text encoder that fails on a prompt"):
             hidden = encoder(ids.input_ids.to(device), attention_mask=mask)[0]
         return (narrower(hidden)[0],)
 
@@ -136,7 +136,7 @@ def _captioner(parts: Parts) -> tuple[Any, Any]:
     tokenizers: Any = transformers.AutoTokenizer
     check_class(parts.decoder, UniDiffuserTextDecoder)
     tokenizers_.check_tokenizer(parts.text_tokenizer)
-    with naming(f"got a caption decoder in {parts.decoder} that does not load"):
+    with context(f"got a caption decoder in {parts.decoder} that does not load"):
         decoder = UniDiffuserTextDecoder.from_pretrained(parts.decoder)
         check_finite(str(parts.decoder), decoder.state_dict())
         return decoder, tokenizers.from_pretrained(parts.text_tokenizer, trust_remote_code=False)
@@ -147,7 +147,7 @@ def _seer(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any]:
     import transformers
 
     check_class(parts.image_encoder, transformers.CLIPVisionModelWithProjection)
-    with naming(f"got an image encoder in {parts.image_encoder} that does not load"):
+    with context(f"got an image encoder in {parts.image_encoder} that does not load"):
         encoder = load_encoder(transformers.CLIPVisionModelWithProjection, parts.image_encoder, dtype)
         with importing_pipelines():
             processor = transformers.CLIPImageProcessor

@@ -35,7 +35,7 @@ from seqpar.types.plugins import plugin, plugins
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
     """Return the caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
     joined = mesh or Mesh.from_env(*plan.sizes.values())
-    joined.together(lambda: plan.check(joined))
+    joined.on_all_ranks(lambda: plan.check(joined))
     return joined
 
 
@@ -111,12 +111,12 @@ def make(
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
-    transport = ranks.together(lambda: choose_transport(preferences.transport, mesh or ranks, mesh is not None))
+    transport = ranks.on_all_ranks(lambda: choose_transport(preferences.transport, mesh or ranks, mesh is not None))
     machine = here(ranks.device, ranks.world.size, transport.name, ranks_of_a_host(ranks))
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
     return ranks.share(
-        ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, preferences, transport)), Plan
+        ranks.on_all_ranks(lambda: _decided(work, load, dtype, ranks.device, machine, preferences, transport)), Plan
     )
 
 

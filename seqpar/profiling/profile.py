@@ -45,7 +45,7 @@ def profile(
     """
     mesh, plans = mesh or Mesh.joined(), list[Plan]() if plan is None else [plan]
     if folder is not None:
-        mesh.together(check_drawable)
+        mesh.on_all_ranks(check_drawable)
     recorder = StepRecorder(mesh, steps)
     with recorder:
         if inspect.signature(call).parameters:
@@ -67,13 +67,13 @@ def finished(
     recorder: StepRecorder, mesh: Mesh, plan: Plan | None, load: Load | None, folder: str | Path | None
 ) -> Profile:
     """Return the profile of a recording that has ended; every rank must call this at the same time."""
-    mesh.together(recorder.check)
+    mesh.on_all_ranks(recorder.check)
     ranks = mesh.collect(told(recorder.trace, recorder.first), RankTrace)
     result, moved = profile_of(ranks, plan, load)
     if folder is not None:
         packed = gzip.compress(msgspec.json.encode(trimmed(recorder.trace, recorder.first)))
         every = mesh.collect(packed, bytes)
-        mesh.together(lambda: write(result, every, moved, Path(folder)) if mesh.is_main else None)
+        mesh.on_all_ranks(lambda: write(result, every, moved, Path(folder)) if mesh.is_main else None)
     return result
 
 

@@ -431,7 +431,7 @@ class Call:
         every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, full])
         ends = any(lacks for _, lacks, _ in every)
         if ends or any(changed for changed, *_ in every):
-            self.mesh.together(lambda: _raised(state))
+            self.mesh.on_all_ranks(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
             if waits:
                 self._refuse_change()
@@ -452,7 +452,7 @@ class Call:
             f"was to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
         )
         try:
-            self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))
+            self.mesh.on_all_ranks(lambda: _raised(ValueError(message) if self.body.version() != version else None))
         except ValueError:
             self._branches.cancel(message)
             raise

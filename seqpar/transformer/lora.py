@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import _processors as processors
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, _fitted, _name, changes_encoders, load
 from seqpar.transformer.foreign import Addition
 
@@ -33,7 +33,7 @@ def check_switched(lora: Lora, kind: Any, models: Models) -> dict[Lora, dict[str
     for number, (placed, model) in enumerate(_fitted((lora,), kind, models, anywhere=True), 1):
         if changes_encoders(kind, (lora,)):
             raise ValueError(f"got --lora {lora.path} that changes a text encoder, expected the transformer alone")
-        with naming(f"got --lora {lora.path}, which cannot be merged"):
+        with context(f"got --lora {lora.path}, which cannot be merged"):
             terms_of(model, _name(number))
         sizes = {path: base_of(layer).weight.numel() for path, layer in layers(model)}  # pyright: ignore
         changed[placed] = {f"{placed.part}.{path}": size for path, size in sizes.items()}

@@ -418,9 +418,9 @@ def parallelize(
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    own, preferences = ranks.together(lambda: choices(mesh, Preferences(**names), native, cfg))
-    modules = ranks.together(lambda: transformers_of(pipe_or_transformer))
-    where = ranks.together(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
+    own, preferences = ranks.on_all_ranks(lambda: choices(mesh, Preferences(**names), native, cfg))
+    modules = ranks.on_all_ranks(lambda: transformers_of(pipe_or_transformer))
+    where = ranks.on_all_ranks(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
     axes = mesh if own is None else own.sizes
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
@@ -578,8 +578,8 @@ def _bodies(
     mesh, bodies = lease.mesh, dict[str, Body]()
     try:
         for name, module in modules.items():
-            mesh.together(lambda module=module, name=name: _checked_vae(module, mesh, cuts[name]))
-        mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
+            mesh.on_all_ranks(lambda module=module, name=name: _checked_vae(module, mesh, cuts[name]))
+        mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
             bodies[name] = Body(module, mesh, plan, cuts[name], native)
     except ValueError:

@@ -1,7 +1,7 @@
 """Checks of what callers of the library pass: each raises `ValueError` with what was got and what is expected.
 
 They look at the caller's own values, before anything is allocated or exchanged. Values that every rank takes from rank
-0 are checked where all ranks learn of the error (`Mesh.together`).
+0 are checked where all ranks learn of the error (`Mesh.on_all_ranks`).
 """
 
 from __future__ import annotations

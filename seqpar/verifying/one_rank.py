@@ -34,7 +34,7 @@ def held(mesh: Mesh, work: Callable[[], T]) -> T:
                 "takes the same path"
             ) from failed
 
-    return mesh.together(tried)
+    return mesh.on_all_ranks(tried)
 
 
 @contextmanager

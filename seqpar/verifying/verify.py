@@ -128,7 +128,7 @@ def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evalu
 
 def _agreed(mesh: Mesh, evaluations: int) -> int:
     """Return rank 0's number of evaluations; the same ValueError on every rank if one passes what is no number."""
-    mesh.together(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
+    mesh.on_all_ranks(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
     return mesh.share(evaluations, int)
 
 

@@ -97,7 +97,7 @@ def test_a_job_is_reached_from_this_machine_alone_and_its_folder_by_nobody(tmp_p
         process, ranks = opened.enter_context(running(tmp_path, temporary))
         doors = {"starter": open_doors([process.pid]), "ranks": open_doors(ranks)}
         (folder,) = (path for path in temporary.iterdir() if path.name.startswith("seqpar-"))
-        files = [folder / name for name in ("store", "seqpar-pulse-0.sign", "seqpar-pulse-1.sign")]
+        files = [folder / name for name in ("store", "seqpar-heartbeat-0.json", "seqpar-heartbeat-1.json")]
         assert all(file.is_file() for file in files), list(folder.iterdir())
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.stat().st_uid == os.getuid()

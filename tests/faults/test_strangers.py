@@ -1,7 +1,7 @@
 """Other processes that reach a job: what they send runs nothing, and the job goes on or ends with one message.
 
 The ranks are forked from a process that has imported torch, with the environment and the store that torchrun's agent
-gives; `test_letters.py` tries each kind of letter, and `tests/cli/test_doors.py` the ranks that `seqpar` starts.
+gives; `test_messages.py` tries each kind of message, and `tests/cli/test_doors.py` the ranks that `seqpar` starts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import guarded
-from seqpar.mesh.errors import SMALL, VALUE, sealed
+from seqpar.mesh.errors import SMALL, VALUE, padded
 from seqpar.mesh.mesh import Mesh, gathered
 from seqpar.mesh.watch import Deadlines
-from tests.mesh.test_letters import Bomb
+from tests.mesh.test_messages import Bomb
 from tests.support.meshes import comes
 from tests.support.pool import PRELOADED
 
@@ -42,20 +42,20 @@ def real(folder: Path, limits: Deadlines = LONG) -> None:
     def work(rank: int) -> None:
         mesh, end = Mesh.joined(CPU, deadlines=limits), time.monotonic() + TALKS_S
         while mesh.share(time.monotonic() < end, bool):
-            mesh.together(lambda: None)
+            mesh.on_all_ranks(lambda: None)
             assert mesh.collect((rank, 0.1, ["x"]), KIND) == [(0, 0.1, ["x"]), (1, 0.1, ["x"])]
         (folder / f"done {rank}").touch()
 
     guarded(work)
 
 
-def impostor(folder: Path, letter: bytes) -> None:
-    """Join as a rank before the real one, and answer the first question with something else than a letter."""
+def impostor(folder: Path, message: bytes) -> None:
+    """Join as a rank before the real one, and answer the first question with something else than a message."""
     mesh = Mesh.joined(CPU, deadlines=LONG)
     (folder / "joined").touch()
     with suppress(Exception):  # when the job ends
         mesh.share(None, bool)
-        gathered(mesh.world, CPU, sealed(letter, SMALL), "strange")
+        gathered(mesh.world, CPU, padded(message, SMALL), "strange")
         time.sleep(ENDS_S)
 
 
@@ -68,10 +68,10 @@ def scribbler(folder: Path, bomb: bytes) -> None:
     with suppress(Exception):  # when the job ends
         for count in range(10**9):
             for rank in (0, 1):
-                store.set(f"seqpar/pulse/{rank}", values[count % len(values)])
+                store.set(f"seqpar/heartbeat/{rank}", values[count % len(values)])
                 store.set(f"seqpar/started/0/{rank}", values[count % len(values)])
                 if count % 7 == 0:
-                    store.delete_key(f"seqpar/pulse/{rank}")
+                    store.delete_key(f"seqpar/heartbeat/{rank}")
             time.sleep(0.01)
 
 
@@ -129,15 +129,15 @@ def jobs(folder: Path, *names: str) -> Iterator[dict[str, Job]]:
 def test_an_impostor_that_joins_first_ends_the_job_with_one_message_and_runs_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     bomb = pickle.dumps(Bomb(canary))
-    letters = {
+    messages = {
         "pickle": bomb,
         "pickle as a value": VALUE + bomb,
         "promised": VALUE + bytes(2 * SMALL),  # longer than one exchange, and the rest never comes
         "other": VALUE + b"\x05",
     }
-    with jobs(tmp_path, *letters) as every:
+    with jobs(tmp_path, *messages) as every:
         for name, job in every.items():
-            job.start("impostor", 1, impostor, letters[name])
+            job.start("impostor", 1, impostor, messages[name])
             job.start("rank 0", 0, real, SHORT if name == "promised" else LONG)
         for job in every.values():
             job.wait_for("joined")
@@ -149,7 +149,7 @@ def test_an_impostor_that_joins_first_ends_the_job_with_one_message_and_runs_not
             if name == "promised":
                 assert re.search(r"in vain for (rank 1|another rank of \[0, 1\]) \(small values of all ranks\)", line)
             else:
-                assert line.startswith("error: got a letter of rank 1 (small values of all ranks) that is no "), name
+                assert line.startswith("error: malformed message from rank 1 (small values of all ranks): not a "), name
                 assert "another process took the place of a rank (docs/reliability.md)" in line
             assert not list(job.folder.glob("done *"))
     assert not canary.exists()

@@ -92,7 +92,7 @@ def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path:
     "key", ["proj_out_2.bias", "transformer_blocks.1.norm1.emb.class_embedder.embedding_table.weight"]
 )
 def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception]) -> None:
-    """`Mesh.together` shares ValueError and OSError; after any other the ranks would wait for the one that failed."""
+    """`Mesh.on_all_ranks` shares ValueError and OSError; after any other, ranks would wait for the failed one."""
     blueprint = from_diffusers(diffusers_dit())
     checkpoint = blueprint.checkpoint
     assert checkpoint is not None

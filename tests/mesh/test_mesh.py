@@ -91,10 +91,10 @@ FULL = (errno.ENOSPC, os.strerror(errno.ENOSPC), "x.png")
 
 
 def agree(rank: int, world: int, device: torch.device) -> list[tuple[str, Kind, str]]:
-    """Return the class, the blame and the text of errors of one rank, by `together` and by `of_rank_0`."""
+    """Return the class, the blame and the text of errors of one rank, by `on_all_ranks` and by `on_rank_0`."""
     mesh, found = Mesh.from_env(device=device), []
     errors = ValueError("only here"), FileNotFoundError("no file"), TimeoutError("late"), OSError(*FULL)
-    for error, ways in product(errors, ((mesh.together, 1), (partial(mesh.of_rank_0, kind=str), 0))):
+    for error, ways in product(errors, ((mesh.on_all_ranks, 1), (partial(mesh.on_rank_0, kind=str), 0))):
 
         def work(error: Exception = error, wrong: int = ways[1]) -> None:
             if rank == wrong:
@@ -141,7 +141,7 @@ def from_rank_0(rank: int, world: int, device: torch.device, fails: bool) -> lis
         return f"rank {rank}"
 
     try:
-        return [*told, mesh.of_rank_0(work, str), *told]
+        return [*told, mesh.on_rank_0(work, str), *told]
     except ValueError as error:
         return [str(error), *told]
 

@@ -23,7 +23,18 @@ from seqpar.loop.loop import begin
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.processes import _gather_all
-from seqpar.mesh.watch import BEAT_S, KINDS, SLICE_S, Calls, Deadlines, Pulse, Sign, SignFiles, Watch, is_lost
+from seqpar.mesh.watch import (
+    BEAT_S,
+    KINDS,
+    SLICE_S,
+    Calls,
+    Deadlines,
+    Heartbeat,
+    HeartbeatFiles,
+    Heartbeats,
+    Watch,
+    is_lost,
+)
 from seqpar.transports import _folder
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import scheduler
@@ -61,7 +72,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.now, self.alive = 100.0, {0, 1}
-        self.mine, self.other = self.watches = [Watch(rank, SHORT, SignFiles(folder)) for rank in range(2)]
+        self.mine, self.other = self.watches = [Watch(rank, SHORT, HeartbeatFiles(folder)) for rank in range(2)]
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, in which living ranks tell that they live, and look."""
@@ -69,9 +80,9 @@ class Ranks:
         while self.now < end:
             self.now = min(end, self.now + BEAT_S)
             for rank in sorted(self.alive):
-                pulse_of(self.watches[rank])._tell()
+                heartbeats_of(self.watches[rank])._tell()
             for rank in sorted(self.alive):
-                pulse_of(self.watches[rank])._every()
+                heartbeats_of(self.watches[rank])._every()
 
     def leave(self) -> None:
         """End the other rank by itself."""
@@ -83,7 +94,7 @@ class Ranks:
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     """Return a function that makes two ranks; time is theirs, and their threads do nothing."""
     pairs: list[Ranks] = []
-    monkeypatch.setattr(Pulse, "_run", lambda self: None)
+    monkeypatch.setattr(Heartbeats, "_run", lambda self: None)
     for module in ("seqpar.mesh.watch", "seqpar.mesh.watch"):
         clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
         monkeypatch.setattr(f"{module}.time", clock)
@@ -136,9 +147,9 @@ class Event:
         return self.over
 
 
-def pulse_of(watch: Watch) -> Pulse:
-    assert watch._pulse is not None
-    return watch._pulse
+def heartbeats_of(watch: Watch) -> Heartbeats:
+    assert watch._heartbeats is not None
+    return watch._heartbeats
 
 
 def in_vain(work: Callable[[], object]) -> str:
@@ -185,7 +196,7 @@ def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(two: Cal
 
 
 def test_signs_in_files_take_no_more_room(tmp_path: Path) -> None:
-    files, key = SignFiles(tmp_path), "seqpar/pulse/0"
+    files, key = HeartbeatFiles(tmp_path), "seqpar/heartbeat/0"
     assert not files.check([key])
     with pytest.raises(OSError, match="No such file"):
         files.get(key)
@@ -203,18 +214,18 @@ def test_signs_in_files_take_no_more_room(tmp_path: Path) -> None:
 def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(tmp_path: Path) -> None:
     """The threads are real here, and so is the store of one of the pairs."""
     store: Any = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=60))  # pyright: ignore
-    for shared in (lambda: SignFiles(tmp_path), store.clone):
-        mine, other = (Pulse(rank, shared(), lambda: 60.0, lambda: None) for rank in range(2))
+    for shared in (lambda: HeartbeatFiles(tmp_path), store.clone):
+        mine, other = (Heartbeats(rank, shared(), lambda: 60.0, lambda: None) for rank in range(2))
         before = seen(mine, lambda sign: True)
         files = shared()
         with other._lock:
             sign = '{"beat": 1, "left": false, "begun": {}'
-            files.set("seqpar/pulse/2", sign + "}")  # of another rank, which a bad sign must not hide
+            files.set("seqpar/heartbeat/2", sign + "}")  # of another rank, which a bad sign must not hide
             deep = sign + ', "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
             before = mine.read((1,))[1]
             for text in (" ", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5, deep):
-                files.set("seqpar/pulse/1", text)
-                assert mine.read((1, 2)) == {1: before, 2: Sign(1, False, {})}
+                files.set("seqpar/heartbeat/1", text)
+                assert mine.read((1, 2)) == {1: before, 2: Heartbeat(1, False, {})}
         assert not seen(mine, lambda sign, beat=before.beat: sign.beat > beat).left
         other.begin("calls of x")
         other.leave()
@@ -222,11 +233,11 @@ def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(
         mine.leave()
 
 
-def seen(pulse: Pulse, wanted: Callable[[Sign], bool]) -> Sign:
+def seen(heartbeats: Heartbeats, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
     """Return the first sign of rank 1 that is wanted."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        sign = pulse.read((1,)).get(1)
+        sign = heartbeats.read((1,)).get(1)
         if sign is not None and wanted(sign):
             return sign
         time.sleep(0.01)
@@ -257,7 +268,7 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
         mine, other = ranks.watches
         group: Any = Group(name)
         mine.add(group)
-        mine.last_words = words.put  # pyright: ignore[reportAttributeAccessIssue]
+        mine.on_fatal = words.put  # pyright: ignore[reportAttributeAccessIssue]
         with mine.call("step 7", (0, 1), False, GPU):
             assert mine.limit_s == SHORT.later_s
         if name != "late":
@@ -283,7 +294,7 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
 def test_a_device_that_hangs_is_noticed_though_all_ranks_live(two: Callable[..., Ranks], gpu: list[Event]) -> None:
     ranks = two()
     for each in ranks.watches:
-        each.last_words = lambda error: None  # pyright: ignore[reportAttributeAccessIssue]
+        each.on_fatal = lambda error: None  # pyright: ignore[reportAttributeAccessIssue]
         with each.call("step 7", (0, 1), False, GPU):
             pass
     ranks.sleep(SHORT.host_s - BEAT_S)
@@ -297,7 +308,7 @@ def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(
 ) -> None:
     """As NCCL's first exchange does, which waits on the host until all ranks have come."""
     ranks, words = two(), queue.Queue[str]()
-    ranks.mine.last_words = words.put  # pyright: ignore[reportAttributeAccessIssue]
+    ranks.mine.on_fatal = words.put  # pyright: ignore[reportAttributeAccessIssue]
     ranks.alive.discard(1)
     with ranks.mine.call("step 1", (0, 1), False, GPU):
         ranks.sleep(SHORT.later_s + 2 * BEAT_S)
@@ -309,15 +320,15 @@ def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., R
     with ranks.mine.call("step 1", (0, 1), False, GPU):
         pass
     gpu[-1].error = "CUDA error: an illegal memory access was encountered"
-    before = pulse_of(ranks.other).read((0,))[0].beat
+    before = heartbeats_of(ranks.other).read((0,))[0].beat
     ranks.sleep(2 * SHORT.host_s)
-    assert pulse_of(ranks.other).read((0,))[0].beat > before
+    assert heartbeats_of(ranks.other).read((0,))[0].beat > before
     ranks.mine.raise_if_failed()
 
 
 def test_a_store_that_does_not_answer_is_named(two: Callable[..., Ranks]) -> None:
     ranks = two()
-    pulse_of(ranks.mine).silent_since = ranks.now
+    heartbeats_of(ranks.mine).silent_since = ranks.now
     assert "the store of the process group does not answer, either" in in_vain(hosted(ranks))
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from seqpar.loading.errors import naming
+from seqpar.loading.errors import context
 from seqpar.loading.folder import check_model, check_parts
 from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
@@ -324,7 +324,7 @@ def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Pat
     ids=repr,
 )
 def test_what_the_machine_is_to_blame_for_is_no_mistake_in_a_file(error: Exception, kept: bool) -> None:
-    with pytest.raises(type(error) if kept else ValueError) as found, naming("got a file"):
+    with pytest.raises(type(error) if kept else ValueError) as found, context("got a file"):
         raise error
     assert (found.value is error) == kept
     assert kept or str(found.value).startswith("got a file: ")

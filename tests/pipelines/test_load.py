@@ -398,7 +398,7 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
         print(encoder(ids) if mesh.is_main else encoder.model)
     loaded["text_encoder_2"].meets = False  # as in a pipeline's constructor, whose error all ranks share
     with pytest.raises(ValueError, match=r"reads text_encoder_2\.model, which only rank 0 has"):
-        mesh.together(lambda: None if mesh.is_main else encoder.model)
+        mesh.on_all_ranks(lambda: None if mesh.is_main else encoder.model)
     assert not hasattr(encoder, "adapter")
     return [str(failed.value), str(apart.value)]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import halo as kernels
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.transports import _folder, peer
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
@@ -164,7 +164,7 @@ def slow(rank: int, world: int, device: torch.device, slots: int, rounds: int) -
             blocks = [None if (end == 0) == (rank == 0) else edge.clone() for end in (0, 1)]
             halo.swap(*(edge + round_ if block is not None else None for block in blocks), *blocks)
             wrong += sum(not torch.equal(block, edge + round_) for block in blocks if block is not None)
-    together(axis, None, None)
+    collect_on_axis(axis, None, None)
     return wrong
 
 

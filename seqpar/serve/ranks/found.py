@@ -58,17 +58,17 @@ class Found:
 
         loras: those of the server, of which some fit the model.
         """
-        family, source = ranks.together(lambda: family_of(name))
+        family, source = ranks.on_all_ranks(lambda: family_of(name))
         if family is None:
             raise ValueError(f"got {name}, expected a model that `seqpar sample` makes pictures or videos with")
         texts = () if family.ASKED == "classes" else ("a",)
-        parts = ranks.together(lambda: _parts_of(family, source))
+        parts = ranks.on_all_ranks(lambda: _parts_of(family, source))
         drawing, needs = _drawing(parts)
         order = GenerationRequest(name, dtype, prompts=texts, images=example_pictures(needs))
-        example = ranks.together(lambda: family.check(order, parts))
-        video = ranks.together(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
+        example = ranks.on_all_ranks(lambda: family.check(order, parts))
+        video = ranks.on_all_ranks(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
         plan = make(example.work, example.load, dtype, ranks, Preferences())
-        fitting = ranks.together(lambda: FittingLoras.of(example, loras))
+        fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
         if ranks.is_main and preset_of(name) is not None:
             print(f"seqpar: {name} has random weights (preset)", flush=True)
         return Found(name, family, dtype, example, plan, fitting, drawing, needs, video)

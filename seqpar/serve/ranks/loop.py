@@ -88,10 +88,10 @@ def run(
     if path is None:
         raise ValueError(f"got no {SOCKET}, expected the path of a front's socket; start the ranks by `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
-    found = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.together(lambda: loras_in(loras)))
-    first = mesh.together(lambda: warming(found, sizes))
+    found = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.on_all_ranks(lambda: loras_in(loras)))
+    first = mesh.on_all_ranks(lambda: warming(found, sizes))
     models = {each.name: load(each, mesh) for each in found}
-    line = mesh.together(lambda: Line(path) if mesh.is_main else None)
+    line = mesh.on_all_ranks(lambda: Line(path) if mesh.is_main else None)
     served = Served(mesh, models, line, Previews(mesh))
     for each in found:
         warm(mesh, first[each.name], partial(_run_unseen, served, each.begun))
@@ -109,8 +109,8 @@ def checked(
 ) -> list[Found]:
     """Return all models before weights load; ValueError if they do not fit a rank, or a LoRA fits none."""
     found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
-    mesh.together(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
-    told = mesh.together(lambda: {each.name: remarks(list(each.loras.every.values())) for each in found})
+    mesh.on_all_ranks(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
+    told = mesh.on_all_ranks(lambda: {each.name: remarks(list(each.loras.every.values())) for each in found})
     if mesh.is_main:
         for name, lines in told.items():
             print(*(f"seqpar: {name}: {line}\n" for line in lines), sep="", end="", flush=True)
@@ -213,7 +213,7 @@ def _video(served: Served, order: ImageRequest, result: OrderResult, clock: Cloc
             raise ValueError(f"got a video of {len(file)} bytes, expected at most {LONGEST - MARGIN}; ask for less")
         return file
 
-    file = served.mesh.together(written)
+    file = served.mesh.on_all_ranks(written)
     clock.ends("file")
     memory = _memory(served.mesh)
     return MadeVideo(order.id, height, width, frames, result.fps, file, result.steps, clock.parts_s, memory)

@@ -110,7 +110,7 @@ class OwnModel:
         if order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} is no pipeline of diffusers")
         pipeline = self._pipeline
-        job = pipeline.dit.mesh.together(lambda: self._found.job(order, run.images))
+        job = pipeline.dit.mesh.on_all_ranks(lambda: self._found.job(order, run.images))
 
         def step(index: int) -> None:
             run.tell(index + 1, job.evaluations)
@@ -145,7 +145,7 @@ class DiffusersModel:
 
     def make(self, order: ImageRequest, run: OrderRun) -> OrderResult:
         """See `Resident`."""
-        job: Any = self._mesh.together(lambda: self._found.job(order, run.images))
+        job: Any = self._mesh.on_all_ranks(lambda: self._found.job(order, run.images))
         if self._loras is None and order.loras:
             raise ValueError(f"got lora {order.loras[0][0]}, expected none: {order.model} was started without LoRAs")
         if self._loras is not None and self._loras.switch(order.loras):

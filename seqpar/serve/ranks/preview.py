@@ -178,7 +178,7 @@ class Previews:
         for seed, prompt in enumerate(_prompts(facts)):
             picture = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), asked)
             pairs.append((last.pop(), picture))
-        colours = self._mesh.together(lambda: fitted(pairs))
+        colours = self._mesh.on_all_ranks(lambda: fitted(pairs))
         if self._mesh.is_main:
             text = (
                 f"a linear map of {len(colours.weights_KR) - 1} channels, {colours.error:.1f} of 255 from the decoder"

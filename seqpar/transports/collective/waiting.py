@@ -30,7 +30,7 @@ class Waits:
         """Return what `start` returns, which sends to other ranks."""
         if self._watch is None:
             return start()
-        with self._watch.named(self._what, self._ranks):
+        with self._watch.context(self._what, self._ranks):
             return start()
 
     def end(self, works: Iterable[dist.Work]) -> None:

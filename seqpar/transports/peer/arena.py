@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqpar.kernels._triton import triton
 from seqpar.mesh.errors import WHO
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.watch import LostRankError
 
@@ -64,7 +64,7 @@ class Arena:
         """Free the memory once no rank uses it any more; views of it must not be used again."""
         if self._ranks and self._ranks[0].is_cuda:
             torch.cuda.synchronize(self._ranks[0].device)
-        together(self._axis, None, None)
+        collect_on_axis(self._axis, None, None)
         self._ranks, self._owner = [], None
 
 
@@ -88,7 +88,7 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
     """Return None if the ranks of an axis can write each other's memory, otherwise the reason, the same on all."""
     if axis.size == 1:
         return None
-    hosts = together(axis, socket.gethostname(), str)
+    hosts = collect_on_axis(axis, socket.gethostname(), str)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
     return first_told(axis, _why_not_here(axis, device))
@@ -96,14 +96,14 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
 
 def first_told(axis: Axis, reason: str | None) -> str | None:
     """Return the reason of the first rank that has one, the same on all ranks; None if no rank has one."""
-    return next((each for each in together(axis, reason, str | None) if each is not None), None)
+    return next((each for each in collect_on_axis(axis, reason, str | None) if each is not None), None)
 
 
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     mine = torch.cuda.current_device() if device.index is None else device.index
-    others = [other for other in together(axis, mine, int) if other != mine]
+    others = [other for other in collect_on_axis(axis, mine, int) if other != mine]
     if len(others) != axis.size - 1:
         return f"several ranks use cuda:{mine}: give each rank its own GPU, and make all GPUs visible to every rank"
     if unseen := [other for other in others if other >= torch.cuda.device_count()]:
@@ -122,7 +122,7 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     rendezvous = _rendezvous()
     # torch counts the rendezvous of a process, not of a group, and ranks must have equal counts. Ranks with a lower
     # count (after other batches or other meshes) catch up with rendezvous of their own, alone
-    most = max(together(axis, rendezvous.count, int))
+    most = max(collect_on_axis(axis, rendezvous.count, int))
     alone, memory, error = None, None, None
     try:
         while rendezvous.count < most:
@@ -181,7 +181,7 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
 
 def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
     with _shared_file(nbytes) as (name, error):
-        answers = together(axis, (name, error), tuple[str, str | None])
+        answers = collect_on_axis(axis, (name, error), tuple[str, str | None])
         if (failed := next((error for _, error in answers if error is not None), None)) is not None:
             raise ValueError(failed)
         buffers = list[Tensor]()

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.kernels import flags, prepare, push
 from seqpar.loop.loop import draw_noise
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports import peer
@@ -70,7 +70,7 @@ def there_and_back(
             for mine_ in (exchange._slabs[axis.rank], exchange._outs[axis.rank]):
                 mine_.fill_(float("nan"))
             settle(device)
-            together(axis, None, None)  # other ranks may write from here on
+            collect_on_axis(axis, None, None)  # other ranks may write from here on
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
         write(whole, mine, into.outboxes())

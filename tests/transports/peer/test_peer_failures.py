@@ -21,7 +21,7 @@ import torch.distributed as dist
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.kernels import flags, prepare
 from seqpar.loop.loop import draw_noise
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner.plan import Choice, choose_transport
@@ -265,11 +265,11 @@ def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str
     """Return 0 if an arena is shared, and the files that exist in /dev/shm while it is mapped."""
     axis = make_mesh(device, cfg=1).sequence
     there = files()  # left by processes that were killed before
-    together(axis, None, None)
+    collect_on_axis(axis, None, None)
     made = Arena(axis, 1 << 16, device)
     made.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
     settle(device)
-    together(axis, None, None)
+    collect_on_axis(axis, None, None)
     before = (axis.rank - 1) % world
     got = int(made.view(axis.rank, 8 * before, (), torch.int64))
     left = files() - there

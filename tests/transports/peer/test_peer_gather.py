@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import prepare
-from seqpar.mesh.inputs import together
+from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports import peer
 from seqpar.types.outboxes import Outboxes
@@ -88,7 +88,7 @@ def replayed(
             if rank == 0:
                 time.sleep(0.003)
             wrong += not (torch.equal(k, whole[1]) and torch.equal(v, whole[2]))
-    together(axis, None, None)  # wait, because a fast rank may be one call ahead
+    collect_on_axis(axis, None, None)  # wait, because a fast rank may be one call ahead
     transport.check()
     return wrong
 
@@ -123,7 +123,7 @@ def told_early(rank: int, world: int, device: torch.device) -> tuple[bool, bool]
     with exchange._aside.begun():
         exchange._spread(1)
     got = [x.clone() for x in exchange.deliver()[1:]]
-    together(axis, None, None)
+    collect_on_axis(axis, None, None)
     return torch.equal(got[0], whole[1]), torch.equal(got[1], whole[2])
 
 

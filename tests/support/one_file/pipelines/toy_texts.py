@@ -49,7 +49,7 @@ class Pipeline(FromTexts):
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
         """Return sampled latents (N, C, h, w) for N prompts, equal on every rank."""
-        self.dit.mesh.together(lambda: self.texts.encode(prompts))
+        self.dit.mesh.on_all_ranks(lambda: self.texts.encode(prompts))
         shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
         noise = draw_noise(shape, torch.Generator().manual_seed(seed), drawn_in(self.dit.dtype))
         settings: Any = {"steps": steps, "guidance": guidance, "on_step": on_step}

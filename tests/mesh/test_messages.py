@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.mesh import errors as letters
-from seqpar.mesh.errors import HEAD, LONGEST, SMALL, VALUE, opened, read, sealed, written
+from seqpar.mesh.errors import HEAD, LONGEST, SMALL, VALUE, decode, decode_all, encode, length, padded
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh, gathered
 from seqpar.mesh.watch import LostRankError
@@ -39,27 +38,27 @@ class Bomb:
 
 
 KIND = tuple[dict[str, int] | None, float, list[str], str | None]
-LETTER = written(({"a": 1, "b": -(2**63)}, 0.1, ["x" * 20, "\u00e9"], None), KIND)
+MESSAGE = encode(({"a": 1, "b": -(2**63)}, 0.1, ["x" * 20, "\u00e9"], None), KIND)
 
 
 def strange(canary: Path) -> dict[str, bytes]:
-    """Return bytes that are no letter of `KIND`, by what is wrong with them."""
+    """Return bytes that are no message of `KIND`, by what is wrong with them."""
     return {
         "a pickle": pickle.dumps(Bomb(canary)),
         "a pickle as the value": VALUE + pickle.dumps(Bomb(canary)),
         "nothing": b"",
         "no value": VALUE,
-        "another kind": written(5, int),
-        "another kind within": written(({"a": "1"}, 0.1, ["x"], None), tuple[dict[str, str], float, list[str], None]),
-        "too few": written(({"a": 1}, 0.1), tuple[dict[str, int], float]),
-        "cut": LETTER[:-9],
-        "too much": LETTER + b"\0",
+        "another kind": encode(5, int),
+        "another kind within": encode(({"a": "1"}, 0.1, ["x"], None), tuple[dict[str, str], float, list[str], None]),
+        "too few": encode(({"a": 1}, 0.1), tuple[dict[str, int], float]),
+        "cut": MESSAGE[:-9],
+        "too much": MESSAGE + b"\0",
         "a list of four thousand million": VALUE + b"\xdd\xff\xff\xff\xff",
         "half a character": VALUE + b"\x94\xc0\xcb" + bytes(8) + b"\x91\xa1\xff\xc0",
     }
 
 
-def test_a_letter_holds_the_value_exactly() -> None:
+def test_a_message_holds_the_value_exactly() -> None:
     place = Place(3, 1, "a block")
     for value, kind in (
         ((True, None), tuple[bool, str | None]),
@@ -67,58 +66,60 @@ def test_a_letter_holds_the_value_exactly() -> None:
         (torch.bfloat16, torch.dtype),
         ((5e-324, -0.0, 1e308), tuple[float, ...]),
     ):
-        assert repr(read(written(value, kind), kind, 0, "")) == repr(value)
-    assert math.isnan(read(written(math.nan, float), float, 0, ""))
-    assert read(written(torch.tensor([2.5]).numpy()[0], float), float, 0, "") == 2.5
+        assert repr(decode(encode(value, kind), kind, 0, "")) == repr(value)
+    assert math.isnan(decode(encode(math.nan, float), float, 0, ""))
+    assert decode(encode(torch.tensor([2.5]).numpy()[0], float), float, 0, "") == 2.5
 
 
-def test_what_is_no_letter_is_an_error_that_names_sender_and_type(tmp_path: Path) -> None:
+def test_what_is_no_message_is_an_error_that_names_sender_and_type(tmp_path: Path) -> None:
     for name, text in strange(tmp_path / "canary").items():
-        with pytest.raises(LostRankError, match=r"got a letter of rank 3 \(classes\) that is no tuple\[dict") as caught:
-            read(text, KIND, 3, "classes")
+        with pytest.raises(
+            LostRankError, match=r"malformed message from rank 3 \(classes\): not a tuple\[dict"
+        ) as caught:
+            decode(text, KIND, 3, "classes")
         assert "docs/reliability.md" in str(caught.value), name
-    with pytest.raises(LostRankError, match="no dtype"):
-        read(written("load", str), torch.dtype, 3, "dtype")
-    deep = VALUE + b"\x84" + written(Place(3, 1, "a block"), Place)[2:] + b"\xa1x" + b"\x91" * 10**5 + b"\xc0"
-    with pytest.raises(LostRankError, match=r"no Place .*recursion"):
-        read(deep, Place, 3, "places")
+    with pytest.raises(LostRankError, match="not a dtype"):
+        decode(encode("load", str), torch.dtype, 3, "dtype")
+    deep = VALUE + b"\x84" + encode(Place(3, 1, "a block"), Place)[2:] + b"\xa1x" + b"\x91" * 10**5 + b"\xc0"
+    with pytest.raises(LostRankError, match=r"not a Place .*recursion"):
+        decode(deep, Place, 3, "places")
     assert not list(tmp_path.iterdir())
 
 
-def test_mutated_letters_are_read_or_refused() -> None:
+def test_mutated_messages_are_read_or_refused() -> None:
     chance, refused = random.Random(0), 0
     for _ in range(5000):
-        text = bytearray(LETTER)
+        text = bytearray(MESSAGE)
         for _ in range(chance.randint(1, 4)):
             text[chance.randrange(len(text))] = chance.randrange(256)
         try:
-            read(bytes(text), KIND, 0, "x")
+            decode(bytes(text), KIND, 0, "x")
         except (LostRankError, ValueError):
             refused += 1
     assert refused > 2000
 
 
-def test_a_length_that_no_letter_has_makes_no_room() -> None:
-    box = sealed(LETTER, SMALL)
+def test_a_length_that_no_message_has_makes_no_room() -> None:
+    box = padded(MESSAGE, SMALL)
     box[:HEAD] = torch.frombuffer(bytearray((LONGEST + 1).to_bytes(HEAD, "little")), dtype=torch.uint8)
-    with pytest.raises(LostRankError, match=f"that is {LONGEST + 1} bytes, more than {LONGEST}"):
-        letters.length(box, 0, "x")
+    with pytest.raises(LostRankError, match=f"{LONGEST + 1} bytes, maximum {LONGEST}"):
+        length(box, 0, "x")
     box[:HEAD] = 255
     with pytest.raises(LostRankError, match="rank 1"):
-        opened([sealed(LETTER, SMALL), box], KIND, "x")
+        decode_all([padded(MESSAGE, SMALL), box], KIND, "x")
 
 
 def test_a_value_of_another_kind_is_the_senders_mistake() -> None:
-    for value, kind, reason in ((["a", 5], list[str], "Expected `str`"), (Mesh, str, "no kind of value that ranks")):
-        with pytest.raises(ValueError, match=f"got a value to share that is no .*: .*{reason}") as caught:
-            read(written(value, kind), kind, 0, "x")
+    for value, kind, reason in ((["a", 5], list[str], "Expected `str`"), (Mesh, str, "type is not supported")):
+        with pytest.raises(ValueError, match=f"cannot share a value as .*: .*{reason}") as caught:
+            decode(encode(value, kind), kind, 0, "x")
         assert not isinstance(caught.value, LostRankError)
-    with pytest.raises(ValueError, match=r"expected at most"):
-        read(written(bytes(LONGEST), bytes), bytes, 0, "x")
+    with pytest.raises(ValueError, match="maximum"):
+        decode(encode(bytes(LONGEST), bytes), bytes, 0, "x")
 
 
 def exchanged(rank: int, world: int, device: torch.device, strangers: dict[str, bytes]) -> list[str]:
-    """Send letters of a stranger as the last rank; return the errors, the same on all, and that all goes on after."""
+    """Send messages of a stranger as the last rank; return the errors, the same on all, and that all goes on after."""
     mesh, told = Mesh.from_env(device=device), []
 
     def attempt(work: Callable[[], object]) -> None:
@@ -128,14 +129,16 @@ def exchanged(rank: int, world: int, device: torch.device, strangers: dict[str, 
 
     for text in strangers.values():
         if rank == world - 1:
-            box = sealed(text, SMALL)
-            attempt(lambda box=box: opened(gathered(mesh.world, device, box, "strange"), KIND, "small values of all"))
+            box = padded(text, SMALL)
+            attempt(
+                lambda box=box: decode_all(gathered(mesh.world, device, box, "strange"), KIND, "small values of all")
+            )
         else:
             attempt(lambda: mesh.collect(({"a": 1}, 0.1, ["x"], None), KIND))
     mistake: Any = 5 if rank == 0 else "x"
     attempt(lambda: mesh.share(mistake, str))
     attempt(lambda: mesh.collect(mistake, str))
-    told += [str(mesh.collect(rank, int)), str(mesh.of_rank_0(lambda: f"of rank {rank}", str))]
+    told += [str(mesh.collect(rank, int)), str(mesh.on_rank_0(lambda: f"of rank {rank}", str))]
     return told
 
 
@@ -145,8 +148,8 @@ def test_a_stranger_in_the_place_of_a_rank_ends_all_ranks_alike_and_runs_nothing
     assert not list(tmp_path.iterdir())
     for *strange_ones, shared, collected, everyone, rank_0s in told:
         assert len(strange_ones) == len(strangers)
-        assert all("LostRankError: got a letter of rank 2 (small values of all" in each for each in strange_ones)
-        assert shared == collected == "ValueError: got a value to share that is no str: Expected `str`, got `int`"
+        assert all("LostRankError: malformed message from rank 2 (small values of all" in each for each in strange_ones)
+        assert shared == collected == "ValueError: cannot share a value as str: Expected `str`, got `int`"
         assert (everyone, rank_0s) == ("[0, 1, 2]", "of rank 0")
 
 
@@ -173,7 +176,7 @@ def overwritten(rank: int, world: int, device: torch.device, victim: Path) -> st
     if rank == 1:
         with victim.open("r+b") as file:
             name = f"{os.getpid()}/fd/{file.fileno()}"
-            box = sealed(written((name, None), tuple[str, str | None]), SMALL)
+            box = padded(encode((name, None), tuple[str, str | None]), SMALL)
             gathered(mesh.world, device, box, "strange")
         return ""
     with pytest.raises(LostRankError, match=r"got shared memory named '.*/fd/.*', expected that of a rank") as caught:

@@ -28,7 +28,7 @@ from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from seqpar.families._cuts import JOINED
-from seqpar.families._find import CUTS, described
+from seqpar.families._find import CUTS, WORK
 from seqpar.loop.loop import digest
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh, default_dtype
@@ -80,7 +80,7 @@ class Case:
     @cached_property
     def work(self) -> Work:
         """Return the operations of a call."""
-        return described()[self.model.theirs].work(self.model.config, self.model.text)
+        return WORK[self.model.theirs](self.model.config, self.model.text)
 
     @cached_property
     def theirs(self) -> nn.Module:

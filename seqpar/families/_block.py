@@ -1,19 +1,22 @@
 """The interface between a block of a diffusers transformer and the function that computes it with our kernels.
 
-`seqpar.families` holds such functions, one file a family of models; `seqpar.transformer.blocks` puts
-them into their places.
+`seqpar.families` holds such functions; `seqpar.transformer.blocks` calls them in the blocks' place.
 Letters: see `seqpar.types.protocols`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.types.protocols import Stream
+from seqpar.kernels._product import product
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.protocols import Prepare, Projected, Stream
 
 T = TypeVar("T")
 
@@ -23,8 +26,57 @@ Spread = Callable[[Sequence[int], Callable[[int], Tensor]], Sequence[Tensor]]
 Every rank has the same inputs, so ranks may compute some results each and gather them."""
 
 
-class Matrix(NamedTuple):
-    """The weight (F, E) and bias (F,) or None of linear layers; several ones lie one below the other.
+class Matrix(Protocol):
+    """One GEMM of a block: the weights and biases of linear layers, one below the other. How they are stored is hidden.
+
+    A family calls these methods and touches no weight, so that adapters may be merged into a copy and weights may have
+    another precision.
+    """
+
+    @property
+    def outputs(self) -> int:
+        """Return F, the number of output channels."""
+        ...
+
+    def __call__(self, x_BlE: Tensor) -> Tensor:
+        """Return the linear layer's output (B, l, F)."""
+        ...
+
+    def gelu(self, x_BlE: Tensor) -> Tensor:
+        """Return GELU (tanh formula) of the linear layer's output, (B, l, F)."""
+        ...
+
+    def swiglu(self, x_BlE: Tensor) -> Tensor:
+        """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values."""
+        ...
+
+    def wide(self, x_BE: Tensor) -> Tensor:
+        """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""
+        ...
+
+    def bias_or_zeros(self) -> Tensor:
+        """Return the bias (F,), or zeros."""
+        ...
+
+    def projected(self, x_BlE: Tensor, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
+        """Return the stream whose q, k and v attention makes of x. kv_heads: `heads` unless given."""
+        ...
+
+    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
+        """Add the product, without a bias, to y in place; y is contiguous."""
+        ...
+
+    def split_outputs(self, *sizes: int) -> Sequence[Matrix]:
+        """Return the matrices of so many output channels each."""
+        ...
+
+    def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
+        """Return the matrix of the first input channels, without a bias, and that of the others."""
+        ...
+
+
+class Dense(NamedTuple):
+    """A `Matrix` in the dtype of the model: weight (F, E) and bias (F,) or None.
 
     The layers' own weights are views of its rows, unless adapters are merged into a copy.
     """
@@ -32,13 +84,42 @@ class Matrix(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
     def __call__(self, x_BlE: Tensor) -> Tensor:
-        """Return the product (B, l, F)."""
         return F.linear(x_BlE, self.weight, self.bias)
+
+    def gelu(self, x_BlE: Tensor) -> Tensor:
+        return linear_gelu(x_BlE, self.weight, self.bias)
+
+    def swiglu(self, x_BlE: Tensor) -> Tensor:
+        return gated_linear(x_BlE, self.weight, self.bias)
+
+    def wide(self, x_BE: Tensor) -> Tensor:
+        return product(x_BE, self.weight)
+
+    def bias_or_zeros(self) -> Tensor:
+        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+
+    def projected(self, x_BlE: Tensor, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
+        return Projected(x_BlE, self.weight, self.bias, heads, heads if kv_heads is None else kv_heads, prepare)
+
+    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
+        width, inner = self.weight.shape
+        y_BlF.view(-1, width).addmm_(x_BlE.reshape(-1, inner), self.weight.t())
+
+    def split_outputs(self, *sizes: int) -> tuple[Dense, ...]:
+        biases = (None,) * len(sizes) if self.bias is None else self.bias.split(sizes)
+        return tuple(map(Dense, self.weight.split(sizes), biases))
+
+    def split_inputs(self, first: int) -> tuple[Dense, Dense]:
+        return Dense(self.weight[:, :first], None), Dense(self.weight[:, first:], self.bias)
 
 
 Matrices = Mapping[str, Matrix]
-"""The matrices of a block, by the names that its family gives them (`PRODUCTS`)."""
+"""The matrices of a block, by the names in its family's `Block.layers`."""
 
 
 class BlockCall(Protocol):
@@ -48,7 +129,7 @@ class BlockCall(Protocol):
     """The block's own."""
 
     every: Sequence[Matrices]
-    """Those of all blocks of this class that are computed by the function, in the transformer's order."""
+    """The matrices of all blocks of this class that the function computes, in the transformer's order."""
 
     blocks: Sequence[Any]
     """These blocks."""
@@ -65,16 +146,16 @@ class BlockCall(Protocol):
     ) -> tuple[Tensor, ...]:
         """Return attention over the tokens of all ranks; see `seqpar.types.protocols.Attend`.
 
-        streams: in the order of the plan's cuts. mask: of the keys of all ranks, as the block was given it; where the
-        cuts name masks of the transformer, these count. only: the name of the one stream that is passed and attends to
-        its own tokens alone. The next call may overwrite the results.
+        streams: in the order of the cuts. mask: of the keys of all ranks, as the block was given it; where the cuts
+        name masks of the transformer, these count. only: the name of the one stream that is passed and attends to its own
+        tokens alone. The next call may overwrite the results.
         """
         ...
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         """Return attention (B, l, H, D) to keys that are whole on every rank.
 
-        mask: as `seqpar.types.protocols.Core` takes it; make it once a forward.
+        mask: as `seqpar.types.protocols.Core` takes it; make it once per forward.
         """
         ...
 
@@ -85,10 +166,11 @@ class BlockCall(Protocol):
         """
         ...
 
-    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
-        """Return what `make` returned first in this forward under this name for this very object `of`.
+    def once(self, name: str, of: Any, make: Callable[[], T], *, shared: bool = False) -> T:
+        """Return what `make` returned first in this forward for this class of blocks, this name and this object `of`.
 
-        Tensors of the same memory are the same: cuts make a new view of a tensor for each block.
+        shared: for all classes of blocks that use the name. Tensors of the same memory are the same object here: cuts
+        make a new view of a tensor for each block.
         """
         ...
 
@@ -111,8 +193,28 @@ class BlockCall(Protocol):
 Fused = Callable[..., Any]
 """Computes a block: (call, block, *args, **kwargs of the block's own forward) -> what that returns.
 
-It raises `DeclinedError`, before anything is exchanged, for arguments that it does not take; all ranks do so alike."""
+It raises `DeclinedError`, identically on every rank, before anything is exchanged, for arguments that it does not take.
+"""
 
 
 class DeclinedError(Exception):
     """The reason why a function does not take the arguments of a call: the block's own forward computes it."""
+
+
+def _takes_all(block: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Block:
+    """How one class of diffusers' blocks is computed.
+
+    compute: the function. streams: the streams that its attention joins, in the order in which the function passes
+    them; a single one may have any name. layers: name of a matrix -> paths of the linear layers that it is made of.
+    why_not: returns why the function cannot compute a block that is as diffusers builds it, or None.
+    """
+
+    compute: Fused
+    streams: tuple[str, ...]
+    layers: Mapping[str, Sequence[str]]
+    why_not: Callable[[Any], str | None] = _takes_all

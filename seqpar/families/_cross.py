@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seqpar.families._block import BlockCall, Matrix
 from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.protocols import state_dtype
 
 
@@ -47,7 +46,7 @@ def tabled(tables: Sequence[Tensor], temb: Tensor) -> Modulation:
 def constant(call: BlockCall, value: float, x_BlE: Tensor) -> Tensor:
     """Return a vector (1, E) of one value, made once a forward."""
     dtype, width = state_dtype(x_BlE.dtype), x_BlE.shape[-1]
-    return call.once(f"{value} {width}", None, lambda: x_BlE.new_full((1, width), value, dtype=dtype))
+    return call.once(f"{value} {width}", None, lambda: x_BlE.new_full((1, width), value, dtype=dtype), shared=True)
 
 
 def to_whole(
@@ -77,7 +76,7 @@ def finished(
     one = constant(call, 1.0, x_BlE) if before is None else before
     x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index)
     up, down = (call.matrices[name] for name in mlp)
-    branch = down(linear_gelu(h, *up))
+    branch = down(up.gelu(h))
     if call.index + 1 == len(every):
         return added(x, gate, branch, index_Bl=index)
     shift, scale, *_ = every[call.index + 1]

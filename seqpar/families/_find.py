@@ -1,70 +1,59 @@
-"""The cuts of diffusers' transformers, by class: where their tokens are split, which attention joins the ranks.
+"""Finds what this package knows of a model by the name of its class. Each file of the folder is a family.
 
-Where diffusers has a plan of its own (`_cp_plan`), ours are here because they do less or more: masks stay whole and are
-joined once a call, text that only cross-attention reads is not split, a timestep for each token is. Tensors are cut
-where they leave an embedder rather than where they enter each block, because that is one hook and compiles better.
+A new file needs no registration; what it may export is said in the package's docstring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 import seqpar.families
-from seqpar.families._cuts import HELP, HOME, Cuts, _reads_lengths, check, from_diffusers
-from seqpar.families.chroma import _chroma
-from seqpar.families.cogvideox import _cogvideox
-from seqpar.families.flux import _flux
-from seqpar.families.flux2 import _flux2
-from seqpar.families.flux3 import _flux3
-from seqpar.families.hunyuan_video import _hunyuan_video, _hunyuan_video15
-from seqpar.families.krea2 import _krea2
-from seqpar.families.ltx import _ltx
-from seqpar.families.ltx2 import _ltx2
-from seqpar.families.lumina2 import _lumina2
-from seqpar.families.mochi import _mochi
-from seqpar.families.pixart import _from_patches
-from seqpar.families.qwen_image import _attends_in_order, _qwen_image
-from seqpar.families.sd3 import _sd3
-from seqpar.families.wan import _wan, _wan_vace
-from seqpar.families.z_image import _z_image
+from seqpar.families._block import Block
+from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
+from seqpar.families._pipelines import Pipelines
+from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
 
-
-@cache
-def families() -> dict[str, ModuleType]:
-    """Return class of a block -> the file of `seqpar.families` that computes it."""
-    files = [plugin(seqpar.families, name, "family of blocks") for name in plugins(seqpar.families)]
-    return {kind: file for file in files for kind in getattr(file, "BLOCKS", ())}
+FILES = {name: plugin(seqpar.families, name, "family") for name in plugins(seqpar.families)}
 
 
-@cache
-def described() -> dict[str, ModuleType]:
-    """Return name of a transformer's class -> the file whose `work` describes it to the planner."""
-    return {kind: file for file in dict.fromkeys(families().values()) for kind in file.TRANSFORMERS}
+def _merged(name: str) -> dict[str, Any]:
+    """Return the tables of this name of all files as one; ValueError if two files have an entry for one class."""
+    merged: dict[str, Any] = {}
+    for file in FILES.values():
+        table = getattr(file, name, {})
+        if twice := merged.keys() & table.keys():
+            raise ValueError(f"{file.__name__} and another family have {name} for {', '.join(sorted(twice))}")
+        merged |= table
+    return merged
 
 
-def is_guided(module: nn.Module) -> bool:
-    """Return whether pipelines of this family compute an unconditional branch: not where guidance is an input."""
-    config: Any = getattr(module, "config", {})
-    return not config.get("guidance_embeds", False) and type(module).__name__ != "FluxTransformer2DModel"
+def _joined(name: str) -> frozenset[str]:
+    return frozenset(entry for file in FILES.values() for entry in getattr(file, name, ()))
+
+
+CUTS: dict[str, Cuts] = _merged("CUTS")
+BLOCKS: dict[str, Block] = _merged("BLOCKS")
+WORK: dict[str, Callable[..., Work]] = _merged("WORK")
+ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
+FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
+PIPELINES: tuple[Pipelines, ...] = tuple(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES"))
 
 
 def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:
-    """Return the cuts of a transformer: the caller's, those of this table, or those of its `_cp_plan`.
+    """Return the cuts of a transformer: the caller's, its family's, or those of its `_cp_plan`.
 
-    asked: a `Cuts`, or a plan in diffusers' form. A class that is not in the table has the cuts of the class that it
-    derives from, and is not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank,
-    if there are none, or if they name submodules or parameters that the transformer does not have.
+    asked: a `Cuts`, or a plan in diffusers' form. A class of no family has the cuts of the class that it derives from,
+    and is not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank, if there are
+    none, or if they name submodules or parameters that the transformer does not have.
     """
-    theirs: Any = getattr(module, "_cp_plan", None)
-    known = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), theirs)
-    cuts = known if asked is None else asked
+    plan: Any = getattr(module, "_cp_plan", None)
+    default = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), plan)
+    cuts = default if asked is None else asked
     if not cuts and not isinstance(cuts, Cuts):
         raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
@@ -75,12 +64,12 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
 
 def _why_not(kind: type) -> str | None:
     """Return why the cuts of a class may not fit the forward of one that derives from it, or None."""
-    theirs = next(one for one in kind.__mro__ if "forward" in vars(one))
-    known = next((one for one in kind.__mro__ if one.__name__ in CUTS or vars(one).get("_cp_plan")), theirs)
-    if kind.__mro__.index(theirs) >= kind.__mro__.index(known) or theirs.__module__.startswith(HOME):
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    cut = next((base for base in kind.__mro__ if base.__name__ in CUTS or vars(base).get("_cp_plan")), owner)
+    if kind.__mro__.index(owner) >= kind.__mro__.index(cut) or owner.__module__.startswith(HOME):
         return None
     return (
-        f"{theirs.__name__} has a forward of its own, which may decide by one rank's tokens; cuts= says that it "
+        f"{owner.__name__} has a forward of its own, which may decide by one rank's tokens; cuts= says that it "
         f"computes each token by itself"
     )
 
@@ -90,26 +79,28 @@ def is_known(module: nn.Module) -> bool:
     return any(kind.__name__ in CUTS for kind in type(module).__mro__)
 
 
-CUTS = {
-    "FluxTransformer2DModel": _flux(),
-    "ChromaTransformer2DModel": _chroma(),
-    "Flux2Transformer2DModel": _flux2(),
-    "Flux3Transformer2DModel": _flux3(),
-    "QwenImageTransformer2DModel": _qwen_image(),
-    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=_reads_lengths),
-    "WanTransformer3DModel": _wan(),
-    "WanVACETransformer3DModel": _wan_vace(),
-    "ChronoEditTransformer3DModel": _wan(),
-    "SD3Transformer2DModel": _sd3(),
-    "CogVideoXTransformer3DModel": _cogvideox(),
-    "HunyuanVideoTransformer3DModel": _hunyuan_video(),
-    "HunyuanVideo15Transformer3DModel": _hunyuan_video15(),
-    "LTXVideoTransformer3DModel": _ltx(),
-    "LTX2VideoTransformer3DModel": _ltx2(),
-    "PixArtTransformer2DModel": _from_patches("proj_out"),
-    "DiTTransformer2DModel": _from_patches("proj_out_2"),
-    "Lumina2Transformer2DModel": _lumina2(),
-    "ZImageTransformer2DModel": _z_image(),
-    "MochiTransformer3DModel": _mochi(),
-    "Krea2Transformer2DModel": _krea2(),
-}
+def is_guided(module: nn.Module) -> bool:
+    """Return whether pipelines of this class compute an unconditional branch: not where guidance is an input."""
+    config: Any = getattr(module, "config", {})
+    return not config.get("guidance_embeds", False) and type(module).__name__ not in UNGUIDED
+
+
+def takes_several_images(pipeline: str) -> bool:
+    """Return whether a pipeline class takes several images for one result."""
+    return any(pipeline.startswith(facts.several_images) for facts in PIPELINES)
+
+
+def makes_one_result(pipeline: str) -> bool:
+    """Return whether a pipeline class takes one prompt per call with an image."""
+    return any(pipeline.startswith(facts.one_result) for facts in PIPELINES)
+
+
+def is_distilled(pipeline: str, index: Mapping[str, Any]) -> bool:
+    """Return whether a pipeline ignores a guidance scale. index: its model_index.json."""
+    keys = (key for facts in PIPELINES for start, key in facts.distilled.items() if pipeline.startswith(start))
+    return any(index.get(key) for key in keys)
+
+
+def image_class(pipeline: str) -> tuple[str, str] | None:
+    """Return `Pipelines.image_class` of a pipeline class, or None."""
+    return next((facts.image_class[pipeline] for facts in PIPELINES if pipeline in facts.image_class), None)

@@ -35,14 +35,8 @@ def branch(
     made: list[Tensor] = []
     (attended,) = call.attend([Given(q, k, v, how)], lambda: made.append(of_mlp(activated(h_BlE))), mask)
     (branch_BlE,) = made
-    width, inner = of_attention.weight.shape
-    branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.weight.t())
+    of_attention.add_to(branch_BlE, attended)
     return branch_BlE
-
-
-def outs(out: Matrix, inner: int) -> tuple[Matrix, Matrix]:
-    """Return the columns of attention's output of a matrix, `inner` of them, and those of the MLP's hidden layer."""
-    return Matrix(out.weight[:, :inner], None), Matrix(out.weight[:, inner:], out.bias)
 
 
 def joined(

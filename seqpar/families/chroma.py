@@ -10,45 +10,33 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from seqpar.families import flux
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import JOINED, Boundary, Cuts
 from seqpar.families._double import NAMES, by_head, checked, of_both, pairs, two_streams
-from seqpar.families._parallel import branch, following, outs
-from seqpar.families.flux import _flux
+from seqpar.families._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
 
 
 def _chroma() -> Cuts:
     """Return FLUX's cuts; its blocks make a mask for queries and keys of one for all tokens, which attention takes."""
-    flux = _flux()
+    cuts = flux.CUTS["FluxTransformer2DModel"]
     zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
-    joint = {path: replace(joint, masked=True) for path, joint in flux.attention.items()}
+    joint = {path: replace(joint, masked=True) for path, joint in cuts.attention.items()}
     mask = "attention_mask"
     return Cuts(
-        {**flux.places, **zeros}, joint, {mask: JOINED}, weighed={mask: ("encoder_hidden_states", "hidden_states")}
+        {**cuts.places, **zeros}, joint, {mask: JOINED}, weighed={mask: ("encoder_hidden_states", "hidden_states")}
     )
 
 
-TRANSFORMERS = ("ChromaTransformer2DModel",)
-STREAMS = {"ChromaTransformerBlock": NAMES, "ChromaSingleTransformerBlock": NAMES}
-PRODUCTS = {
-    kind.replace("Flux", "Chroma"): {name: paths for name, paths in every.items() if not name.endswith("modulation")}
-    for kind, every in flux.PRODUCTS.items()
-}
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
+CUTS = {"ChromaTransformer2DModel": _chroma()}
 
 
 def double(
@@ -89,13 +77,20 @@ def single(
     (shift, scale, gate), norm, of = temb.unbind(1), Norm("layer", block.norm.norm.eps), call.matrices
     h = norm_modulate(hidden_states, shift, scale, norm)
     how = by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, h))
-    both = outs(of["out"], block.attn.inner_dim)
-    of_block = branch(call, h, how, block.attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
+    both = of["out"].split_inputs(block.attn.inner_dim)
+    of_block = branch(call, h, how, block.attn.heads, of["qkv"], of["up"].gelu, both)
     x, _ = following(hidden_states, gate, of_block, (), norm)
     return x
 
 
-BLOCKS: dict[str, Fused] = {"ChromaTransformerBlock": double, "ChromaSingleTransformerBlock": single}
+def _without_modulation(layers: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    return {name: paths for name, paths in layers.items() if not name.endswith("modulation")}
+
+
+BLOCKS = {
+    "ChromaTransformerBlock": Block(double, NAMES, _without_modulation(flux.LAYERS)),
+    "ChromaSingleTransformerBlock": Block(single, NAMES, _without_modulation(flux.SINGLE_LAYERS)),
+}
 
 
 def work(config: Mapping[str, Any], text: int = flux.TEXT_TOKENS) -> Work:
@@ -110,3 +105,6 @@ def work(config: Mapping[str, Any], text: int = flux.TEXT_TOKENS) -> Work:
         conditioning=((config["approximator_num_channels"], hidden), *layers, (hidden, width)),
         guided=True,
     )
+
+
+WORK = {"ChromaTransformer2DModel": work}

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, checked, modulations, pairs
+from seqpar.families._pipelines import Pipelines
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.protocols import Prepare
 
 
 def _cogvideox() -> Cuts:
@@ -36,23 +36,20 @@ def _cogvideox() -> Cuts:
     return Cuts(places, {"transformer_blocks.*.attn1": TEXT_IMAGE})
 
 
-TRANSFORMERS = ("CogVideoXTransformer3DModel",)
+CUTS = {"CogVideoXTransformer3DModel": _cogvideox()}
+PIPELINES = Pipelines(one_result=("CogVideoXImageToVideo",))
 TEXT_TOKENS = 226  # tokens to which the pipeline pads a text
-STREAMS = {"CogVideoXBlock": NAMES}
-PRODUCTS = {
-    "CogVideoXBlock": {
-        "modulation": ("norm1.linear",),
-        "mlp modulation": ("norm2.linear",),
-        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "out": ("attn1.to_out.0",),
-        "up": ("ff.net.0.proj",),
-        "down": ("ff.net.2",),
-    }
+LAYERS = {
+    "modulation": ("norm1.linear",),
+    "mlp modulation": ("norm2.linear",),
+    "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "out": ("attn1.to_out.0",),
+    "up": ("ff.net.0.proj",),
+    "down": ("ff.net.2",),
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     if getattr(block.ff.net[0], "approximate", None) != "tanh":
         return f"their MLPs have a {type(block.ff.net[0]).__name__} other than GELU by its tanh formula"
     return "their norms have no weights" if block.norm1.norm.weight is None else None
@@ -93,7 +90,7 @@ def block(
     tokens = _joined(call, encoder_hidden_states, hidden_states, every[call.index][0])
     attn, of, count = block.attn1, call.matrices, encoder_hidden_states.shape[1]
     how = _prepare(call, attn, image_rotary_emb, count, tokens.x)
-    (out,) = call.attend([Projected(tokens.h, *of["qkv"], attn.heads, attn.heads, how)])
+    (out,) = call.attend([of["qkv"].projected(tokens.h, attn.heads, how)])
     tokens = _finished(call, tokens, of["out"](out.flatten(2)), every)
     text, video = tokens.x[:, :count], tokens.x[:, count:]
     if call.index + 1 < len(every):
@@ -105,7 +102,7 @@ def _finished(call: BlockCall, tokens: Tokens, branch_BlE: Tensor, every: list[t
     """Return the tokens after attention, the branch, and after the MLP, with the next block's input."""
     (mine, mlp), of, index = every[call.index], call.matrices, tokens.of_token
     x, h = gate_norm_modulate(tokens.x, mine.gate, branch_BlE, mlp.shift, mlp.scale, mlp.norm, index_Bl=index)
-    branch = of["down"](linear_gelu(h, *of["up"]))
+    branch = of["down"](of["up"].gelu(h))
     if call.index + 1 == len(every):
         return tokens._replace(x=added(x, mlp.gate, branch, index_Bl=index))
     after, _ = every[call.index + 1]
@@ -160,7 +157,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[NormRows, NormRows
     return list(zip(every[0::2], every[1::2], strict=True))
 
 
-BLOCKS: dict[str, Fused] = {"CogVideoXBlock": block}
+BLOCKS = {"CogVideoXBlock": Block(block, NAMES, LAYERS, why_not)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -186,3 +183,6 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         conditioning=((width, inner), (inner, inner), (inner, 2 * width)),
         joined=(text,),
     )
+
+
+WORK = {"CogVideoXTransformer3DModel": work}

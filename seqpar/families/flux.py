@@ -16,59 +16,53 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.families._parallel import apart, branch, joined, outs
+from seqpar.families._parallel import apart, branch, joined
 from seqpar.kernels.adaln import Norm
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Work
 
-
-def _flux() -> Cuts:
-    root = Boundary(
-        inputs={
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": TEXT,
-            "img_ids": CutTokens("image", dim=-2),
-            "txt_ids": replace(TEXT, dim=-2),
-            "controlnet_block_samples": IMAGE,
-            "controlnet_single_block_samples": IMAGE,
-        }
+CUTS = {
+    "FluxTransformer2DModel": Cuts(
+        {
+            "": Boundary(
+                inputs={
+                    "hidden_states": IMAGE,
+                    "encoder_hidden_states": TEXT,
+                    "img_ids": CutTokens("image", dim=-2),
+                    "txt_ids": replace(TEXT, dim=-2),
+                    "controlnet_block_samples": IMAGE,
+                    "controlnet_single_block_samples": IMAGE,
+                }
+            ),
+            "proj_out": OUT,
+        },
+        {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE},
     )
-    both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
-    return Cuts({"": root, "proj_out": OUT}, both)
-
-
-TRANSFORMERS = ("FluxTransformer2DModel",)
-STREAMS = {"FluxTransformerBlock": NAMES, "FluxSingleTransformerBlock": NAMES}
-PRODUCTS = {
-    "FluxTransformerBlock": {
-        "text modulation": ("norm1_context.linear",),
-        "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "text out": ("attn.to_add_out",),
-        "text up": ("ff_context.net.0.proj",),
-        "text down": ("ff_context.net.2",),
-        "image modulation": ("norm1.linear",),
-        "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "image out": ("attn.to_out.0",),
-        "image up": ("ff.net.0.proj",),
-        "image down": ("ff.net.2",),
-    },
-    "FluxSingleTransformerBlock": {
-        "modulation": ("norm.linear",),
-        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "up": ("proj_mlp",),
-        "out": ("proj_out",),  # the columns of attention, then those of the MLP
-    },
+}
+UNGUIDED = ("FluxTransformer2DModel",)  # guidance is distilled, also where it is no input (schnell)
+WITHOUT_ROWS = ("img_ids", "txt_ids")
+LAYERS = {
+    "text modulation": ("norm1_context.linear",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.net.0.proj",),
+    "text down": ("ff_context.net.2",),
+    "image modulation": ("norm1.linear",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.net.0.proj",),
+    "image down": ("ff.net.2",),
+}
+SINGLE_LAYERS = {
+    "modulation": ("norm.linear",),
+    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "up": ("proj_mlp",),
+    "out": ("proj_out",),  # the columns of attention, then the columns of the MLP
 }
 SINES = 256  # width of the sinusoids of timestep and guidance
 TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
 
 
 def double(
@@ -86,7 +80,7 @@ def double(
     """
     checked(joint_attention_kwargs)
     names = [f"{name} modulation" for name in NAMES]
-    every = call.once("double", temb, lambda: modulations(call, temb, names))
+    every = call.once("modulation", temb, lambda: modulations(call, temb, names))
     rows, text = pairs(call, image_rotary_emb, hidden_states), encoder_hidden_states.shape[1]
     prepares = of_both(block.attn, [part[:text] for part in rows], [part[text:] for part in rows])
     norm = Norm("layer", block.norm1.norm.eps)
@@ -104,16 +98,19 @@ def single(
 ) -> tuple[Tensor, Tensor]:
     """Return text and image after a block; see `double`. They are views of one stream, which is left for the next."""
     checked(joint_attention_kwargs)
-    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
+    every = [rows for (rows,) in call.once("modulation", temb, lambda: modulations(call, temb, ["modulation"]))]
     attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
     x, h = joined(call, encoder_hidden_states, hidden_states, every, norm)
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, x))
-    both = outs(of["out"], attn.inner_dim)
-    of_block = branch(call, h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), both)
+    both = of["out"].split_inputs(attn.inner_dim)
+    of_block = branch(call, h, how, attn.heads, of["qkv"], of["up"].gelu, both)
     return apart(call, x, of_block, every, norm, encoder_hidden_states.shape[1])
 
 
-BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}
+BLOCKS = {
+    "FluxTransformerBlock": Block(double, NAMES, LAYERS),
+    "FluxSingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS),
+}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -137,3 +134,6 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         guided=False,
         joined=(text,),
     )
+
+
+WORK = {"FluxTransformer2DModel": work}

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, DeclinedError, Fused, Matrix
+from seqpar.families._block import Block, BlockCall, DeclinedError, Matrix
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
-from seqpar.families._parallel import branch, following, outs
+from seqpar.families._parallel import branch, following
+from seqpar.families._pipelines import Pipelines
 from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Work
 from seqpar.types.protocols import state_dtype
 
@@ -34,30 +34,23 @@ def _flux2() -> Cuts:
     return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
 
 
-TRANSFORMERS = ("Flux2Transformer2DModel",)
+CUTS = {"Flux2Transformer2DModel": _flux2()}
+PIPELINES = Pipelines(several_images=("Flux2",), distilled={"Flux2Klein": "is_distilled"})
 TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
-STREAMS = {"Flux2TransformerBlock": NAMES, "Flux2SingleTransformerBlock": NAMES}
-PRODUCTS = {
-    "Flux2TransformerBlock": {
-        "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "text out": ("attn.to_add_out",),
-        "text up": ("ff_context.linear_in",),
-        "text down": ("ff_context.linear_out",),
-        "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "image out": ("attn.to_out.0",),
-        "image up": ("ff.linear_in",),
-        "image down": ("ff.linear_out",),
-    },
-    "Flux2SingleTransformerBlock": {
-        "in": ("attn.to_qkv_mlp_proj",),  # the rows of q, k and v, then those of the MLP's two halves
-        "out": ("attn.to_out",),
-    },
+LAYERS = {
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.linear_in",),
+    "text down": ("ff_context.linear_out",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.linear_in",),
+    "image down": ("ff.linear_out",),
 }
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
+SINGLE_LAYERS = {
+    "in": ("attn.to_qkv_mlp_proj",),  # the rows of q, k and v, then the MLP's two halves
+    "out": ("attn.to_out",),
+}
 
 
 def double(
@@ -75,7 +68,7 @@ def double(
     temb_mod_img, temb_mod_txt: (B, 6 E). image_rotary_emb: cosines and sines of text and image, (l' + l, D).
     """
     checked(joint_attention_kwargs)
-    mine = call.once("double", temb_mod_img, lambda: [_rows(x, 6) for x in (temb_mod_txt, temb_mod_img)])
+    mine = call.once("rows", temb_mod_img, lambda: [_rows(x, 6) for x in (temb_mod_txt, temb_mod_img)])
     cos, sin = pairs(call, image_rotary_emb, hidden_states)
     attn, text = block.attn, encoder_hidden_states.shape[1]
     prepares = of_both(attn, (cos[:text], sin[:text]), (cos[text:], sin[text:]))
@@ -98,13 +91,13 @@ def single(
     checked(joint_attention_kwargs)
     if encoder_hidden_states is not None or split_hidden_states:
         raise DeclinedError("its two streams are given apart")
-    rows, norm = call.once("single", temb_mod, lambda: _rows(temb_mod, 3)), Norm("layer", block.norm.eps)
+    rows, norm = call.once("rows", temb_mod, lambda: _rows(temb_mod, 3)), Norm("layer", block.norm.eps)
     handed, attn = call.handed(hidden_states), block.attn
     h = norm_modulate(hidden_states, rows[0], rows[1], norm) if handed is None else handed
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, h))
-    qkv, up = _parts(call.matrices["in"], 3 * attn.inner_dim)
-    both = outs(call.matrices["out"], attn.inner_dim)
-    of_block = branch(call, h, how, attn.heads, qkv, lambda x: _activated(up, x), both)
+    qkv, up = call.matrices["in"].split_outputs(3 * attn.inner_dim, call.matrices["in"].outputs - 3 * attn.inner_dim)
+    both = call.matrices["out"].split_inputs(attn.inner_dim)
+    of_block = branch(call, h, how, attn.heads, qkv, up.swiglu, both)
     after = [rows] * (len(call.every) - call.index - 1)
     x, h = following(hidden_states, rows[2], of_block, after, norm)
     if h is not None:
@@ -118,21 +111,13 @@ def _rows(modulation: Tensor, vectors: int) -> Rows:
 
 
 def _mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
-    return down(_activated(up, h_BlE))
+    return down(up.swiglu(h_BlE))
 
 
-def _activated(up: Matrix, h_BlE: Tensor) -> Tensor:
-    """Return SwiGLU of the first layer, (B, l, F)."""
-    return gated_linear(h_BlE, *up)
-
-
-def _parts(matrix: Matrix, rows: int) -> tuple[Matrix, Matrix]:
-    """Return the first rows of a matrix, and the others."""
-    bias = (None, None) if matrix.bias is None else (matrix.bias[:rows], matrix.bias[rows:])
-    return Matrix(matrix.weight[:rows], bias[0]), Matrix(matrix.weight[rows:], bias[1])
-
-
-BLOCKS: dict[str, Fused] = {"Flux2TransformerBlock": double, "Flux2SingleTransformerBlock": single}
+BLOCKS = {
+    "Flux2TransformerBlock": Block(double, NAMES, LAYERS),
+    "Flux2SingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS),
+}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -160,3 +145,6 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         guided=False,
         joined=(text,),
     )
+
+
+WORK = {"Flux2Transformer2DModel": work}

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, by_head, pairs
 from seqpar.families._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
-from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Blocks, Work
 
 
@@ -48,21 +47,14 @@ def _flux3() -> Cuts:
     return Cuts({"": root, "proj_out": OUT}, attention)
 
 
-TRANSFORMERS = ("Flux3Transformer2DModel",)
+CUTS = {"Flux3Transformer2DModel": _flux3()}
 TEXT = 512  # tokens to which the pipeline pads a text
-STREAMS = {"Flux3ModeTransformerBlock": ("image",), "Flux3SingleTransformerBlock": ("text", "image", "reference")}
 LAYERS = {
     "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "out": ("attn.to_out.0",),
     "up": ("ff.linear_in",),
     "down": ("ff.linear_out",),
 }
-PRODUCTS = {"Flux3ModeTransformerBlock": LAYERS, "Flux3SingleTransformerBlock": LAYERS}
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
 
 
 def mode(
@@ -116,9 +108,7 @@ def _computed(
     norm, attn, of = Norm("layer", block.norm.eps), block.attn, call.matrices
     h = norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index_Bl) if h_BlE is None else h_BlE
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, rotary, x_BlE))
-    of_block = branch(
-        call, h, how, attn.heads, of["qkv"], lambda y: gated_linear(y, *of["up"]), (of["out"], of["down"])
-    )
+    of_block = branch(call, h, how, attn.heads, of["qkv"], of["up"].swiglu, (of["out"], of["down"]))
     after = [rows] * (len(call.every) - call.index - 1)
     return following(x_BlE, rows[2], of_block, after, norm, index_Bl)
 
@@ -131,7 +121,10 @@ def _by_token(modulation: tuple[Tensor, ...]) -> tuple[Rows, Tensor]:
     return every_Bl3E.flatten(0, 1).chunk(3, dim=-1), index.view(batch, tokens)
 
 
-BLOCKS: dict[str, Fused] = {"Flux3ModeTransformerBlock": mode, "Flux3SingleTransformerBlock": single}
+BLOCKS = {
+    "Flux3ModeTransformerBlock": Block(mode, ("image",), LAYERS),
+    "Flux3SingleTransformerBlock": Block(single, ("text", "image", "reference"), LAYERS),
+}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -159,3 +152,6 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
         guided=False,
         joined=(text,),
     )
+
+
+WORK = {"Flux3Transformer2DModel": work}

@@ -21,13 +21,13 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import FULL, HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, Padding
 from seqpar.families._double import by_head, modulations, pairs, two_streams
-from seqpar.families._parallel import apart, branch, joined, outs
+from seqpar.families._parallel import apart, branch, joined
+from seqpar.families._pipelines import Pipelines
 from seqpar.families.mochi import MochiProcessor
 from seqpar.kernels.adaln import Norm
-from seqpar.kernels.gelu import linear_gelu
 from seqpar.types.facts import Gemms, Work
 from seqpar.types.protocols import Stream, from_patches
 
@@ -166,12 +166,10 @@ class HunyuanVideo15Processor(MochiProcessor):
 
 
 ORDER = ("image", "text")  # in which attention joins them
-DOUBLE, DOUBLE15 = "HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock"
-SINGLE = "HunyuanVideoSingleTransformerBlock"
-TRANSFORMERS = ("HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel")
+CUTS = {"HunyuanVideoTransformer3DModel": _hunyuan_video(), "HunyuanVideo15Transformer3DModel": _hunyuan_video15()}
+PIPELINES = Pipelines(one_result=("HunyuanVideoImageToVideo", "HunyuanVideo15ImageToVideo"))
 TEXT_TOKENS = 64  # tokens of a text: a usual prompt's, without padding
-STREAMS = dict.fromkeys((DOUBLE, DOUBLE15, SINGLE), ORDER)
-_OF_DOUBLES = {
+LAYERS = {
     "image modulation": ("norm1.linear",),
     "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "image out": ("attn.to_out.0",),
@@ -183,20 +181,15 @@ _OF_DOUBLES = {
     "text up": ("ff_context.net.0.proj",),
     "text down": ("ff_context.net.2",),
 }
-PRODUCTS = {
-    DOUBLE: _OF_DOUBLES,
-    DOUBLE15: _OF_DOUBLES,
-    SINGLE: {
-        "modulation": ("norm.linear",),
-        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "up": ("proj_mlp",),
-        "out": ("proj_out",),  # the columns of attention, then those of the MLP
-    },
+SINGLE_LAYERS = {
+    "modulation": ("norm.linear",),
+    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "up": ("proj_mlp",),
+    "out": ("proj_out",),  # the columns of attention, then the columns of the MLP
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     norm = type(block.attn.norm_q).__name__
     return None if norm == "RMSNorm" else f"q and k have a {norm}"
 
@@ -257,7 +250,7 @@ def _double(
 ) -> tuple[Tensor, Tensor]:
     """Return video and text after a double block. call: a `BlockCall` that knows the mask."""
     names = [f"{name} modulation" for name in ORDER]
-    every = call.once("double", temb, lambda: modulations(call, temb, names))
+    every = call.once("modulation", temb, lambda: modulations(call, temb, names))
     attn, rows = block.attn, pairs(call, rotary, image_BlE)
     prepares = {
         "image": by_head(attn.norm_q, attn.norm_k, *rows),
@@ -281,13 +274,13 @@ def single(
     num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
-    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
+    every = [rows for (rows,) in call.once("modulation", temb, lambda: modulations(call, temb, ["modulation"]))]
     attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
     x, h = joined(call, hidden_states, encoder_hidden_states, every, norm)
     rows, text = pairs(call, image_rotary_emb, x), encoder_hidden_states.shape[1]
     rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
     how = by_head(attn.norm_q, attn.norm_k, *rows)
-    inputs = h, how, attn.heads, of["qkv"], lambda y: linear_gelu(y, *of["up"]), outs(of["out"], attn.inner_dim)
+    inputs = h, how, attn.heads, of["qkv"], of["up"].gelu, of["out"].split_inputs(attn.inner_dim)
     of_block = branch(call, *inputs, mask=attention_mask)
     return apart(call, x, of_block, every, norm, hidden_states.shape[1])
 
@@ -298,7 +291,11 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
     return F.pad(cos, (0, 0, 0, text), value=1.0), F.pad(sin, (0, 0, 0, text))
 
 
-BLOCKS: dict[str, Fused] = {DOUBLE: double, DOUBLE15: double15, SINGLE: single}
+BLOCKS = {
+    "HunyuanVideoTransformerBlock": Block(double, ORDER, LAYERS, why_not),
+    "HunyuanVideoSingleTransformerBlock": Block(single, ORDER, SINGLE_LAYERS, why_not),
+    "HunyuanVideo15TransformerBlock": Block(double15, ORDER, LAYERS, why_not),
+}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -338,3 +335,6 @@ def _of_condition(config: Mapping[str, Any], width: int) -> Gemms:
     pooled = (config[name] for name in ("text_embed_dim", "pooled_projection_dim") if name in config)
     texts = (gemm for wide in pooled for gemm in ((wide, width), (width, width)))
     return *sines, *texts, *((width, 2 * width),) * (config["num_refiner_layers"] + 1)
+
+
+WORK = dict.fromkeys(CUTS, work)

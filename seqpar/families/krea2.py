@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint, Padding
 from seqpar.families._double import NAMES, pairs
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gated_linear import gated_linear
 from seqpar.kernels.sigmoid_gate import sigmoid_gate
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Prepare, Projected, state_dtype
+from seqpar.types.protocols import Prepare, state_dtype
 
 
 def _krea2() -> Cuts:
@@ -42,23 +41,15 @@ def _krea2() -> Cuts:
     return Cuts(places, joint, {mask: "text"}, padding=padding, bools=(mask,), local=local)
 
 
-TRANSFORMERS = ("Krea2Transformer2DModel",)
-STREAMS = {"Krea2TransformerBlock": NAMES}
-PRODUCTS = {
-    "Krea2TransformerBlock": {
-        "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "gate": ("attn.to_gate",),
-        "out": ("attn.to_out.0",),
-        "up": ("ff.gate", "ff.up"),
-        "down": ("ff.down",),
-    }
+CUTS = {"Krea2Transformer2DModel": _krea2()}
+LAYERS = {
+    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "gate": ("attn.to_gate",),
+    "out": ("attn.to_out.0",),
+    "up": ("ff.gate", "ff.up"),
+    "down": ("ff.down",),
 }
 TEXT = 64  # tokens of a text: a usual prompt's, without padding
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
 
 
 class BlockRows(NamedTuple):
@@ -91,7 +82,7 @@ def block(
     cos, sin = pairs(call, image_rotary_emb, x)
     how = Prepare("rms", True, attn.norm_q.eps, mine.q_weight, None, mine.k_weight, None, cos, sin)
     gates = list[Tensor]()
-    stream = Projected(h, *of["qkv"], attn.num_heads, attn.num_kv_heads, how)
+    stream = of["qkv"].projected(h, attn.num_heads, how, attn.num_kv_heads)
     (out,) = call.attend([stream], beside=lambda: gates.append(of["gate"](h)))
     branch = of["out"](sigmoid_gate(out.flatten(2), *gates))
     return _finished(call, x, branch, every)
@@ -102,7 +93,7 @@ def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequenc
     mine, of = every[call.index], call.matrices
     _, _, gate, scale_mlp, shift_mlp, gate_mlp = mine.rows
     x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift_mlp, scale_mlp, mine.norm_mlp)
-    branch = of["down"](gated_linear(h, *of["up"]))
+    branch = of["down"](of["up"].swiglu(h))
     if call.index + 1 == len(every):
         return added(x, gate_mlp, branch)
     after = every[call.index + 1]
@@ -130,7 +121,7 @@ def _rows(blocks: Sequence[Any], temb: Tensor) -> list[BlockRows]:
     ]
 
 
-BLOCKS: dict[str, Fused] = {"Krea2TransformerBlock": block}
+BLOCKS = {"Krea2TransformerBlock": Block(block, NAMES, LAYERS)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -166,3 +157,6 @@ def _text(config: Mapping[str, Any], width: int) -> tuple[tuple[int, int], ...]:
     outputs = ((inner, 3 * inner + 2 * kept), (inner, 2 * hidden), (hidden, inner))
     rows = layers * config["num_layerwise_text_blocks"] + config["num_refiner_text_blocks"]
     return (*((i, rows * o) for i, o in outputs), (layers, inner), (inner, width), (width, width))
+
+
+WORK = {"Krea2Transformer2DModel": work}

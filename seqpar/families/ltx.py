@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, DeclinedError, Fused
+from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.masks import aligned_bias
-from seqpar.types.protocols import Prepare, Projected, state_dtype
+from seqpar.types.protocols import Prepare, state_dtype
 
 
 def _ltx() -> Cuts:
@@ -37,24 +37,20 @@ def _ltx() -> Cuts:
     return Cuts(places, attention, masks, passed=tuple(masks), local=local)
 
 
-TRANSFORMERS = ("LTXVideoTransformer3DModel",)
+CUTS = {"LTXVideoTransformer3DModel": _ltx()}
 TEXT = 128  # tokens to which the pipeline pads a text
-STREAMS = {"LTXVideoTransformerBlock": ("image",)}
-PRODUCTS = {
-    "LTXVideoTransformerBlock": {
-        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "out": ("attn1.to_out.0",),
-        "text q": ("attn2.to_q",),
-        "text kv": ("attn2.to_k", "attn2.to_v"),
-        "text out": ("attn2.to_out.0",),
-        "up": ("ff.net.0.proj",),
-        "down": ("ff.net.2",),
-    }
+LAYERS = {
+    "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "out": ("attn1.to_out.0",),
+    "text q": ("attn2.to_q",),
+    "text kv": ("attn2.to_k", "attn2.to_v"),
+    "text out": ("attn2.to_out.0",),
+    "up": ("ff.net.0.proj",),
+    "down": ("ff.net.2",),
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     return why_not_of(block.norm1, block.ff)
 
 
@@ -92,7 +88,7 @@ def block(
     h = norm_modulate(x, shift, scale, norm, index_Bl=index) if handed is None else handed
     rows = call.once("rotary", image_rotary_emb, lambda: by_head(image_rotary_emb, attn.heads))
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *rows)
-    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
+    (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
     x = added(x, gate, of["out"](out.flatten(2)), index_Bl=index)
     q = text.norm_q(of["text q"](x)).unflatten(2, (text.heads, -1))
     out = to_whole(call, q, encoder_hidden_states, of["text kv"], text.norm_k, bias)
@@ -130,7 +126,7 @@ def by_head(rows: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-BLOCKS: dict[str, Fused] = {"LTXVideoTransformerBlock": block}
+BLOCKS = {"LTXVideoTransformerBlock": Block(block, ("image",), LAYERS, why_not)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -138,3 +134,6 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     width = config["num_attention_heads"] * config["attention_head_dim"]
     area = config.get("patch_size", 1) ** 2 * config.get("patch_size_t", 1)
     return _work.crossed(config, 4 * width, area, text, ((config["caption_channels"], width), (256, width)))
+
+
+WORK = {"LTXVideoTransformer3DModel": work}

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from seqpar.families import ltx
-from seqpar.families._block import BlockCall, DeclinedError, Fused, Matrix
+from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families.ltx import by_head, by_vector, key_bias, why_not_of
 from seqpar.kernels.adaln import Norm, Vectors, by_token, gate_norm_modulate, norm_modulate
 from seqpar.kernels.prepare import prepare, prepare_one
 from seqpar.types.facts import Work
-from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.protocols import Prepare
 
 
 def _ltx2() -> Cuts:
@@ -56,27 +56,23 @@ def _attention(name: str, path: str, *, of_itself: bool = False) -> dict[str, tu
     return {**made, f"{name} out": (f"{path}.to_out.0",), f"{name} gates": (f"{path}.to_gate_logits",)}
 
 
-TRANSFORMERS = ("LTX2VideoTransformer3DModel",)
+CUTS = {"LTX2VideoTransformer3DModel": _ltx2()}
 TEXT = 1024  # tokens to which the pipeline pads a text
-STREAMS = {"LTX2VideoTransformerBlock": ("image",)}
-PRODUCTS = {
-    "LTX2VideoTransformerBlock": {
-        **_attention("video", "attn1", of_itself=True),
-        **_attention("audio", "audio_attn1", of_itself=True),
-        **_attention("video text", "attn2"),
-        **_attention("audio text", "audio_attn2"),
-        **_attention("video reads audio", "audio_to_video_attn"),
-        **_attention("audio reads video", "video_to_audio_attn"),
-        "video up": ("ff.net.0.proj",),
-        "video down": ("ff.net.2",),
-        "audio up": ("audio_ff.net.0.proj",),
-        "audio down": ("audio_ff.net.2",),
-    }
+LAYERS = {
+    **_attention("video", "attn1", of_itself=True),
+    **_attention("audio", "audio_attn1", of_itself=True),
+    **_attention("video text", "attn2"),
+    **_attention("audio text", "audio_attn2"),
+    **_attention("video reads audio", "audio_to_video_attn"),
+    **_attention("audio reads video", "video_to_audio_attn"),
+    "video up": ("ff.net.0.proj",),
+    "video down": ("ff.net.2",),
+    "audio up": ("audio_ff.net.0.proj",),
+    "audio down": ("audio_ff.net.2",),
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     if len({block.attn1.heads, block.audio_attn1.heads, block.audio_to_video_attn.heads}) > 1:
         return "video and sound have other numbers of heads"
     return why_not_of(block.norm1, block.ff, block.audio_ff)
@@ -255,11 +251,10 @@ def _to_itself(call: BlockCall, side: Side, h_BlE: Tensor, skips: bool) -> Tenso
     """Return attention (B, l, H, D) of one side to itself, or its values alone."""
     qkv, attn, heads = call.matrices[f"{side.name} qkv"], side.attn, side.attn.heads
     if skips:
-        weight, bias = qkv.weight.chunk(3)[2], None if qkv.bias is None else qkv.bias.chunk(3)[2]
-        return Matrix(weight, bias)(h_BlE).unflatten(2, (heads, -1))
+        return qkv.split_outputs(*[qkv.outputs // 3] * 3)[2](h_BlE).unflatten(2, (heads, -1))
     how = _prepare(attn, attn.norm_q, side.rows, attn.norm_k)
     if side.name == "video":
-        return call.attend([Projected(h_BlE, *qkv, heads, heads, how)])[0]
+        return call.attend([qkv.projected(h_BlE, heads, how)])[0]
     q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
     return call.local(*prepare(q, k, how), v)
 
@@ -298,7 +293,7 @@ def _output(call: BlockCall, name: str, h_BlE: Tensor, out_BlHD: Tensor) -> Tens
     return call.matrices[f"{name} out"](out_BlHD.flatten(2))
 
 
-BLOCKS: dict[str, Fused] = {"LTX2VideoTransformerBlock": block}
+BLOCKS = {"LTX2VideoTransformerBlock": Block(block, ("image",), LAYERS, why_not)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -312,3 +307,6 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     crossing = ((width, sound), (sound, width), (width, 2 * sound))
     (blocks,) = alike.blocks
     return replace(alike, blocks=(replace(blocks, gemms=(*blocks.gemms, *crossing)),))
+
+
+WORK = {"LTX2VideoTransformer3DModel": work}

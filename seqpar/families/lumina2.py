@@ -16,3 +16,6 @@ def _lumina2() -> Cuts:
     }
     both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
     return Cuts(places, both, why_eager=_reads_lengths, local=("context_refiner.*.attn",))
+
+
+CUTS = {"Lumina2Transformer2DModel": _lumina2()}

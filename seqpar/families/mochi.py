@@ -59,3 +59,6 @@ class MochiProcessor:
     def turned(self, x_BlHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return q or k after the rotary embedding."""
         return rotated(x_BlHD, cos, sin)
+
+
+CUTS = {"MochiTransformer3DModel": _mochi()}

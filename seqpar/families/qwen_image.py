@@ -20,9 +20,10 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, Fused
-from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._block import Block, BlockCall
+from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, _reads_lengths
 from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
+from seqpar.families._pipelines import Pipelines
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
 
@@ -88,28 +89,25 @@ def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
     return torch.cat([torch.full((n,), which, dtype=torch.int, device=device) for which, n in enumerate(counts)])
 
 
-TRANSFORMERS = ("QwenImageTransformer2DModel",)
-TEXT_TOKENS = 128  # tokens of a text: a usual prompt's
-STREAMS = {"QwenImageTransformerBlock": NAMES}
-PRODUCTS = {
-    "QwenImageTransformerBlock": {
-        "text modulation": ("txt_mod.1",),
-        "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "text out": ("attn.to_add_out",),
-        "text up": ("txt_mlp.net.0.proj",),
-        "text down": ("txt_mlp.net.2",),
-        "image modulation": ("img_mod.1",),
-        "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "image out": ("attn.to_out.0",),
-        "image up": ("img_mlp.net.0.proj",),
-        "image down": ("img_mlp.net.2",),
-    }
+CUTS = {
+    "QwenImageTransformer2DModel": _qwen_image(),
+    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=_reads_lengths),
 }
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
+ROW_LISTS = ("img_shapes", "txt_seq_lens")
+PIPELINES = Pipelines(several_images=("QwenImageEditPlus", "QwenImage21"), one_result=("QwenImageEdit",))
+TEXT_TOKENS = 128  # tokens of a text: a usual prompt's
+LAYERS = {
+    "text modulation": ("txt_mod.1",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("txt_mlp.net.0.proj",),
+    "text down": ("txt_mlp.net.2",),
+    "image modulation": ("img_mod.1",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("img_mlp.net.0.proj",),
+    "image down": ("img_mlp.net.2",),
+}
 
 
 def double(
@@ -159,7 +157,7 @@ def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:
     return rows_lD2.real.contiguous(), rows_lD2.imag.contiguous()
 
 
-BLOCKS: dict[str, Fused] = {"QwenImageTransformerBlock": double}
+BLOCKS = {"QwenImageTransformerBlock": Block(double, NAMES, LAYERS)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -180,3 +178,6 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         conditioning=((256, width), (width, width), (width, 2 * width)),
         joined=(text,),
     )
+
+
+WORK = {"QwenImageTransformer2DModel": work}

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts
 from seqpar.families._double import Rows, by_head, checked, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.protocols import Prepare
 
 
 def _sd3() -> Cuts:
@@ -37,29 +37,25 @@ def _sd3() -> Cuts:
 
 
 ORDER = ("image", "text")  # in which attention joins them
-TRANSFORMERS = ("SD3Transformer2DModel",)
+CUTS = {"SD3Transformer2DModel": _sd3()}
 TEXT_TOKENS = 333  # tokens of a text: 77 of CLIP and 256 of T5
-STREAMS = {"JointTransformerBlock": ORDER}
-PRODUCTS = {
-    "JointTransformerBlock": {
-        "image modulation": ("norm1.linear",),
-        "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "image out": ("attn.to_out.0",),
-        "image up": ("ff.net.0.proj",),
-        "image down": ("ff.net.2",),
-        "alone qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-        "alone out": ("attn2.to_out.0",),
-        "text modulation": ("norm1_context.linear",),
-        "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "text out": ("attn.to_add_out",),
-        "text up": ("ff_context.net.0.proj",),
-        "text down": ("ff_context.net.2",),
-    }
+LAYERS = {
+    "image modulation": ("norm1.linear",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.net.0.proj",),
+    "image down": ("ff.net.2",),
+    "alone qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+    "alone out": ("attn2.to_out.0",),
+    "text modulation": ("norm1_context.linear",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.net.0.proj",),
+    "text down": ("ff_context.net.2",),
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     if block._chunk_size is not None:
         return "they compute their MLPs in chunks"
     norm = type(block.attn.norm_q).__name__
@@ -94,7 +90,7 @@ def _attended_alone(call: BlockCall, attn: Any, x_BlE: Tensor, rows: Rows, norm:
     """
     shift, scale, gate = rows
     h, how = norm_modulate(x_BlE, shift, scale, norm), _prepare(attn.norm_q, attn.norm_k)
-    stream = Projected(h, *call.matrices["alone qkv"], attn.heads, attn.heads, how)
+    stream = call.matrices["alone qkv"].projected(h, attn.heads, how)
     (out_BlHD,) = call.attend([stream], only="image")
     return added(x_BlE, gate, call.matrices["alone out"](out_BlHD.flatten(2)))
 
@@ -114,7 +110,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> tuple[list[list[Rows]], list[
     return joined, [image[6:] for image, _ in every]
 
 
-BLOCKS: dict[str, Fused] = {"JointTransformerBlock": joint}
+BLOCKS = {"JointTransformerBlock": Block(joint, ORDER, LAYERS, why_not)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
@@ -155,3 +151,6 @@ def _blocks(width: int, layers: int, duals: Sequence[int]) -> tuple[Blocks, ...]
         replace(last, count=1, apart=((qkv,),), modulation=(last.modulation[0], (width, 2 * width))),
     )
     return tuple(kind for kind in kinds if kind.count)
+
+
+WORK = {"SD3Transformer2DModel": work}

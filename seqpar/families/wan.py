@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import _work
-from seqpar.families._block import BlockCall, Fused
+from seqpar.families._block import Block, BlockCall
 from seqpar.families._cross import constant, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
+from seqpar.families._pipelines import Pipelines
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work
-from seqpar.types.protocols import Prepare, Projected, state_dtype
+from seqpar.types.protocols import Prepare, state_dtype
 
 
 def _wan() -> Cuts:
@@ -48,9 +49,15 @@ def _wan_vace() -> Cuts:
 
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
 PICTURE = 257  # tokens of these features
-TRANSFORMERS = ("WanTransformer3DModel", "WanVACETransformer3DModel")
-STREAMS = {"WanTransformerBlock": ("image",), "WanVACETransformerBlock": ("image",)}
-_LAYERS = {
+CUTS = {
+    "WanTransformer3DModel": _wan(),
+    "WanVACETransformer3DModel": _wan_vace(),
+    "ChronoEditTransformer3DModel": _wan(),
+}
+# only the model with a timestep per token (TI2V) takes an image
+PIPELINES = Pipelines(image_class={"WanPipeline": ("expand_timesteps", "wan-i2v")})
+WITHOUT_ROWS = ("control_hidden_states_scale",)  # a number per block of VACE
+LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
     "out": ("attn1.to_out.0",),
     "text q": ("attn2.to_q",),
@@ -60,15 +67,6 @@ _LAYERS = {
     "up": ("ffn.net.0.proj",),
     "down": ("ffn.net.2",),
 }
-PRODUCTS = {
-    "WanTransformerBlock": _LAYERS,
-    "WanVACETransformerBlock": {**_LAYERS, "in": ("proj_in",), "added": ("proj_out",)},
-}
-
-
-def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
-    return None
 
 
 def block(
@@ -85,16 +83,15 @@ def block(
 
 def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
     """Return a stream after self-attention, attention to the text, and the MLP."""
-    kind = type(block).__name__  # VACE has blocks of two classes, with modulation of their own
-    modulation = call.once(kind, temb, lambda: tabled([one.scale_shift_table for one in call.blocks], temb))
-    table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)))
+    modulation = call.once("modulation", temb, lambda: tabled([one.scale_shift_table for one in call.blocks], temb))
+    table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)), shared=True)
     shift, scale, gate, *_ = modulation.every[call.index]
     # VACE's embedders leave the channels apart, which only its first blocks see
     norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE.contiguous()
     handed, attn = call.handed(x), block.attn1
     h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token) if handed is None else handed
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
-    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
+    (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
     x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
     branch = of["text out"](_attended(call, block.attn2, h, text_BLE))
     return finished(call, x, branch, modulation, norm)
@@ -147,7 +144,10 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
     return cos[0, :, 0, 0::2].to(dtype).contiguous(), sin[0, :, 0, 1::2].to(dtype).contiguous()
 
 
-BLOCKS: dict[str, Fused] = {"WanTransformerBlock": block, "WanVACETransformerBlock": vace}
+BLOCKS = {
+    "WanTransformerBlock": Block(block, ("image",), LAYERS),
+    "WanVACETransformerBlock": Block(vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}),
+}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -167,3 +167,6 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     first = replace(blocks, count=1, gemms=(*blocks.gemms, added, added))
     others = replace(blocks, count=len(layers) - 1, gemms=(*blocks.gemms, added))
     return replace(alike, blocks=(first, others, blocks))
+
+
+WORK = {"WanTransformer3DModel": work, "WanVACETransformer3DModel": work}

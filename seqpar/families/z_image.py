@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, DeclinedError, Fused
+from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
+from seqpar.families._pipelines import Pipelines
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gated_linear import gated_linear
 from seqpar.types.facts import Blocks, Work
-from seqpar.types.protocols import Projected
 
 
 def _z_image() -> Cuts:
@@ -40,24 +39,20 @@ def _z_image() -> Cuts:
     return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN}, local=local)
 
 
-TRANSFORMERS = ("ZImageTransformer2DModel",)
+CUTS = {"ZImageTransformer2DModel": _z_image()}
+ROW_LISTS = ("x", "cap_feats")
+PIPELINES = Pipelines(several_images=("ZImageOmni",))
 TEXT = 128  # tokens of a text: a usual prompt's
-STREAMS = {
-    "ZImageTransformerBlock": ("image",)
-}  # its refiners' alone, that of the other blocks with the text behind it
-PRODUCTS = {
-    "ZImageTransformerBlock": {
-        "modulation": ("adaLN_modulation.0",),
-        "qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
-        "out": ("attention.to_out.0",),
-        "up": ("feed_forward.w1", "feed_forward.w3"),
-        "down": ("feed_forward.w2",),
-    }
+LAYERS = {
+    "modulation": ("adaLN_modulation.0",),
+    "qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
+    "out": ("attention.to_out.0",),
+    "up": ("feed_forward.w1", "feed_forward.w3"),
+    "down": ("feed_forward.w2",),
 }
 
 
 def why_not(block: Any) -> str | None:
-    """See `seqpar.families`."""
     if not block.modulation:
         return "those that refine the text alone, without a modulation, are short and whole on every rank"
     return "q and k have no norms" if block.attention.norm_q is None else None
@@ -96,7 +91,7 @@ def block(
     mine = every[call.index]
     h = norm_modulate(x, mine.shift, mine.scale, _norm(block.attention_norm1)) if handed is None else handed
     how = by_head(attn.norm_q, attn.norm_k, *rows)
-    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)], mask=attn_mask)
+    (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)], mask=attn_mask)
     return _finished(call, block, x, of["out"](out.flatten(2)), every)
 
 
@@ -105,7 +100,7 @@ def _finished(call: BlockCall, block: Any, x_BlE: Tensor, branch_BlE: Tensor, ev
     mine, of = every[call.index], call.matrices
     inner, behind = _norm(block.ffn_norm1), _branch_norm(block.attention_norm2)
     x, h = gate_norm_modulate(x_BlE, mine.gate, branch_BlE, mine.shift, mine.scale_mlp, inner, branch_norm=behind)
-    branch, behind = of["down"](gated_linear(h, *of["up"])), _branch_norm(block.ffn_norm2)
+    branch, behind = of["down"](of["up"].swiglu(h)), _branch_norm(block.ffn_norm2)
     if call.index + 1 == len(every):
         return added(x, mine.gate_mlp, branch, branch_norm=behind)
     scale, first = every[call.index + 1].scale, _norm(call.blocks[call.index + 1].attention_norm1)
@@ -124,7 +119,7 @@ def _branch_norm(norm: Any) -> BranchNorm:
 
 def _modulations(call: BlockCall, adaln_input: Tensor) -> list[ScalesAndGates]:
     """Return the modulation of all blocks, in fp32 (or fp64); the gates of all blocks take one tanh."""
-    width = len(call.matrices["modulation"].weight) // 4
+    width = call.matrices["modulation"].outputs // 4
     every = [rows for (rows,) in modulations(call, adaln_input, ["modulation"], width, activate=False)]
     gates = torch.cat([gate for _, gate, _, gate_mlp in every for gate in (gate, gate_mlp)], dim=1).tanh()
     pairs = gates.unflatten(1, (len(every), 2, -1)).unbind(1)
@@ -135,7 +130,8 @@ def _modulations(call: BlockCall, adaln_input: Tensor) -> list[ScalesAndGates]:
     ]
 
 
-BLOCKS: dict[str, Fused] = {"ZImageTransformerBlock": block}
+# the stream of the refiners is the image, that of the other blocks has the text behind it
+BLOCKS = {"ZImageTransformerBlock": Block(block, ("image",), LAYERS, why_not)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
@@ -163,3 +159,6 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
         conditioning=((256, 1024), (1024, condition), (condition, width)),
         joined=(text,),
     )
+
+
+WORK = {"ZImageTransformer2DModel": work}

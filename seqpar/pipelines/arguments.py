@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from seqpar.families import _find
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.image_files import Picture
@@ -17,13 +18,9 @@ from seqpar.pipelines.request import FOR_CLASSES, GenerationRequest
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
 NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
-# how the names of pipelines begin that take several pictures for one result
-SEVERAL = ("Flux2", "QwenImageEditPlus", "QwenImage21", "ZImageOmni", "GlmImage")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
-# how the names of those begin that take one prompt a call with a picture
-ONE_RESULT = ("QwenImageEdit", "CogVideoXImageToVideo", "HunyuanVideoImageToVideo", "HunyuanVideo15ImageToVideo")
-AREA = "max_area"  # the argument of pipelines (FLUX.1 Kontext) that keep the shape of a size, but not its pixels
+AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
 OTHERS = {
     "mask_image": "a mask, which no flag names",
     "control_image": "a picture that controls another, which no flag names",
@@ -70,7 +67,7 @@ def needs_picture(kind: Any) -> bool:
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Return whether a pipeline draws a picture anew from some step on, as `strength` among its parameters says.
 
-    In one of videos (LTX) it says how firmly a picture is kept.
+    In one of videos it says how firmly a picture is kept.
     """
     return "strength" in parameters and "num_frames" not in parameters
 
@@ -94,7 +91,7 @@ def images_for(request: GenerationRequest, name: str, parameters: Mapping[str, i
     if request.size is not None and draws_anew(parameters):
         height, width = request.size
         images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
-    return images if name.startswith(SEVERAL) else images[0]
+    return images if _find.takes_several_images(name) else images[0]
 
 
 def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> str:
@@ -120,8 +117,9 @@ def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
         from diffusers.pipelines import auto_pipeline as theirs
 
     videos: Any = theirs.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING
-    if kind.__name__ == "WanPipeline":  # of whose models only the one with a timestep a token (TI2V) takes a picture
-        return videos["wan-i2v"] if index.get("expand_timesteps") else None
+    if (sister := _find.image_class(kind.__name__)) is not None:
+        needed, name = sister
+        return videos[name] if index.get(needed) else None
     pictures: Any = theirs.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
     pairs = ((theirs.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, pictures), (theirs.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, videos))
     sisters = (images.get(name) for texts, images in pairs for name, known in texts.items() if known is kind)
@@ -130,9 +128,9 @@ def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
 
 def _check_count(request: GenerationRequest, name: str) -> None:
     """Raise ValueError for more pictures, or more results, than a pipeline takes."""
-    if len(request.images) > 1 and not name.startswith(SEVERAL):
+    if len(request.images) > 1 and not _find.takes_several_images(name):
         request.refuse(f"expected one picture, which serves all prompts: {name} takes no more", image=request.images)
-    if name.startswith(ONE_RESULT) and len(request.pictures) > 1:
+    if _find.makes_one_result(name) and len(request.pictures) > 1:
         got = f"got {len(request.pictures)} pictures to make with --image"
         raise ValueError(f"{got}, expected one: {name} takes one prompt; run it again for others")
 

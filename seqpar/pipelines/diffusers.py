@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-from seqpar.families._find import is_guided, is_known
+from seqpar.families._find import is_distilled, is_guided, is_known
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.errors import loop_context
@@ -346,7 +346,7 @@ def _planned(
     transformer = parts.transformer
     named = parameters.get("guidance_scale")
     scale = named.default if request.guidance is None and named is not None else request.guidance
-    distilled = str(parts.index["_class_name"]).startswith("Flux2Klein") and bool(parts.index.get("is_distilled"))
+    distilled = is_distilled(str(parts.index["_class_name"]), parts.index)
     if distilled:
         request.refuse("expected none: this model is distilled, and makes one branch", guidance=request.guidance)
     scale = float(scale) if isinstance(scale, (int, float)) and not distilled else 1.0

@@ -21,9 +21,9 @@ from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
 from seqpar.families import _processors as processors
-from seqpar.families._block import DeclinedError, Matrices, Matrix
+from seqpar.families._block import DeclinedError, Dense
 from seqpar.families._cuts import HOME
-from seqpar.families._find import families
+from seqpar.families._find import BLOCKS
 from seqpar.kernels.gated_linear import why_not_faster
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import forward as whole_queries
@@ -33,7 +33,7 @@ from seqpar.transformer.foreign import BY_TOKEN, Addition
 from seqpar.transformer.forward import Ranks
 
 
-def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
+def with_adapters(layers: Sequence[nn.Module], own: Dense, scale: float, room: Dense | None) -> Dense:
     """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once.
 
     scale: see `adapters.merged`. room: a copy whose memory is written again.
@@ -50,7 +50,7 @@ def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: 
         if bias is not None and bias_F is not None:
             bias_F[mine].copy_(bias)
         start = mine.stop
-    return Matrix(weight_FE, bias_F)
+    return Dense(weight_FE, bias_F)
 
 
 def copied_into(like: Tensor, room: Tensor | None) -> Tensor:
@@ -146,9 +146,7 @@ NO_ROOM = "copies of their weights with merged adapters do not fit into the memo
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
     every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
-    return [
-        (path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(HOME)
-    ]
+    return [(path, one) for path, one, kind in every if kind.__name__ in BLOCKS and kind.__module__.startswith(HOME)]
 
 
 class FusedBlocks:
@@ -161,7 +159,7 @@ class FusedBlocks:
     def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
         self._module, self._ranks, self._on = module, ranks, on
         self._every: list[tuple[str, nn.Module]] = []
-        self._copies: dict[tuple[nn.Module, str], Matrix] = {}
+        self._copies: dict[tuple[nn.Module, str], Dense] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
         self.lacks_memory = False
         self.scale = 1.0
@@ -252,18 +250,18 @@ class FusedBlocks:
                 blocks[type(one).__name__].append(one)
         before, self._copies = self._copies, {}
         for kind, mine in blocks.items():
-            matrices = [self._matrices(one, families()[kind].PRODUCTS[kind], before) for one in mine]
+            matrices = [self._matrices(one, BLOCKS[kind].layers, before) for one in mine]
             for index, one in enumerate(mine):
                 self.hooks[one].take(mine, matrices, index)
 
     def _matrices(
-        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
-    ) -> Matrices:
+        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Dense]
+    ) -> dict[str, Dense]:
         """Return the matrices of a block: its layers' own weights, or copies with merged adapters.
 
         before: the last copies, whose memory is written again, so that a change of scales alone keeps all addresses.
         """
-        matrices = {}
+        matrices = dict[str, Dense]()
         with torch.inference_mode(False):  # weights outlive the caller's mode
             for name, paths in products.items():
                 layers = [adapters.layer_at(block, path) for path in paths]
@@ -271,7 +269,7 @@ class FusedBlocks:
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
                 biases = [layer.bias for layer in base if layer.bias is not None]
-                matrices[name] = Matrix(rows([x.weight for x in base]), rows(biases) if biases else None)
+                matrices[name] = Dense(rows([x.weight for x in base]), rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
                     copy = with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
                     matrices[name] = self._copies[block, name] = copy
@@ -293,15 +291,14 @@ class BlockHook(ModelHook):
 
     def __init__(self, block: nn.Module, ranks: Ranks) -> None:
         super().__init__()
-        kind = type(block).__name__
-        self._ranks, self._function = ranks, families()[kind].BLOCKS[kind]
-        self._streams: tuple[str, ...] = families()[kind].STREAMS[kind]
+        self._ranks, self._kind = ranks, type(block).__name__
+        self._function, self._streams = BLOCKS[self._kind].compute, BLOCKS[self._kind].streams
         self.attention: SplitAttention | None = None
         self.blocks: Sequence[nn.Module] = ()
-        self.every: Sequence[Matrices] = ()
+        self.every: Sequence[Mapping[str, Dense]] = ()
         self.index: int | None = None
 
-    def take(self, blocks: Sequence[nn.Module], every: Sequence[Matrices], index: int | None) -> None:
+    def take(self, blocks: Sequence[nn.Module], every: Sequence[Mapping[str, Dense]], index: int | None) -> None:
         """Compute with these matrices from now on; see `BlockCall`. No index: by the own forward."""
         self.blocks, self.every, self.index = blocks, every, index
 
@@ -313,7 +310,7 @@ class BlockHook(ModelHook):
         return f"the cuts do not join {' and '.join(self._streams)} in its attention"
 
     @property
-    def matrices(self) -> Matrices:
+    def matrices(self) -> Mapping[str, Dense]:
         """See `seqpar.families._block.BlockCall`."""
         return self.every[self.index or 0]
 
@@ -343,9 +340,9 @@ class BlockHook(ModelHook):
         total = self._now.lengths.get(self.attention.joint.streams[0], k_BlGD.shape[1])
         return whole_queries.attended(self._ranks, q_BLHD, k_BlGD, v_BlGD, total)
 
-    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+    def once(self, name: str, of: Any, make: Callable[[], T], *, shared: bool = False) -> T:
         """See `seqpar.families._block.BlockCall`."""
-        return self._now.once(name, of, make)
+        return self._now.once(name if shared else (self._kind, name), of, make)
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         """See `seqpar.families._block.BlockCall`."""
@@ -388,7 +385,7 @@ def _reasons(
         # inside of the block, or around it, as a wrapper is
         near = ((f"{where}.", reason) for where, reason in known if where)
         inside = next((why for where, why in near if where.startswith(f"{path}.") or path.startswith(where)), None)
-        if reason := inside or _why_not(one) or families()[type(one).__name__].why_not(one):
+        if reason := inside or _why_not(one) or BLOCKS[type(one).__name__].why_not(one):
             reasons[path] = reason
     return reasons
 
@@ -411,8 +408,7 @@ def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tu
 def _why_not(block: nn.Module) -> str | None:
     """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
     first, dtypes = next(block.parameters()), set[torch.dtype]()
-    kind = type(block).__name__
-    known = {path for paths in families()[kind].PRODUCTS[kind].values() for path in paths}
+    known = {path for paths in BLOCKS[type(block).__name__].layers.values() for path in paths}
     for path, layer in adapters.layers(block):
         if adapters.active(layer) and path not in known:
             return f"an adapter is on {path}, which no product of theirs is made of"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.families._find import described
+from seqpar.families._find import WORK
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.transformer.blocks import blocks_of
@@ -66,8 +66,8 @@ def planned_work(module: Any, fused: bool = True) -> Work:
     if not fused or not blocks_of(module):
         return work_of(module)
     kinds = (kind.__name__ for kind in type(module).__mro__)
-    if (file := next((described()[kind] for kind in kinds if kind in described()), None)) is not None:
-        return file.work(module.config)
+    if (describe := next((WORK[kind] for kind in kinds if kind in WORK), None)) is not None:
+        return describe(module.config)
     work = work_of(module)
     passes = (4 * work.width, 4 * work.width)
     return replace(work, blocks=tuple(replace(block, given=False, passes=passes) for block in work.blocks))

@@ -67,7 +67,7 @@ class Forward:
     masks: dict[str, Tensor] = field(default_factory=dict)
     padding: int = 0
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-    kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict)
     handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ class Forward:
         """Return whether the mask of `JOINED` tokens adds numbers to scores, rather than to leave keys out."""
         return JOINED in self.masks and self.masks[JOINED].is_floating_point()
 
-    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+    def once(self, name: Hashable, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.families._block.BlockCall`."""
         if name not in self.kept or not _are_same(self.kept[name][0], of):
             self.kept[name] = of, make()

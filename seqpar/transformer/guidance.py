@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from seqpar.families._find import ROW_LISTS, WITHOUT_ROWS
 from seqpar.graphs.deferred import Ticket
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.inputs import shapes
@@ -28,10 +29,8 @@ from seqpar.transports.collective.point_to_point import gather
 Split = tuple[Axis, tuple[int, ...]]
 """An axis and the number of rows of each of its ranks."""
 STATE = ("hidden_states", "x")  # the names that transformers give their latents, whose rows are those of the batch
-ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that are a list with an entry for each row
-
 # arguments with an entry for each token, pair of rotary values or layer, even if there happen to be as many as rows
-_WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$|^control_hidden_states_scale$")
+_WHOLE = re.compile(rf"rotary|rope|indices|skip_layers|^({'|'.join(sorted(WITHOUT_ROWS))})$")
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:

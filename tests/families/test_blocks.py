@@ -21,7 +21,8 @@ from torch import Tensor
 
 from seqpar.families import flux3, z_image
 from seqpar.families._cuts import Cuts, Joint
-from seqpar.families._find import CUTS, families
+from seqpar.families._find import BLOCKS, CUTS
+from seqpar.families._find import FUSED as FILES_WITH_BLOCKS
 from seqpar.kernels import adaln, prepare
 from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import SplitAttention
@@ -84,8 +85,8 @@ def counted() -> Iterator[list[str]]:
         return lambda *args, **kwargs: (calls.append(kind), function(*args, **kwargs))[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, file in families().items():
-            patch.setitem(file.BLOCKS, kind, counting(kind, file.BLOCKS[kind]))
+        for kind, block in BLOCKS.items():
+            patch.setitem(BLOCKS, kind, replace(block, compute=counting(kind, block.compute)))
         yield calls
 
 
@@ -144,7 +145,7 @@ def blocks_of(tiny: Tiny) -> list[str]:
     """Return the classes of all blocks that a function computes in a call."""
     unused = tiny.unused or "none"
     named = [(type(one).__name__, one) for path, one in tiny.build().named_modules() if not path.startswith(unused)]
-    return [kind for kind, one in named if kind in families() and families()[kind].why_not(one) is None]
+    return [kind for kind, one in named if kind in BLOCKS and BLOCKS[kind].why_not(one) is None]
 
 
 @pytest.mark.parametrize(("world", "strategy", "transport", "first"), CASES)
@@ -156,7 +157,7 @@ def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str
 
 
 def test_every_family_is_tested() -> None:
-    assert {kind for name in FUSED for kind in blocks_named(name)} == set(families())
+    assert {kind for name in FUSED for kind in blocks_named(name)} == set(BLOCKS)
 
 
 def cast(value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
@@ -518,7 +519,9 @@ def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
 
 def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.delitem(families()["WanTransformerBlock"].PRODUCTS["WanTransformerBlock"], "down")
+    block = BLOCKS["WanTransformerBlock"]
+    layers = {name: paths for name, paths in block.layers.items() if name != "down"}
+    monkeypatch.setitem(BLOCKS, "WanTransformerBlock", replace(block, layers=layers))
     module, whole = MODELS["wan"].build(), MODELS["wan"].build()
     for one in (module, whole):
         one.add_adapter(LoraConfig(r=3, target_modules=["net.2"], init_lora_weights=False), "a")
@@ -546,9 +549,7 @@ def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
 def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
     assert families_page.written() == families_page.PAGE.read_text()
-    assert {file for file, *_ in families_page.FAMILIES} == {
-        file.__name__.split(".")[-1] for file in families().values()
-    }
+    assert {file for file, *_ in families_page.FAMILIES} == FILES_WITH_BLOCKS
 
 
 def test_one_timestep_of_cogvideox_is_that_of_every_video(ranks: Pool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar.families import _find as _guided
-from seqpar.families._find import cuts_of, described
+from seqpar.families._find import WORK, cuts_of
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Preferences, search
 from seqpar.transformer import estimate
@@ -69,7 +69,7 @@ def test_every_transformer_of_the_table_is_described(name: str) -> None:
     assert load.parameters == sum(x.numel() for x in module.parameters())
 
 
-DESCRIBED = [name for name, tiny in MODELS.items() if tiny.kind in described() and tiny.splits]
+DESCRIBED = [name for name, tiny in MODELS.items() if tiny.kind in WORK and tiny.splits]
 # the part that is described where sound, blocks of the text alone, or weights for reference images are left out, or a
 # picture is counted as if it were text
 PARTLY = {
@@ -88,7 +88,7 @@ def test_a_family_of_blocks_describes_all_weights_of_its_blocks(name: str) -> No
     module = MODELS[name].build()
     layers = [x for _, block in blocks_of(module) for x in block.modules() if isinstance(x, torch.nn.Linear)]
     theirs, ours = sum(x.weight.numel() for x in layers), 0
-    for kind in described()[MODELS[name].kind].work(module.config).blocks:
+    for kind in WORK[MODELS[name].kind](module.config).blocks:
         cross = () if kind.cross is None else kind.cross.gemms
         gemms = (*kind.gemms, *(gemm for other in kind.apart for gemm in other), *kind.modulation, *cross)
         ours += kind.count * sum(inputs * outputs for inputs, outputs in gemms)
@@ -98,7 +98,7 @@ def test_a_family_of_blocks_describes_all_weights_of_its_blocks(name: str) -> No
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_transformer_has_as_many_outputs_as_inputs_if_its_config_says_none(name: str) -> None:
-    work, config = described()[MODELS[name].kind].work, MODELS[name].build().config
+    work, config = WORK[MODELS[name].kind], MODELS[name].build().config
     assert work({**config, "out_channels": None}) == work({**config, "out_channels": config["in_channels"]})
 
 

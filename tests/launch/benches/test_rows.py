@@ -22,7 +22,7 @@ from launch.baselines.transformers import device_mesh
 from launch.benches import plot, rows, steps
 from launch.benches.exchange import MOVES
 from launch.benches.pipeline import WAYS
-from seqpar.families._find import described
+from seqpar.families._find import WORK
 from seqpar.local import sdpa
 from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
@@ -163,7 +163,7 @@ def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]
 def test_a_call_has_the_flops_that_torch_counts(model: str) -> None:
     """The modulation and the text's embedding are in a call; `Work` counts them apart from a step."""
     known = RELEASED[model].small()
-    work = described()[known.theirs].work(known.config, known.text)
+    work = WORK[known.theirs](known.config, known.text)
     theirs, given = known.build(torch.float32, CPU), known.arguments(torch.float32, CPU)
     # the counter knows matrix products, but not the CPU's fused attention
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -1,0 +1,7 @@
+"""GLM-Image: cut by diffusers' own plan; what its pipelines take."""
+
+from __future__ import annotations
+
+from seqpar.families._pipelines import Pipelines
+
+PIPELINES = Pipelines(several_images=("GlmImage",))

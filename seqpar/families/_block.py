@@ -147,8 +147,8 @@ class BlockCall(Protocol):
         """Return attention over the tokens of all ranks; see `seqpar.types.protocols.Attend`.
 
         streams: in the order of the cuts. mask: of the keys of all ranks, as the block was given it; where the cuts
-        name masks of the transformer, these count. only: the name of the one stream that is passed and attends to its own
-        tokens alone. The next call may overwrite the results.
+        name masks of the transformer, these count. only: the name of the one stream that is passed and attends to
+        its own tokens alone. The next call may overwrite the results.
         """
         ...
 

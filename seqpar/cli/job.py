@@ -25,7 +25,7 @@ from seqpar.pipelines.find import family_of
 from seqpar.pipelines.image_files import Picture, read
 from seqpar.pipelines.images import pictures_of_rank_0
 from seqpar.pipelines.own_loop import Job, planned
-from seqpar.pipelines.pictures import bytes_of, check_room, check_writable, numbered
+from seqpar.pipelines.pictures import check_writable, numbered
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.machine import Machine
@@ -81,8 +81,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     """The job that the flags describe; the same ValueError on every rank for what is wrong. Every rank calls it.
 
-    Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know. OSError (no space
-    left) if the files of the run do not fit on rank 0's disk.
+    Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know.
     """
     mesh.on_all_ranks(lambda: check_flags(args))
     pictures = pictures_of_rank_0(args.image, mesh)
@@ -92,10 +91,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
         why = mesh.share(why, str | None)
         if why is not None:
             raise ValueError(why)
-    job = mesh.on_all_ranks(lambda: check(args, mesh, path, pictures))
-    if args.dry_run is None:
-        check_room(outputs(args, job)[-1], _disk_bytes(args, job), mesh)
-    return job
+    return mesh.on_all_ranks(lambda: check(args, mesh, path, pictures))
 
 
 def named(args: Args) -> Args:
@@ -158,14 +154,6 @@ def outputs(args: Args, job: Job | Adapted) -> list[Path]:
         return [args.out] if job.sheet else numbered(args.out, job.load.images)
     default = job.video and args.out == Args.out
     return numbered(args.out.with_suffix(".mp4") if default else args.out, job.load.images)
-
-
-def _disk_bytes(args: Args, job: Job | Adapted) -> int:
-    """The most bytes that the files of a run take; little more than nothing where the pipeline chooses the size."""
-    if isinstance(job, Job):
-        return bytes_of(job.load.images, job.pixels, job.sheet)
-    size = job.pixels or (1, 1)
-    return bytes_of(job.load.images, (1, 1) if job.video else size, sheet=False)
 
 
 def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> GenerationRequest:

@@ -150,45 +150,6 @@ def handler(wanted: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def writes() -> None:
-    """A program of a user that writes a picture."""
-    with pictures.written(Path(os.environ[FOLDER], "x.png")) as temporary:
-        temporary.write_bytes(b"half a picture")
-        print("here", flush=True)
-        time.sleep(LIMIT_S if "ignored" not in os.environ[PHASE] else 1)
-
-
-@pytest.mark.parametrize(
-    ("number", "phase", "code", "left"),
-    [
-        (signal.SIGHUP, "writing", -signal.SIGHUP, []),
-        (signal.SIGTERM, "writing", -signal.SIGTERM, []),
-        (signal.SIGHUP, "ignored", 0, ["x.png"]),  # as by `nohup`
-    ],
-)
-def test_a_library_call_leaves_no_half_written_picture(
-    tmp_path: Path, number: signal.Signals, phase: str, code: int, left: list[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    server()
-    more = {PHASE: phase, FOLDER: str(tmp_path / "out")}
-    program = ignoring if phase == "ignored" else writes
-    job = Forked(program, (), environment() | more, tmp_path / "output", tmp_path / "errors")
-    end = time.monotonic() + LIMIT_S
-    while not (tmp_path / "output").exists() or "here" not in (tmp_path / "output").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.kill(job.pid, number)
-    assert job.wait(LIMIT_S) == code
-    assert [path.name for path in (tmp_path / "out").iterdir()] == left
-
-
-def ignoring() -> None:
-    """The same under `nohup`."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    writes()
-
-
 def interrupted(rank: int, world: int, device: torch.device, reached: int) -> tuple[int, bool, bool]:
     """Return how many steps a rank made, whether it was stopped, and whether its handler is back."""
     done, stopped, wanted = 0, False, signal.default_int_handler

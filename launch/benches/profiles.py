@@ -1,10 +1,10 @@
-"""Where the time of a step goes, and the three largest losses: models of classes by our loop, others by `parallelize`.
+"""Where the time of a step goes, and the kernels that lose most, for models of our own loop and of `parallelize`.
 
     torchrun --nproc_per_node=2 launch/bench.py profiles --model flux.1-dev qwen-image large-dit-7b --folder profiles
 
 Models have their released sizes and random weights, and the layout that the planner chooses; a model with guidance
 computes both branches in a step. `--folder` gets the tables of all models (profiles.txt), their numbers
-(profiles.json), and for each model a picture and the merged trace (for ui.perfetto.dev).
+(profiles.json), and for each model the merged trace (for ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ from seqpar.planner.predict import Load
 from seqpar.planner.search import Preferences
 from seqpar.profiling.profile import profile
 from seqpar.profiling.record import MEASURED, steps_before, steps_needed
-from seqpar.profiling.report import check_drawable, facts, report
+from seqpar.profiling.report import facts, report
 from seqpar.profiling.result import Profile
-
-KEPT = {"profile.png": ".png", "trace.json.gz": "-trace.json.gz"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Profiles:
     cfg: bool = True
     """Whether ranks may compute the two branches of guidance at once."""
     folder: Path = Path("profiles")
-    """Folder of tables, numbers, pictures and traces."""
+    """Folder of tables, numbers and traces."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,13 @@ def main(args: Profiles) -> None:
             result = _profiled(args, ready, mesh, made)
             if mesh.is_main:
                 args.folder.mkdir(parents=True, exist_ok=True)
-                for file, ending in KEPT.items():
-                    shutil.copyfile(Path(made, file), args.folder / f"{name.replace('/', '-')}{ending}")
+                trace = args.folder / f"{name.replace('/', '-')}-trace.json.gz"
+                shutil.copyfile(Path(made, "trace.json.gz"), trace)
         blocks = [{block: asdict(each) for block, each in result.blocks(rank).items()} for rank in result.ranks]
         numbers[name], text = {**facts(result), "blocks_ms": blocks}, report(result)
         texts.append(f"{name}: {ready.plan}\n{text}\n")
         short.append(f"{name}: {result.mean(0).wall:.3f} ms a step, {ready.plan.layout} by {ready.plan.strategy.name}")
-        short += text.partition("The largest losses:\n")[2].splitlines()
+        short += text.partition("time per step:\n")[2].splitlines()
         del ready
         free(mesh.device)
     if mesh.is_main:
@@ -94,7 +92,6 @@ def main(args: Profiles) -> None:
 
 def check(args: Profiles) -> None:
     """Raise `ValueError` for what cannot be profiled, before any weight is made."""
-    check_drawable()
     if args.steps < 1 or args.tokens < 1 or isqrt(args.tokens) ** 2 != args.tokens:
         raise ValueError(f"got --steps {args.steps} --tokens {args.tokens}, expected at least 1, and a square")
     for name in args.model:

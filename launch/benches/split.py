@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from seqpar.mesh.mesh import Mesh
+from seqpar.profiling.columns import NAMES, mean
 from seqpar.profiling.profile import finished
 from seqpar.profiling.record import MEASURED, StepRecorder
-from seqpar.profiling.trace import NAMES, mean
 
 Steps = Callable[[int, Callable[[int], None]], object]
 """Makes a number of steps and calls a function of their index after each."""

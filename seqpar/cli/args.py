@@ -115,7 +115,7 @@ class ProfileArgs(Args):
     """Generate images or videos as `sample` does, and measure where step time goes, per rank (docs/profiling.md)."""
 
     profile_out: Path = Path("profile")
-    """Folder of the traces (for ui.perfetto.dev), the table, its numbers and its picture."""
+    """Folder of the traces (for ui.perfetto.dev), the table and its numbers."""
     profile_steps: int = 4
     """Number of steps to measure, after those in which graphs are captured."""
 

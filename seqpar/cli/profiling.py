@@ -22,13 +22,11 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
     if not isinstance(args, ProfileArgs):
         return
     from seqpar.profiling.record import steps_before, steps_needed, too_few
-    from seqpar.profiling.report import check_drawable
 
-    check_drawable()
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
     if args.profile_out.exists() and not args.profile_out.is_dir():
         raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
-    check_writable(args.profile_out / "profile.png")
+    check_writable(args.profile_out / "profile.txt", ".txt")
     if ranks.device.type == "cpu" and args.transport == "peer":
         raise ValueError(
             "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "
@@ -60,6 +58,4 @@ def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[O
         yield both
     profile = finished(recorder, ranks, plan, plan.ranking.load, args.profile_out)
     if ranks.is_main:
-        print(
-            f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table, picture", flush=True
-        )
+        print(f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table", flush=True)

@@ -1,12 +1,10 @@
 """Records steps of a run by torch.profiler, with the blocks of its model and the meetings of its ranks as spans.
 
-Nothing of this is there while no profile is made: torch's hooks of all modules are registered when a recording begins
-and removed when it ends, and drivers call what they are given after each step, as they do for progress bars.
-
-A module that the driver calls is a block, unless it has lists of layers: then it is a model, and what it calls are the
-blocks. They are numbered by their classes, in the order of their first calls. All steps from the first one on are
-recorded, because only before a graph is captured the host launches each kernel inside of its block; and in one session,
-because on a GPU a second one soon after the first may find nothing.
+Without a profile none of this exists: global module hooks are registered when a recording begins and removed when it
+ends. A module that the driver calls is a block, unless it has lists of layers: then it is a model, and the modules it
+calls are the blocks, numbered by class in the order of their first calls. One session records all steps from the first
+one on: the host launches each kernel inside its block only before a graph is captured, and on a GPU a second session
+soon after the first may record nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from seqpar.mesh.mesh import Mesh, gathered
 from seqpar.profiling.trace import BLOCK, CLOCK, STEP
 
-MEASURED = 4  # steps that are measured
-BEFORE = 3  # steps on a GPU until graphs are captured: the second call of a kind is, pairs of branches are known later
+MEASURED = 4  # steps
+BEFORE = 3  # steps on a GPU until all graphs are captured: the second call of a kind is, guidance pairs are known later
 MEETINGS = 32  # of all ranks, to compare their clocks
-# for torch's profiler: torch 2.13 prints a line for each recording otherwise, and graphs that are replayed after a
-# recording may fail if what records on the GPU is taken down
+# torch 2.13 prints a line per recording otherwise, and graphs replayed after a recording may fail if CUPTI is torn down
 ENVIRONMENT = {"KINETO_LOG_LEVEL": "99", "TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
 
 
@@ -46,39 +43,36 @@ class BlockMarks:
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        """Look at the calls of all modules from now on."""
+        """Register hooks of all modules."""
         before = modules.register_module_forward_pre_hook(self._enter)
         self._hooks = [before, modules.register_module_forward_hook(self._leave, always_call=True)]
 
     def end(self) -> None:
-        """Look no more."""
+        """Remove them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._open = [], []
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         span = None
-        if all(_is_model(each) for each, _ in self._open) and not _is_model(module):
-            span = record_function(BLOCK + self._name(module))
-            with torch._C.DisableTorchFunction():  # modes, as that of a decoder's strips, know no spans
+        if all(_is_model(outer) for outer, _ in self._open) and not _is_model(module):
+            if id(module) not in self._names:
+                kind = type(module).__name__
+                self._names[id(module)] = f"{kind} {self._counts[kind]}"
+                self._counts[kind] += 1
+            span = record_function(BLOCK + self._names[id(module)])
+            with torch._C.DisableTorchFunction():  # function modes, such as a decoder's strips, do not know spans
                 span.__enter__()
         self._open.append((module, span))
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         while self._open:
-            each, span = self._open.pop()
+            inner, span = self._open.pop()
             if span is not None:
                 with torch._C.DisableTorchFunction():
                     span.__exit__(None, None, None)
-            if each is module:  # what is left above it has raised an error before its hook ran
+            if inner is module:  # those above it have raised before their hooks ran
                 return
-
-    def _name(self, module: nn.Module) -> str:
-        if id(module) not in self._names:
-            kind = type(module).__name__
-            self._names[id(module)] = f"{kind} {self._counts[kind]}"
-            self._counts[kind] += 1
-        return self._names[id(module)]
 
 
 def _is_model(module: nn.Module) -> bool:
@@ -86,25 +80,21 @@ def _is_model(module: nn.Module) -> bool:
 
 
 class StepRecorder:
-    """Records steps while it is entered; call it after each step, on all ranks. It needs `needs` steps at least.
+    """Records steps while it is entered; call it after each step, on all ranks.
 
-    measured: how many steps are measured. before: after how many all graphs have been captured; one more warms up.
-    blocks: whether blocks are marked; hooks of all modules make compiled ones compile again. first: the first step that
-    is measured. trace: what was recorded, once it is left.
+    measured: number of measured steps. before: steps until all graphs are captured; one more warms up. blocks: whether
+    to mark blocks; global hooks make compiled blocks compile again. first: the first measured step. needs: the least
+    number of steps. trace: the recording, after exit.
     """
 
     def __init__(self, mesh: Mesh, measured: int = MEASURED, before: int | None = None, blocks: bool = True) -> None:
         self._mesh, self._measured = mesh, measured
         self._before = steps_before(mesh) if before is None else before
+        self.needs = steps_needed(measured, self._before)
         self.first, self.trace = self._before + 1, dict[str, Any]()
         self._blocks = BlockMarks() if blocks else None
         self._span: record_function | None = None
         self._done = 0
-
-    @property
-    def needs(self) -> int:
-        """Return the least number of steps."""
-        return steps_needed(self._measured, self._before)
 
     def __enter__(self) -> StepRecorder:
         for name, value in ENVIRONMENT.items():
@@ -114,7 +104,7 @@ class StepRecorder:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=self._action,
             on_trace_ready=self._read,
-            acc_events=True,  # one cycle is all, so that nothing accumulates; without it torch 2.11 prints a warning
+            acc_events=True,  # one cycle is all, so nothing accumulates; without it torch 2.11 prints a warning
         )
         self._profiler.start()
         if self._blocks is not None:
@@ -129,17 +119,21 @@ class StepRecorder:
         self._profiler.stop()
 
     def __call__(self, index: int) -> None:
-        """Take note that a step has been queued, or done on a CPU."""
+        """Note that a step has been queued (GPU) or is done (CPU)."""
         self._end_step()
         self._done += 1
         self._profiler.step()
-        if self._done == self.first:
-            self._meet()
+        if self._done == self.first and self._mesh.world.size > 1:
+            for _ in range(MEETINGS):
+                with record_function(CLOCK):
+                    empty = torch.zeros(1, dtype=torch.uint8)
+                    met = gathered(self._mesh.world, self._mesh.device, empty, "a meeting of the profile")
+                    met.tolist()  # makes the host wait also with NCCL
         self._begin_step()
 
     @contextmanager
     def calls_of(self, is_step: Callable[[nn.Module], bool]) -> Iterator[None]:
-        """Take each call of such a module for a step while it is entered."""
+        """Count each call of such a module as a step while entered."""
 
         def after(module: nn.Module, inputs: object, output: object) -> None:
             if is_step(module):
@@ -157,7 +151,6 @@ class StepRecorder:
             raise ValueError(too_few(self._done, self._measured, self._before))
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return what torch.profiler does in a step: its schedule."""
         if step + 1 == self.needs:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if step < self.needs else ProfilerAction.NONE
@@ -176,27 +169,19 @@ class StepRecorder:
             self._span.__exit__(None, None, None)
             self._span = None
 
-    def _meet(self) -> None:
-        """Meet all ranks on the host, so that clocks can be compared."""
-        world = self._mesh.world
-        for _ in range(MEETINGS if world.size > 1 else 0):
-            with record_function(CLOCK):
-                met = gathered(world, self._mesh.device, torch.zeros(1, dtype=torch.uint8), "a profile's meeting")
-                met.tolist()  # the host waits also where only NCCL is there
-
 
 def steps_before(mesh: Mesh) -> int:
-    """Return how many steps run before all that is captured as a graph has been."""
+    """The number of steps that run before all graphs are captured."""
     return BEFORE if mesh.device.type == "cuda" else 0
 
 
 def steps_needed(measured: int, before: int) -> int:
-    """Return how many steps a recording takes: one lies between those before graphs and those that are measured."""
+    """The number of steps of a recording: one that warms up lies between graphs and measured steps."""
     return before + 1 + measured
 
 
 def too_few(steps: int, measured: int, before: int) -> str:
-    """Return the error of a run with too few steps."""
+    """The error of a run with too few steps."""
     graphs = f"{before} until all graphs are captured, " if before else ""
     needs = steps_needed(measured, before)
     return f"got a run of {steps} steps, expected at least {needs}: {graphs}1 to warm up, {measured} to measure"

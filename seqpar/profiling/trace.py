@@ -1,222 +1,64 @@
-"""Reads a trace of torch.profiler: what ran in each step on this rank, and in which block of the model.
+"""Reads one rank's torch.profiler trace: what ran in each step, and in which block of the model. Times are in us.
 
-On a GPU events are its kernels and copies. Each belongs to the step in which the host launched it, a replayed graph as
-a whole; its block is the one in which the host launched it, or, in a graph, the one at its place in the order of
-kernels (`seqpar.profiling.result`). On a CPU events are the outermost operations of torch on the thread of the steps,
-and the exchanges of gloo on any thread. Times are in us.
+On a GPU, events are kernels and copies. A kernel belongs to the step and the block in which the host launched it. A
+replayed CUDA graph belongs to one step as a whole; the blocks of its kernels follow from their order. On a CPU, events
+are the outermost torch operations on the thread that runs the steps, and gloo's exchanges on any thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
-Kind = Literal["products", "attention", "elementwise", "exchange", "waiting"]
-COMPUTES: tuple[Kind, ...] = ("products", "attention", "elementwise")
-ORDER: tuple[Kind, ...] = (*COMPUTES, "exchange", "waiting")
-OUTSIDE = "outside"  # the block of what runs in none
-Marks = Sequence[tuple[float, str]]
-"""Moments in ascending order, each with the block that holds from then on."""
+import numpy as np
 
-
-@dataclass(frozen=True)
-class Interval:
-    """A time in which something runs."""
-
-    start: float
-    end: float
-    kind: Kind
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Where a time went, all in one unit. exposed: exchanges behind which nothing computes. hidden: those behind which
-    something does, which is no part of the sum."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    exposed: float = 0.0
-    waiting: float = 0.0
-    gaps: float = 0.0
-    hidden: float = 0.0
-
-    @property
-    def wall(self) -> float:
-        """Return the whole time: the sum of all columns but `hidden`."""
-        return sum(getattr(self, name) for name in NAMES)
-
-    def __add__(self, other: Columns) -> Columns:
-        return Columns(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-    def __mul__(self, factor: float) -> Columns:
-        return Columns(*(getattr(self, each.name) * factor for each in fields(self)))
-
-
-NAMES = tuple(each.name for each in fields(Columns) if each.name != "hidden")
-
-
-def mean(every: Sequence[Columns]) -> Columns:
-    """Return the mean of some columns."""
-    return sum(every, Columns()) * (1 / max(1, len(every)))
-
-
-def columns(intervals: Iterable[Interval], start: float, end: float, marks: Marks = ()) -> dict[str, Columns]:
-    """Return block -> columns of the window from `start` to `end`; the sums of all blocks add up to its length."""
-    times: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    active, block, before = Counter[str](), OUTSIDE, start
-    for moment, change, name in _changes(intervals, start, end, marks):
-        if moment > before:
-            _add(times[block], active, moment - before)
-            before = moment
-        if change:
-            active[name] += change
-        else:
-            block = name
-    if end > before:
-        _add(times[block], active, end - before)
-    return {block: Columns(**each) for block, each in times.items()}
-
-
-def _changes(intervals: Iterable[Interval], start: float, end: float, marks: Marks) -> list[tuple[float, int, str]]:
-    """Return (moment, +1 or -1, kind) where intervals begin and end, and (moment, 0, block) where blocks begin."""
-    changes = [(max(start, moment), 0, block) for moment, block in marks if moment < end]
-    for each in intervals:
-        first, last = max(start, each.start), min(end, each.end)
-        if first < last:
-            changes += [(first, 1, each.kind), (last, -1, each.kind)]
-    return sorted(changes, key=lambda change: change[0])
-
-
-def _add(times: defaultdict[str, float], active: Mapping[str, int], spent: float) -> None:
-    """Count a time in which the same kinds are active."""
-    kind = next((each for each in ORDER if active[each]), "gaps")
-    times["exposed" if kind == "exchange" else kind] += spent
-    if kind in COMPUTES and active["exchange"]:
-        times["hidden"] += spent
-
+STEP, BLOCK, CLOCK = "seqpar step ", "seqpar block ", "seqpar clock"  # names of our spans in a trace
+OUTSIDE = "outside"  # the block of events that run in no block
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+STARTS = "c10d::"  # host calls that start an exchange, which is a separate event
+GRAPH = "GraphLaunch"  # host calls that replay a graph
+ORDERED = ("products", "attention", "elementwise", "store")  # kernels that run in the same order in every step
+ENOUGH = 0.9  # share of a known run's kernels that a replay must have at their places
+LONGEST = 60  # characters of a kernel's name
 
 What = Literal["products", "attention", "elementwise", "exchange", "copy", "store"]
-"""What an event does. exchange: it sends or receives, or waits until others have sent. copy: it sends and waits for
-nobody. store: an elementwise kernel that may write into other ranks' memory, and at its end wait until they have."""
+"""What an event does. exchange: sends or receives, or waits until other ranks have sent. copy: sends, and waits for no
+rank. store: an elementwise kernel that may write into other ranks' memory, and at its end wait until they have."""
 
-# parts of lower-case names, looked for in this order
-ATTENTION = ("flash", "fmha", "sdpa", "attention", "weights_kernel", "parts_kernel")
-EXCHANGES = ("nccl", "gloo:", "flags_kernel", "take_kernel")
-COPIES = ("memcpy ptop", "memcpy dtod")  # inside of blocks the latter is a copy into memory of another rank, too
-STORES = ("prepare_kernel", "push_kernel", "send_kernel")
-PRODUCTS = (
-    *("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "dgrad", "fprop", "convolve", "winograd"),
-    *(
-        "::linear",
-        "::addmm",
-        "::mm",
-        "::bmm",
-        "::matmul",
-        "::baddbmm",
-        "::addbmm",
-        "::conv",
-        "::einsum",
-        "::_scaled_mm",
+# parts of lower-case names, in the order in which they are tried
+WORDS: tuple[tuple[What, tuple[str, ...]], ...] = (
+    ("attention", ("flash", "fmha", "sdpa", "attention", "weights_kernel", "parts_kernel")),
+    ("exchange", ("nccl", "gloo:", "flags_kernel", "take_kernel")),
+    ("copy", ("memcpy ptop", "memcpy dtod")),  # inside blocks the latter is a copy into another rank's memory, too
+    ("store", ("prepare_kernel", "push_kernel", "send_kernel")),
+    (
+        "products",
+        (
+            *("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "dgrad", "fprop", "convolve", "winograd"),
+            *("::linear", "::addmm", "::mm", "::bmm", "::matmul", "::baddbmm", "::addbmm", "::conv", "::einsum"),
+            "::_scaled_mm",
+        ),
     ),
 )
-PLAIN: tuple[tuple[What, tuple[str, ...]], ...] = (
-    ("attention", ATTENTION),
-    ("exchange", EXCHANGES),
-    ("copy", COPIES),
-    ("store", STORES),
-    ("products", PRODUCTS),
-)
-AS_KIND: dict[What, Kind] = {
-    "products": "products",
-    "attention": "attention",
-    "elementwise": "elementwise",
-    "exchange": "exchange",
-    "copy": "exchange",
-    "store": "elementwise",
-}
 
 
 def what_of(name: str) -> What:
-    """Return what an event of this name does."""
+    """What an event of this name does."""
     lower = name.lower()
-    for what, words in PLAIN:
+    for what, words in WORDS:
         if any(word in lower for word in words):
             return what
     return "elementwise"
 
 
-Meetings = Sequence[tuple[float, float]]
-
-
-def offset(first: Meetings, other: Meetings) -> tuple[float, float]:
-    """Return by how much the other clock is ahead of the first one, and by how much this may be wrong at most.
-
-    Each has the (begin, end) of the same meetings by its own clock; ValueError if their numbers differ.
-    """
-    if len(first) != len(other) or not first:
-        raise ValueError(f"got {len(first)} and {len(other)} meetings of two ranks, expected as many, at least one")
-    least = max(begin - end for (_, end), (begin, _) in zip(first, other, strict=True))
-    most = min(end - begin for (begin, _), (_, end) in zip(first, other, strict=True))
-    ahead = 0.0 if least <= 0 <= most else (least + most) / 2
-    return ahead, max(abs(most - ahead), abs(least - ahead))
-
-
-def shifts(ranks: Sequence[RankTrace]) -> tuple[list[float], float]:
-    """Return what to add to each rank's times to have them by rank 0's clock, and the largest error; all in us."""
-    first, found, worst = ranks[0], [0.0], 0.0
-    for other in ranks[1:]:
-        base = (other.base_ns - first.base_ns) / 1e3
-        ahead, error = offset(first.clocks, [(begin + base, end + base) for begin, end in other.clocks])
-        found.append(base - ahead)
-        worst = max(worst, error)
-    return found, worst
-
-
-def merged(traces: Sequence[Mapping[str, Any]], moved: Sequence[float]) -> dict[str, Any]:
-    """Return one trace of all ranks; moved: what `shifts` returned. Its times begin at zero."""
-    starts = [
-        each["ts"] + moved[rank] for rank, trace in enumerate(traces) for each in trace["traceEvents"] if _timed(each)
-    ]
-    first = min(starts, default=0.0)
-    every = [x for rank, trace in enumerate(traces) for x in _moved(trace["traceEvents"], rank, moved[rank] - first)]
-    return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": every}
-
-
-def _timed(each: Mapping[str, Any]) -> bool:
-    return each.get("ph") == "X" and "ts" in each
-
-
-def _moved(events: Sequence[Mapping[str, Any]], rank: int, by: float) -> Iterator[dict[str, Any]]:
-    """Yield a rank's events with numbers of processes and arrows that no other rank has."""
-    numbers = {pid: index for index, pid in enumerate(dict.fromkeys(str(each.get("pid")) for each in events))}
-    for each in events:
-        moved = dict(each, pid=1000 * (rank + 1) + numbers[str(each.get("pid"))])
-        if each.get("ph") == "M":
-            moved.pop("ts", None)
-            if each["name"] == "process_name":
-                moved["args"] = {"name": f"rank {rank}: {each['args']['name']}"}
-        elif "ts" in each:
-            moved["ts"] = each["ts"] + by
-        if "id" in each:
-            moved["id"] = f"{rank}.{each['id']}"
-        yield moved
-
-
-PREFIX = "seqpar "
-STEP, BLOCK, CLOCK = f"{PREFIX}step ", f"{PREFIX}block ", f"{PREFIX}clock"  # names of our spans in a trace
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-STARTS = "c10d::"  # in the name of the host's calls that start an exchange, which has an event of its own
-GRAPH = "GraphLaunch"  # in the name of the host's call that replays a graph
-
-
 @dataclass(frozen=True)
 class Event:
-    """Something that ran. graph: the replay that it belongs to, 0 without one. block: "" where that is not known."""
+    """Something that ran. graph: number of its replay, 0 without one. block: "" if unknown."""
 
     name: str
     what: What
@@ -238,10 +80,10 @@ class HostSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank's trace tells.
+    """The measured steps of one rank.
 
-    base_ns: the moment from which its times count. clocks: the exchanges in which all ranks have met. steps: number ->
-    (start, end) of each step. marks: where blocks begin. notes: what a reader should know.
+    base_ns: the moment from which its times count. clocks: (start, end) of the meetings of all ranks. steps: number ->
+    (start, end). marks: where blocks begin. notes: for readers of the report.
     """
 
     base_ns: int
@@ -253,94 +95,99 @@ class RankTrace:
 
 
 class Spans:
-    """Spans that do not overlap, to look moments up in."""
+    """Spans that do not overlap, in order."""
 
     def __init__(self, spans: Iterable[HostSpan]) -> None:
         self.all = sorted(spans, key=lambda span: span.start)
         self._starts = [span.start for span in self.all]
 
     def at(self, moment: float) -> HostSpan | None:
-        """Return the span that contains a moment, or None."""
+        """The span that contains a moment, or None."""
         place = bisect_right(self._starts, moment) - 1
         return self.all[place] if place >= 0 and moment < self.all[place].end else None
 
 
 def spans(trace: Mapping[str, Any], prefix: str) -> Spans:
-    """Return our spans of a kind, without the prefix in their names."""
+    """Our spans of a kind, without the prefix in their names."""
     return Spans(
-        HostSpan(each["name"].removeprefix(prefix), each["ts"], each["ts"] + each["dur"])
-        for each in trace["traceEvents"]
-        if each.get("cat") == "user_annotation" and each["name"].startswith(prefix)
+        HostSpan(event["name"].removeprefix(prefix), event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event.get("cat") == "user_annotation" and event["name"].startswith(prefix)
     )
 
 
-def events(trace: Mapping[str, Any], blocks: Spans) -> list[Event]:
-    """Return what ran in the steps of a trace, in order of its start."""
-    steps, complete = spans(trace, STEP), [each for each in trace["traceEvents"] if each.get("ph") == "X"]
-    on_gpu = [each for each in complete if each.get("cat") in ON_GPU]
-    found = _launched(complete, on_gpu, steps, blocks) if on_gpu else _called(trace, complete, steps, blocks)
-    return sorted(found, key=lambda event: event.start)
+def read(recorded: Mapping[str, Any], first: int) -> RankTrace:
+    """Read a trace of torch.profiler; the steps before `first` only show the order of each block's kernels."""
+    blocks, on_gpu = spans(recorded, BLOCK), any(event.get("cat") in ON_GPU for event in recorded["traceEvents"])
+    # the number of a run before a block's name tells its runs apart
+    runs = Spans(replace(span, name=f"{number} {span.name}") for number, span in enumerate(blocks.all))
+    events = events_of(recorded, runs)
+    known = _last_runs(event for event in events if event.step < first and not event.graph)
+    measured = [replace(event, block=_block_of(event.block)) for event in events if event.step >= first]
+    measured, notes = _with_blocks(measured, known)
+    windows = {step: window for step, window in _windows(recorded, measured, on_gpu).items() if step >= first}
+    met = tuple((span.start, span.end) for span in spans(recorded, CLOCK).all)
+    marks = _marks(measured, blocks, on_gpu)
+    short = tuple(replace(event, name=event.name[:LONGEST]) for event in measured)
+    return RankTrace(recorded["baseTimeNanoseconds"], met, windows, short, marks, notes)
 
 
-def _launched(
-    complete: Sequence[Mapping[str, Any]], on_gpu: Sequence[Mapping[str, Any]], steps: Spans, blocks: Spans
-) -> Iterator[Event]:
-    """Yield what ran on the GPU and was launched in a step."""
-    calls = {_launch_of(each): each for each in complete if each.get("cat") in LAUNCHES}
-    for each in on_gpu:
-        number = _launch_of(each)
-        call = calls.get(number)
-        step = None if call is None or not number else steps.at(call["ts"])
-        if call is not None and step is not None:
-            graph = number if GRAPH in call["name"] else 0
-            block = blocks.at(call["ts"])
-            yield _event(each, step, OUTSIDE if block is None else block.name, graph)
+def trimmed(trace: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """A trace without everything before the measured steps and the meetings that precede them."""
+    begin = min(
+        span.start for span in (*spans(trace, CLOCK).all, *spans(trace, STEP).all) if span.name in ("", f"{first}")
+    )
+    kept = [event for event in trace["traceEvents"] if event["ph"] == "M" or event.get("ts", begin) >= begin]
+    return {**trace, "traceEvents": kept}
 
 
-def _launch_of(each: Mapping[str, Any]) -> int:
-    """Return the number that a kernel and its launch have in common; 0 where there is none."""
-    return each.get("args", {}).get("correlation", 0)
+# Events, steps and blocks ------------------------------------------------------------------------------------------
 
 
-def _called(
-    trace: Mapping[str, Any], complete: Sequence[Mapping[str, Any]], steps: Spans, blocks: Spans
-) -> Iterator[Event]:
-    """Yield the outermost operations on the thread of the steps, and the exchanges of gloo."""
-    threads = {each["tid"] for each in complete if each["name"].startswith(STEP)}
-    mine = (each for each in complete if each.get("cat") == "cpu_op" and each["tid"] in threads)
+def events_of(trace: Mapping[str, Any], blocks: Spans) -> list[Event]:
+    """The events of all steps of a trace, by their start."""
+    steps, complete = spans(trace, STEP), [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    on_gpu = [event for event in complete if event.get("cat") in ON_GPU]
+    # (event, moment at which the host launched it, replay)
+    found = _launched(complete, on_gpu) if on_gpu else ((event, event["ts"], 0) for event in _called(complete))
+    events = list[Event]()
+    for event, launched, graph in found:
+        if (step := steps.at(launched)) is not None:
+            span, (name, start) = blocks.at(launched), (event["name"], event["ts"])
+            block = "" if graph else OUTSIDE if span is None else span.name
+            events.append(Event(name, what_of(name), start, start + event["dur"], int(step.name), block, graph))
+    return sorted(events, key=lambda event: event.start)
+
+
+def _launched(complete: Sequence[Any], on_gpu: Sequence[Any]) -> Iterator[tuple[Any, float, int]]:
+    def number(event: Any) -> int:  # what a kernel and its launch have in common
+        return event.get("args", {}).get("correlation", 0)
+
+    calls = {number(event): event for event in complete if event.get("cat") in LAUNCHES}
+    for event in on_gpu:
+        call = calls.get(number(event))
+        if call is not None and number(event):
+            yield event, call["ts"], number(event) if GRAPH in call["name"] else 0
+
+
+def _called(complete: Sequence[Any]) -> Iterator[Any]:
+    threads = {event["tid"] for event in complete if event["name"].startswith(STEP)}
+    local = (event for event in complete if event.get("cat") == "cpu_op" and event["tid"] in threads)
     until = float("-inf")
-    for each in sorted(mine, key=lambda each: (each["ts"], -each["dur"])):
-        if each["ts"] >= until:
-            until = each["ts"] + each["dur"]
-            if not each["name"].startswith(STARTS):
-                yield from _in_step(each, steps, blocks)
-    for each in complete:
-        if each["name"].startswith("gloo:"):
-            yield from _in_step(each, steps, blocks)
+    for event in sorted(local, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= until:
+            until = event["ts"] + event["dur"]
+            if not event["name"].startswith(STARTS):
+                yield event
+    yield from (event for event in complete if event["name"].startswith("gloo:"))
 
 
-def _in_step(each: Mapping[str, Any], steps: Spans, blocks: Spans) -> Iterator[Event]:
-    step, block = steps.at(each["ts"]), blocks.at(each["ts"])
-    if step is not None:
-        yield _event(each, step, OUTSIDE if block is None else block.name, 0)
-
-
-def _event(each: Mapping[str, Any], step: HostSpan, block: str, graph: int) -> Event:
-    name, start = each["name"], each["ts"]
-    return Event(name, what_of(name), start, start + each["dur"], int(step.name), "" if graph else block, graph)
-
-
-def is_on_gpu(trace: Mapping[str, Any]) -> bool:
-    """Return whether anything ran on a GPU."""
-    return any(each.get("cat") in ON_GPU for each in trace["traceEvents"])
-
-
-def windows(trace: Mapping[str, Any], ran: Sequence[Event]) -> dict[int, tuple[float, float]]:
-    """Return step -> (start, end): on a GPU from its first kernel to that of the next step, on a CPU as the host's."""
-    if not is_on_gpu(trace):
+def _windows(trace: Mapping[str, Any], events: Sequence[Event], on_gpu: bool) -> dict[int, tuple[float, float]]:
+    """Step -> (start, end): on a GPU from its first kernel to that of the next step, on a CPU as the host's."""
+    if not on_gpu:
         return {int(span.name): (span.start, span.end) for span in spans(trace, STEP).all}
     firsts, last = dict[int, float](), 0.0
-    for event in ran:
+    for event in events:
         firsts.setdefault(event.step, event.start)
         last = max(last, event.end)
     starts = sorted(firsts.items())
@@ -348,33 +195,84 @@ def windows(trace: Mapping[str, Any], ran: Sequence[Event]) -> dict[int, tuple[f
     return {step: (start, end) for (step, start), end in zip(starts, ends, strict=True)}
 
 
-def marks(ran: Sequence[Event], blocks: Spans, on_gpu: bool) -> tuple[tuple[float, str], ...]:
-    """Return where blocks begin: on a CPU where the host enters and leaves them.
-
-    On a GPU a block begins where the kernel before its first one ends, so that the gap before it is its own.
-    """
+def _marks(events: Sequence[Event], blocks: Spans, on_gpu: bool) -> tuple[tuple[float, str], ...]:
+    """Where blocks begin: on a CPU where the host enters and leaves them, on a GPU after the kernel before them."""
     if not on_gpu:
         return tuple(mark for span in blocks.all for mark in ((span.start, span.name), (span.end, OUTSIDE)))
-    found, until, block = list[tuple[float, str]](), ran[0].start if ran else 0.0, ""
-    for event in ran:
+    marks, until, block = list[tuple[float, str]](), events[0].start if events else 0.0, ""
+    for event in events:
         if event.block and event.block != block:
             block = event.block
-            found.append((min(until, event.start), block))
+            marks.append((min(until, event.start), block))  # so that the gap before a block is its own
         until = max(until, event.end)
-    return tuple(found)
+    return tuple(marks)
 
 
-def trimmed(trace: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """Return a trace without what was before the measured steps, and before the meetings of ranks at their start."""
-    begin = min(
-        span.start for span in (*spans(trace, CLOCK).all, *spans(trace, STEP).all) if span.name in ("", f"{first}")
-    )
-    kept = [each for each in trace["traceEvents"] if each["ph"] == "M" or each.get("ts", begin) >= begin]
-    return {**trace, "traceEvents": kept}
+# Blocks of replayed graphs -----------------------------------------------------------------------------------------
 
 
-def renamed(ran: Iterable[Event]) -> tuple[Event, ...]:
-    """Return events without the names that only one rank needs, which makes them short to send."""
-    return tuple(
-        replace(each, name=each.name[:60] if each.what in ("exchange", "store", "copy") else "") for each in ran
-    )
+def _block_of(run: str) -> str:
+    return run.partition(" ")[2] if run[:1].isdecimal() else run
+
+
+def _last_runs(events: Iterable[Event]) -> list[tuple[str, str]]:
+    """(kernel, block) of each block's last run: earlier runs may contain kernels that tune themselves."""
+    runs: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.block not in ("", OUTSIDE) and event.what in ORDERED:
+            runs[event.block].append(event)
+    last = {_block_of(run): kernels for run, kernels in sorted(runs.items(), key=lambda x: x[1][0].start)}
+    return [(event.name, block) for block, kernels in last.items() for event in kernels]
+
+
+def _with_blocks(events: Sequence[Event], known: Sequence[tuple[str, str]]) -> tuple[list[Event], tuple[str, ...]]:
+    """Give the events of replays the blocks of a known run, and exchanges that of the event before them."""
+    blocks, notes, seen = dict[int, str](), (), dict[tuple[str, ...], list[str] | None]()
+    replayed = [(event.graph, index) for index, event in enumerate(events) if event.graph and event.what in ORDERED]
+    for _, group in groupby(sorted(replayed), key=lambda pair: pair[0]):
+        indices = [index for _, index in group]
+        names = tuple(events[index].name for index in indices)
+        if names not in seen:
+            seen[names] = _by_order(known, names)
+        if (found := seen[names]) is None:
+            notes = ("blocks of replayed graphs are unknown: their kernels match no recorded order",)
+        else:
+            blocks.update(zip(indices, found, strict=True))
+    attributed, last = list[Event](), OUTSIDE
+    for index, event in enumerate(events):
+        last = blocks.get(index, last if event.graph else event.block)
+        attributed.append(replace(event, block=last))
+    return attributed, notes
+
+
+def _by_order(known: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str] | None:
+    """The block of each kernel by the longest common subsequence with a known run; None if they match too little."""
+    pairs = _common([name for name, _ in known], names)
+    if not pairs or len(pairs) < ENOUGH * min(len(known), len(names)):
+        return None
+    matched, last = {ours: known[theirs][1] for theirs, ours in pairs}, pairs[-1][1]
+    found, block = list[str](), OUTSIDE
+    for index in range(len(names)):  # a kernel between two of the subsequence belongs to the first one's block
+        block = matched.get(index, block if index < last else OUTSIDE)
+        found.append(block)
+    return found
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """The indices of a longest common subsequence in both, as early as possible."""
+    codes = {name: code for code, name in enumerate(dict.fromkeys((*first, *second)))}
+    rows, columns = (np.array([codes[name] for name in names]) for names in (first, second))
+    lengths = np.zeros((len(rows) + 1, len(columns) + 1), dtype=np.int32)
+    for row, code in enumerate(rows, start=1):
+        before = lengths[row - 1]
+        lengths[row, 1:] = np.maximum.accumulate(np.maximum(before[1:], before[:-1] + (columns == code)))
+    pairs, (row, column) = list[tuple[int, int]](), (len(rows), len(columns))
+    while lengths[row, column]:
+        if lengths[row, column - 1] == lengths[row, column]:
+            column -= 1
+        elif lengths[row - 1, column] == lengths[row, column]:
+            row -= 1
+        else:
+            row, column = row - 1, column - 1
+            pairs.append((row, column))
+    return pairs[::-1]

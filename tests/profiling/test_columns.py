@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.profiling.trace import COMPUTES, NAMES, ORDER, OUTSIDE, Columns, Interval, columns
+from seqpar.profiling.columns import COMPUTES, NAMES, ORDER, Columns, Interval, columns
+from seqpar.profiling.trace import OUTSIDE
 
 MOMENTS = st.integers(0, 60)
 INTERVALS = st.lists(st.builds(Interval, MOMENTS, MOMENTS, st.sampled_from(ORDER)), max_size=30)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from seqpar.profiling import trace
-from seqpar.profiling.result import told
-from seqpar.profiling.trace import OUTSIDE, what_of
+from seqpar.profiling.trace import OUTSIDE, read, what_of
 from tests.profiling import traces
 from tests.profiling.traces import block, kernel, launch, operation, step
 
@@ -75,7 +74,7 @@ def recorded(blocks: int, tuning: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tuning", [0, 1, 20])
 def test_blocks_of_a_replay_are_known_by_the_order_of_its_kernels(tuning: int) -> None:
-    ran = told(recorded(5, tuning), 1)
+    ran = read(recorded(5, tuning), 1)
     expected = [OUTSIDE, *(f"Block {index}" for index in range(5) for _ in A_BLOCK), OUTSIDE, OUTSIDE]
     assert ran.notes == ()
     assert [event.block for event in ran.events] == expected * 2
@@ -87,13 +86,13 @@ def test_exchanges_belong_to_the_block_of_the_kernel_before_them() -> None:
     graph = next(each["args"]["correlation"] for each in made["traceEvents"] if each["name"] == "cudaGraphLaunch")
     at = 2000 + 3 * (1 + len(A_BLOCK)) + 1.5  # during the first kernel of the second block
     made["traceEvents"].append(kernel(graph, "flags_kernel", at, at + 2))
-    assert next(event.block for event in told(made, 1).events if event.name == "flags_kernel") == "Block 1"
+    assert next(event.block for event in read(made, 1).events if event.name == "flags_kernel") == "Block 1"
 
 
 def test_blocks_that_the_host_launches_itself_need_no_order() -> None:
     numbers = count(1)
     ran = eager([*A_BLOCK], 10, 110, numbers, "Block 0") + eager([*A_BLOCK[:3]], 60, 140, numbers, "Block 1")
-    one = told(traces.trace([step(0, 0, 100), step(1, 100, 200), *ran]), 1)
+    one = read(traces.trace([step(0, 0, 100), step(1, 100, 200), *ran]), 1)
     assert [event.block for event in one.events] == ["Block 0"] * 6 + ["Block 1"] * 3
 
 
@@ -102,9 +101,7 @@ def test_other_kernels_than_those_seen_before_have_no_block_and_a_note_says_so()
     for each in made["traceEvents"]:
         if each["ts"] >= 1000:
             each["name"] = each["name"].replace("nvjet", "other_gemm").replace("adaln", "other")
-    assert told(made, 1).notes == (
-        "blocks of replayed graphs are not known: their kernels ran in no order that was seen before",
-    )
+    assert read(made, 1).notes == ("blocks of replayed graphs are unknown: their kernels match no recorded order",)
 
 
 def test_a_written_trace_begins_with_the_meetings_of_the_ranks() -> None:
@@ -116,7 +113,7 @@ def test_a_written_trace_begins_with_the_meetings_of_the_ranks() -> None:
 
 
 def test_a_step_on_a_gpu_lasts_from_its_first_kernel_to_that_of_the_next() -> None:
-    one = told(recorded(5), 1)
+    one = read(recorded(5), 1)
     kernels = 3 + 5 * len(A_BLOCK)
     assert one.steps == {1: (2000, 2500), 2: (2500, 2500 + 3 * kernels - 1)}
     # a block begins where the kernel before it ends, so that the gap between them is its own
@@ -143,7 +140,7 @@ def test_outermost_operations_of_a_cpu_and_its_exchanges_count() -> None:
             operation("aten::add", 200, 201),  # after the steps
         ]
     )
-    one = told(made, 0)
+    one = read(made, 0)
     assert [(event.what, event.start, event.block) for event in one.events] == [
         ("products", 12, "Block 0"),
         ("exchange", 30, "Block 0"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.profiling.result import groups_of, timelines, without
-from seqpar.profiling.trace import Columns, columns, merged, offset, shifts
+from seqpar.profiling.columns import Columns, columns
+from seqpar.profiling.ranks import groups_of, merged, offset, shifts, timelines, without
 from seqpar.types.facts import Layout
 from tests.profiling import traces
 from tests.profiling.traces import Kernel, kernel, launch, meeting, rank

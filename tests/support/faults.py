@@ -370,7 +370,7 @@ FAULTS = (
     ),
     Fault(
         "a profile's waiting ends when the first rank has come",
-        "seqpar/profiling/result.py",
+        "seqpar/profiling/ranks.py",
         "last = max(same, key=lambda rank: same[rank].start)",
         "last = min(same, key=lambda rank: same[rank].start)",
         "tests/profiling/test_waits.py::test_a_collective_waits_for_the_last_rank_and_then_exchanges",
@@ -378,7 +378,7 @@ FAULTS = (
     ),
     Fault(
         "a profile's clocks are moved the wrong way",
-        "seqpar/profiling/trace.py",
+        "seqpar/profiling/ranks.py",
         "found.append(base - ahead)",
         "found.append(base + ahead)",
         "tests/profiling/test_waits.py::test_traces_of_all_ranks_are_one_trace_on_one_clock",
@@ -395,8 +395,8 @@ FAULTS = (
     Fault(
         "operations inside of others count, too",
         "seqpar/profiling/trace.py",
-        'until = each["ts"] + each["dur"]',
-        'until = each["ts"]',
+        'until = event["ts"] + event["dur"]',
+        'until = event["ts"]',
         "tests/profiling/test_trace.py::test_outermost_operations_of_a_cpu_and_its_exchanges_count",
         "an inner operation is among the events",
     ),

@@ -26,7 +26,7 @@ from seqpar.families._find import WORK
 from seqpar.local import sdpa
 from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
-from seqpar.profiling.trace import NAMES
+from seqpar.profiling.columns import NAMES
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool

@@ -22,9 +22,9 @@ from seqpar.pipelines.pictures import save
 from seqpar.pipelines.videos import digest, save_video
 from seqpar.planner.plan import Plan, settled
 from seqpar.transformer.parallelize import call_of, passing
-from seqpar.vae.pipeline import Wished
+from seqpar.vae.pipeline import VaeMode
 
-VAE: dict[str, Wished] = {
+VAE: dict[str, VaeMode] = {
     "auto": "auto",
     "strips": True,
     "pictures": False,

@@ -44,7 +44,7 @@ def line(args: Args, job: Job | Adapted, ranking: Ranking, machine: Machine) -> 
     world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
     wish = "pictures" if args.exact and args.vae == "auto" else args.vae
     spread = spread_of(job.load.images, wish, world, data, lambda: None)
-    return f"decoding: {spread}; its memory is measured when the weights are loaded, before the first step"
+    return f"decoding: {spread}, unless the loaded weights leave too little memory for it"
 
 
 def check_decoding(job: Job | Adapted, mesh: Mesh) -> None:

@@ -26,7 +26,7 @@ from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.parallelize import choices, keep_fp32, parallelize
 from seqpar.types.arguments import check_kind, shown
-from seqpar.vae.pipeline import Wished, check_wish
+from seqpar.vae.pipeline import VaeMode, check_mode
 
 
 @no_collection()
@@ -38,7 +38,7 @@ def load(
     strategy: str = "auto",
     local: str = "auto",
     transport: str = "auto",
-    vae: Wished = "auto",
+    vae: VaeMode = "auto",
     loras: Sequence[str] = (),
     fp32_state: bool = False,
 ) -> DiffusionPipeline:
@@ -77,7 +77,7 @@ def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
-def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: Wished = "auto") -> Folder:
+def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto") -> Folder:
     """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
 
     vae: a way of decoding, which its VAE must have.
@@ -96,11 +96,11 @@ def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: Wi
     index, adapters = read_pipeline(path), tuple(map(_lora.parse, loras))
     kind = kind_of(index, path)
     parts = parts_of_folder(path, index, file)
-    check_wish(kind.__name__, parts.vae, vae)
+    check_mode(kind.__name__, parts.vae, vae)
     return Folder(path, kind, index, parts.fitted, file, _lora.check(adapters, kind, parts.models))
 
 
-def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: Wished = "auto") -> str | None:
+def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: VaeMode = "auto") -> str | None:
     """Let a loaded pipeline compute as planned, with its state in fp32 if it can; return why it cannot, or None.
 
     mesh: that of the plan. Every rank must call this at the same time.

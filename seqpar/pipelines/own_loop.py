@@ -26,7 +26,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
 from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
-from seqpar.planner.predict import TABLE_BYTES, Load, predict
+from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_floats
 from seqpar.types.facts import Work
@@ -398,13 +398,12 @@ class Loaded:
     @cached_property
     def on_mesh(self) -> MeshVAE:
         """Return the VAE on the ranks of the mesh, which keeps exchanges and CUDA graphs between pictures."""
-        return MeshVAE.of(self.vae, self.dit.mesh, self.dit.transport.name)
+        return MeshVAE.of(self.vae, self.dit.mesh, self.dit.transport.name, lambda: (self.dit.model, self.vae))
 
     def set_vae(self, wish: str) -> None:
         """Spread pictures over ranks in this way from now on: "auto", "strips", "pictures" or "tiled".
 
-        It decides which sizes are refused before sampling, and how `decode` works. "tiled" is diffusers' tiling, which
-        needs little memory and leaves seams. Every rank must call this with the same wish.
+        "tiled" is diffusers' tiling, which needs little memory and leaves seams. Collective.
         """
         _check_wish(wish)
         if self.vae is not None:
@@ -432,20 +431,10 @@ class Loaded:
         if len(shape) != 4 or 0 in shape or channels not in (None, shape[1]):
             raise ValueError(f"got latents of shape {shape}, expected (N, {channels or 'C'}, H, W)")
 
-    def check_decodable(self, count: int, latent: tuple[int, int], load: Callable[[], Load]) -> None:
-        """Raise ValueError, with what would fit, if `count` latents of a size cannot be decoded as `set_vae` says.
-
-        latent: (height, width). load: returns the sampler's. What the sampler keeps is not there for decoding, also
-        where it has not taken it yet. Every rank must call this at the same time, with the same numbers.
-        """
-
-        def model() -> int:
-            ranking, mesh, run = self.dit.plan.ranking, self.dit.mesh, load()
-            run = replace(run, tokens=max(run.tokens, mesh.sequence.size), images=max(run.images, mesh.data.size))
-            return predict(ranking.work, run, self.dit.plan.layout, ranking.rates).memory.total
-
+    def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
+        """Raise ValueError if `count` latents (height, width) cannot be decoded. Collective."""
         if self.vae is not None:
-            self.on_mesh.check(count, (self.vae.config.latent_channels, *latent), model)
+            self.on_mesh.check(count, (self.vae.config.latent_channels, *latent))
 
     def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Spread | None:
         """Return how `decode` decodes `count` pictures of a size, or None for previews."""

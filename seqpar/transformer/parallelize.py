@@ -43,7 +43,7 @@ from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.foreign import BEFORE, is_offloaded, look, refuse, refuse_compiled
 from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
-from seqpar.vae.pipeline import Wished
+from seqpar.vae.pipeline import VaeMode
 
 # where diffusers defines pipelines whose calls are known, and the base classes of all, of which a user's own derive
 PIPELINES = ("diffusers.pipelines.", "diffusers.modular_pipelines.")
@@ -65,12 +65,12 @@ def choices(
 
 
 def all_checked(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], cuts: Cuts | Mapping[str, Any] | None, vae: Wished
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], cuts: Cuts | Mapping[str, Any] | None, vae: VaeMode
 ) -> dict[str, Cuts]:
     """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
     check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
     takes_variances(pipe_or_transformer)
-    sharing.check_wish(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
+    sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
     return {name: _checked_cuts(module, cuts) for name, module in modules.items()}
 
 
@@ -403,7 +403,7 @@ def parallelize(
     transport: str = "auto",
     native: bool = True,
     cuts: Cuts | Mapping[str, Any] | None = None,
-    vae: Wished = "auto",
+    vae: VaeMode = "auto",
     cfg: bool = True,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
@@ -490,7 +490,7 @@ def _install_all(
 
 
 def _share_vae(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: Wished
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: VaeMode
 ) -> None:
     """Let a pipeline's VAE take rank 0's input and, if that is wished, compute on all ranks until the release."""
 

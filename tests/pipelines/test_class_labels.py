@@ -112,7 +112,7 @@ def test_generate_is_the_whole_path_in_one_call() -> None:
 def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
     pipeline = Pipeline.load(Files.locate("builtin"), make_mesh(device, cfg=1))
     latents = torch.randn(5, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    alone = MeshVAE.of(pipeline.vae, Mesh.single(device), "collective")
+    alone = MeshVAE.of(pipeline.vae, Mesh.single(device), "collective", list)
     return torch.equal(pipeline.decode(latents), alone.pictures(latents))
 
 

@@ -35,7 +35,7 @@ _WAN = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "temperal_downsample":
 CASES = {
     "kl": Case("AutoencoderKL", _KL, (4,), (3,), 4),
     "flux 2": Case("AutoencoderKLFlux2", {**_KL, "latent_channels": 4}, (4,), (3,), 4),
-    "wan": Case("AutoencoderKLWan", {**_WAN, "scale_factor_spatial": 4}, (4, 3), (3, 9), 4),
+    "wan": Case("AutoencoderKLWan", {**_WAN, "scale_factor_spatial": 4, "scale_factor_temporal": 2}, (4, 3), (3, 9), 4),
     "wan 2.2": Case(
         "AutoencoderKLWan",
         {
@@ -46,6 +46,7 @@ CASES = {
             "out_channels": 12,
             "patch_size": 2,
             "scale_factor_spatial": 8,
+            "scale_factor_temporal": 2,
         },
         (4, 2),
         (3, 5),

@@ -1,4 +1,4 @@
-"""Tests that a parallelized pipeline refuses before sampling what its VAE cannot decode, and nothing else."""
+"""Tests that a parallelized pipeline decides before sampling how a size is decoded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import seqpar
+from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support import pipelines
@@ -16,15 +17,17 @@ from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.transformer.test_pipelines import CASES, SHORT, Case
-from tests.vae.test_memory import Imagined
 
-REFUSAL = r"got 20x12 pixels, whose decoding needs .* that are free; "
 CALL = {"prompt": "a red cat", "height": 20, "width": 12, "num_inference_steps": 1, **SHORT}
 
 
-def with_meter(patch: pytest.MonkeyPatch, meter: Imagined | None) -> None:
-    """Let VAEs read an imagined device, where the tests' devices would not refuse anything."""
-    patch.setattr(MeshVAE, "of", staticmethod(lambda vae, mesh, way: MeshVAE(vae, mesh, way, meter=meter)))
+def with_memory(patch: pytest.MonkeyPatch, left: float) -> None:
+    """Let weights leave so many bytes for decoding."""
+
+    def of(vae: Any, mesh: Mesh, transport: str, modules: Any) -> MeshVAE:
+        return MeshVAE(vae, mesh, transport, left=lambda: left)
+
+    patch.setattr(MeshVAE, "of", staticmethod(of))
 
 
 def called(pipe: Any, **others: Any) -> int:
@@ -41,44 +44,41 @@ def called(pipe: Any, **others: Any) -> int:
 
 
 def refused(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return what this rank is told where rank 0 has too little memory, and where the ranks prepare other sizes."""
-    told = list[str]()
+    """Return errors in exact mode where rank 0 has too little memory, and where ranks prepare other sizes."""
+    errors = list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        with_meter(patch, Imagined(1e12 if rank else 1.0))
+        with_memory(patch, 1e12 if rank else 1.0)
         pipe = seqpar.parallelize(pipelines.flux(), make_mesh(device, cfg=1))
+        patch.setattr(exact, "is_on", lambda: True)
         for height in (20, 20 + 8 * rank):
-            with pytest.raises(ValueError, match="got ") as error:
+            with pytest.raises(ValueError, match=r"^(got|decoding) ") as error:
                 called(pipe, height=height)
-            told.append(str(error.value))
+            errors.append(str(error.value))
         seqpar.release(pipe)
-    return told
+    return errors
 
 
-def test_a_size_is_refused_before_the_first_step_unless_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Imagined(1.0)
-    with_meter(monkeypatch, meter)
+def test_tiles_are_printed_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_memory(monkeypatch, 1.0)
     pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
-    with pytest.raises(ValueError, match=REFUSAL) as error:
-        called(pipe)
-    assert str(error.value).endswith("; for output_type='latent' parallelize the pipeline with vae=False")
-    pipe.vae.enable_tiling()
-    assert called(pipe) == 1  # tiles are as small as their user wants
-    pipe.vae.disable_tiling()
-    meter.room = 1e12
+    prepare = pipe.prepare_latents
+    prepare(1, 4, 20, 12, torch.float64, torch.device("cpu"), None)
+    assert capsys.readouterr().out.count("in diffusers' tiles, which leave seams, because decoding 20x12 pixels") == 1
     assert called(pipe) == 1
-    meter.room = 1.0
     twin = copy.deepcopy(pipe, {id(pipe.transformer): pipe.transformer})
     assert twin.prepare_latents.__self__ is twin  # a copy checks nothing, and prepares with its own parts
     shallow = copy.copy(pipe)
     seqpar.release(pipe)
     assert "prepare_latents" not in vars(pipe)
     assert called(pipe) == called(shallow) == 1
-    for wish in (False, "tiled"):
-        assert called(seqpar.parallelize(pipe, Mesh.single(), vae=wish), output_type="latent") == 1  # pyright: ignore
+    for mode in (False, "tiled"):
+        assert called(seqpar.parallelize(pipe, Mesh.single(), vae=mode), output_type="latent") == 1  # pyright: ignore
         seqpar.release(pipe)
 
 
-def test_all_ranks_refuse_alike(ranks: Pool) -> None:
+def test_exact_mode_refuses_tiles_before_the_first_step_on_all_ranks(ranks: Pool) -> None:
     first, *others = ranks.run(2, refused)
     assert others == [first]
     assert "20x12 pixels" in first[0]
@@ -89,7 +89,7 @@ def test_all_ranks_refuse_alike(ranks: Pool) -> None:
 def test_the_checked_shape_is_the_one_that_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name] if name in CASES else Case(pipelines.flux, {**SHORT, "num_images_per_prompt": 3}, output="pt")
     seen, decode = list[Any](), MeshVAE.decode
-    monkeypatch.setattr(MeshVAE, "check_call", lambda self, shape, also: seen.append(shape))
+    monkeypatch.setattr(MeshVAE, "check_call", lambda self, shape: seen.append(shape))
     monkeypatch.setattr(MeshVAE, "decode", lambda self, z, *a, **k: seen.append(z.shape) or decode(self, z, *a, **k))
     pipe = seqpar.parallelize(case.pipe(), Mesh.single())
     case.pictures(pipe, steps=2)

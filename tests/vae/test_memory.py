@@ -1,10 +1,8 @@
-"""Tests that a decoding which does not fit is refused from what two small decodings have shown, alike on all ranks."""
+"""Tests that a size is decoded whole, in strips or in tiles by what the weights leave, identically on all ranks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,157 +10,115 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
-from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.planner.predict import GIB, USABLE
-from seqpar.vae.on_mesh import CudaMeter, MeshVAE, measured, refusal
-from seqpar.vae.strips import Spread
+from seqpar.mesh import exact
+from seqpar.mesh.mesh import Mesh
+from seqpar.vae import on_mesh as module
+from seqpar.vae.known import BYTES, decoding_bytes
+from seqpar.vae.on_mesh import MeshVAE, bytes_left
 from tests.support import pipelines, vaes
 from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import random
 from tests.support.pool import Pool
 
-PIXEL, FIXED = 100, 1000  # bytes of the device that tests imagine: for each number of a decoded picture, and besides
+LATENT = (4, 33, 24)  # two ranks have 17 and 16 rows of it
+CLOSE, VISIBLE = 1e-11, 1e-3
 
 
-@dataclass
-class Imagined:
-    """A device of so many bytes, whose need follows from the picture that a call decodes. peaks: what it has told."""
-
-    room: float
-    peaks: list[int] = field(default_factory=list)
-
-    def peak(self, run: Callable[[], Any]) -> int:
-        self.peaks.append(PIXEL * run()[0].numel() + FIXED)
-        return self.peaks[-1]
-
-    def free(self) -> float:
-        return self.room
-
-    def total(self) -> float:
-        return 2 * self.room
+def needs(vae: Any, rows: int = LATENT[1]) -> float:
+    return decoding_bytes(vae, (LATENT[0], rows, LATENT[2]))
 
 
-def test_two_small_decodings_tell_a_large_one() -> None:
-    sides = list[int]()
-    need = measured(lambda side: sides.append(side) or 7 * side * side + 30, (16, 32))
-    assert (need.of(0), need.of(1000)) == (30, 7030)
-    assert sides == [16, 16, 32]  # the first one also allocates what libraries keep
-    assert measured(lambda side: 50).of(1000) == 50
+@pytest.mark.parametrize("name", sorted(name for name, case in vaes.CASES.items() if not case.timestep))
+def test_bytes_follow_from_the_pixels_and_frames_of_every_known_vae(name: str) -> None:
+    vae, z = vaes.tiny(name), vaes.latents(name, 1, 3, 5)
+    decoded = vaes.decoded(vae, z)
+    frames = decoded.shape[2] if decoded.ndim == 5 else 1
+    each, each_frame = BYTES[type(vae).__name__]
+    pixels = decoded.shape[-2] * decoded.shape[-1]
+    assert decoding_bytes(vae, z.shape[1:]) == 4 * pixels * (each + each_frame * frames)  # fp64 has 4 x 16 bits
 
 
-@pytest.mark.parametrize(
-    ("spread", "advice"),
-    [
-        (
-            Spread("whole", 1, Axis("")),
-            "on one rank.*use more ranks, each of which decodes a strip .some 3., or --vae tiled",
-        ),
-        (
-            Spread("strips", 2, Axis("")),
-            "on each of 2 ranks.*use more ranks, each of which decodes a strip .some 6., or",
-        ),
-        (Spread("pictures", 4, Axis("")), "on one rank.*use --vae strips, by which all 4 ranks share each picture, or"),
-    ],
-)
-def test_a_refusal_says_what_would_fit(spread: Spread, advice: str) -> None:
-    text = refusal((4096, 2048), 10.0 * GIB, 4.0 * GIB, spread)
-    assert re.match(f"got 4096x2048 pixels, whose decoding needs 10.0 GiB {advice}", text)
-    assert "at most the 4.0 GiB that are free" in text
-    assert "--vae tiled (in Python vae='tiled'), diffusers' tiling, which leaves seams" in text
-    assert text.endswith("or at most some 2576x1280 pixels")
-    assert "or at most some 0x0 pixels" in refusal((64, 64), 1.0, 0.0, spread)
+def on_ranks(rank: int, world: int, device: torch.device, axes: dict[str, int]) -> list[str]:
+    """Return how one image is decoded where rank 0 has memory for all of it, for a strip, and for less."""
+    vae = pipelines.decoder(1).to(device)
+    ways = list[str]()
+    for left, count in ((needs(vae), 1), (needs(vae, 17), 1), (needs(vae, 17) - 1, 1), (needs(vae, 17), world)):
+        made = MeshVAE(vae, make_mesh(device, **axes), "collective", left=lambda left=left: left + 1e9 * rank)
+        ways.append(str(made.spread(count, LATENT)))
+    return ways
 
 
-def test_one_rank_refuses_what_its_memory_and_what_the_model_keeps_do_not_hold() -> None:
-    vae, latent = vaes.tiny("kl"), (4, 40, 24)
-    need = PIXEL * 3 * 40 * 24 * 16 + FIXED
-    weights = sum(each.nbytes for each in vae.parameters())
-    meter = Imagined(need)
-    on_mesh = MeshVAE(vae, Mesh.single(), "collective", kernels=True, meter=meter)
-    on_mesh.check(1, latent, lambda: need - weights)
-    on_mesh.check(9, latent, lambda: 0)
-    assert len(meter.peaks) == 3  # they are measured once
-    with pytest.raises(ValueError, match="got 160x96 pixels"):
-        on_mesh.check(1, latent, lambda: need - weights + 1)
-    meter.room = need - 1
-    with pytest.raises(ValueError, match=r"got 160x96 pixels, whose decoding needs .* that are free; use more ranks"):
-        on_mesh.check(1, latent, lambda: 0)
-    on_mesh.wish = "tiled"
-    on_mesh.check(1, latent, lambda: 0)
-
-
-def test_calls_of_pipelines_count_rows_and_frames_and_tiles_pass() -> None:
-    for name, frames in (("kl", ()), ("wan", (2,))):
-        vae = vaes.tiny(name)
-        meter = Imagined(0)
-        on_mesh, shape = MeshVAE(vae, Mesh.single(), "collective", meter=meter), (3, 4, *frames, 40, 24)
-        meter.room = 3 * (PIXEL * 3 * (3 if frames else 1) * 40 * 24 * 16 + FIXED)
-        on_mesh.check_call(shape)
-        on_mesh.check_call(None)
-        meter.room -= 1
-        with pytest.raises(ValueError, match=r"got 160x96 pixels.*; or go"):
-            on_mesh.check_call(shape, "or go")
-        vae.use_tiling = True
-        on_mesh.check_call(shape)
-
-
-def test_what_cannot_be_measured_is_not_checked_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    reasons = ("the VAE's weights are not on all GPUs", "the VAE takes more than latents")
-    for vae, reason in zip((vaes.tiny("kl").to("meta"), vaes.tiny("ltx 0.9.5")), reasons, strict=True):
-        on_mesh = MeshVAE(vae, Mesh.single(), "collective", meter=Imagined(0))
-        for _ in range(2):
-            on_mesh.check(1, (4, 40, 24), lambda: 0)
-        said = f"seqpar: sizes are not checked before the first step, because {reason}\n"
-        assert capsys.readouterr().out == said
-
-
-def on_ranks(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return what this rank is told, where strips fit on rank 0 only, and where they fit on both."""
-    told, latent = [], (4, 33, 24)
-    shared = PIXEL * 3 * 34 * 24 * 4 + FIXED  # of whole pictures of which the larger strip has 17 rows of each 33
-    on_mesh = MeshVAE(pipelines.decoder(1).to(device), make_mesh(device, cfg=1), "collective", meter=Imagined(0))
-    for room in (shared - rank, shared):
-        on_mesh.memory.meter = meter = Imagined(room)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meter, "total", lambda: 1e12)
-            try:
-                on_mesh.check(1, latent, lambda: 0)
-                told.append("")
-            except ValueError as error:
-                told.append(str(error))
-    return told
-
-
-def test_ranks_refuse_alike_by_the_strip_with_most_rows(ranks: Pool) -> None:
-    first, second = ranks.run(2, on_ranks)
+def test_ranks_decide_by_the_smallest_of_them_and_the_largest_strip(ranks: Pool) -> None:
+    first, second = ranks.run(2, on_ranks, {"cfg": 1})
     assert first == second
-    assert "got 66x48 pixels" in first[0]
-    assert "on each of 2 ranks" in first[0]
-    assert first[1] == ""
+    assert first[:2] == ["strips on 2 ranks"] * 2
+    assert first[2].startswith(
+        "whole pictures, some on each of 2 ranks, in diffusers' tiles, which leave seams, because"
+    )
+    assert first[3] == "strips on 2 ranks"  # whole images do not fit
 
 
-def test_unused_memory_of_cuda_graphs_and_of_other_devices_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def segment(device: int, pool: tuple[int, int], total: float, active: float) -> dict[str, Any]:
-        sizes = {"total_size": int(total * GIB), "active_size": int(active * GIB)}
-        return {"device": device, "segment_pool_id": pool, **sizes}
+def test_one_rank_counts_rows_and_prints_tiles_once(capsys: pytest.CaptureFixture[str]) -> None:
+    vae, left = pipelines.decoder(1), dict[str, float]()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
+    z = random((3, *LATENT), 1)
 
-    segments = [segment(1, (0, 0), 4, 1), segment(1, (0, 7), 16, 0), segment(0, (0, 0), 32, 0)]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 64 * GIB))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for device in ("cuda", "cuda:1"):
-        assert CudaMeter(torch.device(device)).free() == pytest.approx(USABLE * (2 + 3) * GIB)
+    def made() -> MeshVAE:
+        return MeshVAE(vae, Mesh.single(), "collective", left=lambda: left["bytes"])
+
+    truth, left["bytes"] = vae.decode(z).sample, 3 * needs(vae)
+    assert torch.equal(made().decode(z).sample, truth)
+    assert torch.equal(made().pictures(z), made().pictures(z))
+    assert capsys.readouterr().out == ""
+    left["bytes"] -= 1
+    tiled = made()
+    tiled.check_call(z.shape)
+    assert "because decoding 66x48 pixels needs 0.1 GiB on one rank, and the weights leave" in capsys.readouterr().out
+    for _ in range(2):
+        assert (tiled.decode(z).sample - truth).abs().max() > VISIBLE
+    assert not vae.use_tiling
+    vae.use_slicing = True  # one row after the other
+    assert (made().decode(z).sample - truth).abs().max() < CLOSE
+    left["bytes"] = 0.0
+    vae.use_tiling = True  # a user's tiles need no decision
+    assert str(made().spread(1, LATENT)) == "whole pictures"
+    assert capsys.readouterr().out == ""
+
+
+def test_exact_mode_and_a_vae_without_tiling_refuse_what_would_need_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = pipelines.decoder(1)
+    made = MeshVAE(vae, Mesh.single(), "collective", left=lambda: 1.0)
+    monkeypatch.setattr(exact, "is_on", lambda: True)
+    with pytest.raises(
+        ValueError, match=r"decoding 66x48 pixels needs .* Exact mode decodes whole images: use a small"
+    ):
+        made.check(1, LATENT)
+    assert made.spread(1, LATENT, "tiled").tiled
+    monkeypatch.undo()
+    made.vae = SimpleNamespace(config=vae.config, dtype=vae.dtype)
+    monkeypatch.setattr(module, "decoding_bytes", lambda vae, shape: 2.0)
+    with pytest.raises(ValueError, match="SimpleNamespace has no tiling"):
+        made.check(1, LATENT)
+
+
+def test_weights_on_the_device_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    cpu, layer = torch.device("cpu"), nn.Linear(4, 4)
+    assert bytes_left(cpu, [layer, layer, nn.Linear(4, 4, device="meta")]) == pytest.approx(850 - 80)
 
 
 @pytest.mark.gpu
-def test_a_gpu_needs_what_was_measured() -> None:
-    """A decoder of the released size, at 1024 x 1024 pixels, within a tenth."""
+def test_a_gpu_needs_at_most_what_is_known_of_the_family() -> None:
     device = torch.device("cuda")
     sizes: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
     for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         sizes[name] = (block,) * 4
     vae = nn.Module.to(AutoencoderKL(**sizes), device, torch.bfloat16).eval()
-    on_mesh, z = MeshVAE.of(vae, Mesh.single("cuda"), "collective"), torch.zeros(1, 4, 128, 128, device=device)
-    need = on_mesh.memory.need(CudaMeter(device), False, (4,)).of(128 * 128)
-    with torch.no_grad():
-        peak = CudaMeter(device).peak(lambda: on_mesh._whole(z.bfloat16(), return_dict=False))
-    assert need == pytest.approx(peak, rel=0.1)
+    made, z = MeshVAE.of(vae, Mesh.single("cuda"), "collective", lambda: [vae]), torch.zeros(1, 4, 128, 128).bfloat16()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            made._whole(z.to(device), return_dict=False)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert 0.75 < peak / decoding_bytes(vae, (4, 128, 128)) <= 1

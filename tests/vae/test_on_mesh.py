@@ -100,7 +100,7 @@ def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dty
     Ranks other than 0 pass other inputs, which must not count.
     """
     vae = pipelines.decoder(1).to(device, dtype)
-    made, found = MeshVAE.of(vae, make_mesh(device, **axes), "collective"), []
+    made, found = MeshVAE.of(vae, make_mesh(device, **axes), "collective", list), []
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for rows in counts(world):
             given = (latents(rows) + rank).to(device, dtype)
@@ -208,7 +208,9 @@ def refused(rank: int, world: int, device: torch.device) -> list[str]:
     assert len(pipe.vae.decode(latents(1).to(device)).sample) == 1
     seqpar.release(pipe)
     pipe.vae.decoder.conv_act = nn.Mish()
-    with pytest.raises(ValueError, match=r"got vae=True for a AutoencoderKL .*decoder\.conv_act.*Mish") as error:
+    with pytest.raises(
+        ValueError, match=r"AutoencoderKL does not support vae=True: .*decoder\.conv_act.*Mish"
+    ) as error:
         seqpar.parallelize(pipe, make_mesh(device, cfg=1), vae=True)
     told.append(str(error.value))
     seqpar.parallelize(pipe, make_mesh(device, cfg=1))
@@ -228,12 +230,12 @@ def test_what_is_asked_of_a_vae_is_checked_before_anything_changes(capsys: pytes
     pipe = pipelines.flux()
     with pytest.raises(ValueError, match="got vae='tiles', expected 'auto', 'tiled', True or False"):
         seqpar.parallelize(pipe, Mesh.single(), vae="tiles")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="got vae=True for a FluxTransformer2DModel without a VAE"):
+    with pytest.raises(ValueError, match="vae=True requires a VAE, but FluxTransformer2DModel has none"):
         seqpar.parallelize(pipe.transformer, Mesh.single(), vae=True)
-    with pytest.raises(ValueError, match="got vae='tiled' for a FluxTransformer2DModel without a VAE"):
+    with pytest.raises(ValueError, match="vae='tiled' requires a VAE, but FluxTransformer2DModel has none"):
         seqpar.parallelize(pipe.transformer, Mesh.single(), vae="tiled")
     attend(pipe.vae, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"got vae=True for a AutoencoderKL .* has the attention processor"):
+    with pytest.raises(ValueError, match=r"AutoencoderKL does not support vae=True: .* has the attention processor"):
         seqpar.parallelize(pipe, Mesh.single(), vae=True)
     attend(pipe.vae, torch.device("cpu"), AttnProcessor2_0)
     assert why_unknown(pipe.vae) is None

@@ -154,8 +154,10 @@ class MeshVAE:
             refused = f"decoding {height}x{width} pixels needs {need / GIB:.1f} GiB on {ranks}"
         reason = f"{refused}, and the weights leave {self._left / GIB:.1f} GiB"
         if exact.is_on():
-            advice = "or --vae tiled (vae='tiled'), which leaves seams"
-            raise ValueError(f"{reason}. Exact mode decodes whole images: use a smaller size, {advice}")
+            raise ValueError(
+                f"{reason}. Exact mode decodes whole images: use a smaller size, or --vae tiled (vae='tiled'), which "
+                f"leaves seams"
+            )
         if not hasattr(self.vae, "enable_tiling"):
             raise ValueError(f"{reason}. Use a smaller size or more ranks: {type(self.vae).__name__} has no tiling")
         return replace(spread("tiled"), why=reason)

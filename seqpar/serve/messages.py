@@ -1,6 +1,6 @@
-"""What the front and rank 0 tell each other: MessagePack of these types, each message behind its length.
+"""Messages between the API server and rank 0: length-prefixed MessagePack. Nothing is unpickled or executed.
 
-Both sides know all types, so that nothing that comes from the socket is unpickled or run. This file imports no torch.
+No torch import.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any, Literal
 
 import msgspec
 
-HEAD = 4  # bytes of a message's length
-LONGEST = 1 << 28  # bytes of a message: the pixels of a picture of 8192 x 8192 and more
+HEAD = 4  # bytes of the length before a message
+LONGEST = 1 << 28  # bytes of a message: holds the pixels of an 8192 x 8192 image
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Kind = Literal["classes", "texts"]
-UNTOLD = ("id", "deadline_s", "partial_images", "images", "pixels", "loras")  # fields of an order that no file keeps
+NOT_STORED = ("id", "deadline_s", "partial_images", "images", "pixels", "loras")  # fields that no image file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
 def size_of(text: str) -> tuple[int, int] | None:
-    """Return (height, width) of a text WIDTHxHEIGHT, as a server's requests and flags have it; None for others."""
+    """(height, width) of "WIDTHxHEIGHT", the format of requests and flags of a server; None for other text."""
     match = SIZE.fullmatch(text)
     return (int(match[2]), int(match[1])) if match else None
 
 
 class InputImage(msgspec.Struct, frozen=True):
-    """A picture that a run begins with. digest: 16 hex digits over its pixels, rows of RGB bytes."""
+    """An input image of a request. digest: 16 hex digits over its pixels, rows of RGB bytes."""
 
     height: int
     width: int
@@ -34,18 +34,17 @@ class InputImage(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of its pixels."""
+        """Bytes of its pixels."""
         return 3 * self.height * self.width
 
 
-class ImageRequest(msgspec.Struct, frozen=True, tag="order"):
-    """One picture or video. id: of this attempt. size: (height, width) in pixels. None leaves a choice to the model.
+class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
+    """A request for one image or video. size: (height, width) in pixels. None leaves a value to the model.
 
-    prompt: a text, or the name or number of a class. deadline_s: seconds from now after which it is given up. loras:
-    names and scales. partial_images: how many pictures of what is denoised so far are told, at most. images: those that
-    it begins with. pixels: the file with their pixels, one picture after another. The front decodes what clients send,
-    so that ranks never read a file of theirs; rank 0 reads this one. strength: how far pictures are changed. frames,
-    fps: of a video.
+    id: of this attempt. prompt: a text, or the name or number of a class. deadline_s: seconds until it times out.
+    loras: names and scales. partial_images: maximum number of previews. images: input images; pixels: path of the file
+    that holds their pixels one after another. The API server decodes clients' files, so ranks never parse them; rank 0
+    reads this one. strength: of image-to-image. frames, fps: of a video.
     """
 
     id: str
@@ -67,29 +66,29 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="order"):
     frames: int | None = None
     fps: int | None = None
 
-    def about(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
-        """Return the parameters that a file keeps: what was asked for, and what the model chose."""
-        told = msgspec.structs.asdict(self)
-        images = [{"size": f"{each.height}x{each.width}", "pixels": each.digest} for each in self.images]
-        left = {name: value for name, value in told.items() if value not in (None, ()) and name not in UNTOLD}
+    def parameters(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
+        """Parameters stored in an output file: those of the request, and the steps and size that the model chose."""
+        fields = msgspec.structs.asdict(self)
+        stored = {name: value for name, value in fields.items() if value not in (None, ()) and name not in NOT_STORED}
+        images = [{"size": f"{image.height}x{image.width}", "pixels": image.digest} for image in self.images]
         parted = [(*name.partition("@"), scale) for name, scale in self.loras]
         loras = [f"{name}:{scale:g}{at}{transformer}" for name, at, transformer, scale in parted]
-        more: dict[str, Any] = {"images": images, "lora": loras}
-        return {**left, **{name: each for name, each in more.items() if each}, "steps": steps, "size": list(size)}
+        lists = {"images": images, "lora": loras}
+        return {**stored, **{name: values for name, values in lists.items() if values}, "steps": steps, "size": [*size]}
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Give an order up, whether it waits or runs."""
+    """Cancel a request, waiting or running."""
 
     id: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """End all ranks when the running order has ended."""
+    """Stop all ranks after the running request."""
 
 
 class VideoFacts(msgspec.Struct, frozen=True):
-    """What a model makes of an order that names nothing. Numbers of frames differ by multiples of `unit`."""
+    """Defaults of a video model. Frame counts differ by multiples of `unit`."""
 
     fps: float
     frames: int
@@ -97,11 +96,11 @@ class VideoFacts(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model that is loaded. size: (height, width) of what it makes if an order names none. layout: for people.
+    """A loaded model. size: default (height, width). layout: for people. step_s: predicted seconds per step at `size`.
 
-    step_s: seconds of a step then, as the planner predicts them. loras: names of those that fit it, NAME@TRANSFORMER if
-    it has several transformers. edits: whether it takes pictures. needs_picture: whether it makes nothing without one.
-    video: None for pictures. sizes: some that it takes, its own first.
+    loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
+    input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
+    first.
     """
 
     name: str
@@ -118,13 +117,13 @@ class ServedModel(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[int, int], ...] = ()
 
     def lora(self, name: str) -> str | None:
-        """Return the one of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""
-        meant = [each for each in self.loras if name in (each, each.partition("@")[0], f"{each}@transformer")]
-        return meant[0] if len(meant) == 1 else None
+        """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""
+        matches = [lora for lora in self.loras if name in (lora, lora.partition("@")[0], f"{lora}@transformer")]
+        return matches[0] if len(matches) == 1 else None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All models are loaded on all ranks. device: "cpu" or the name of the GPU. loaded_s: seconds that it took."""
+    """All models are loaded on all ranks. device: "cpu" or the name of the GPU. loaded_s: seconds of loading."""
 
     models: tuple[ServedModel, ...]
     ranks: int
@@ -133,7 +132,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """A step of an order has been queued. index: from 1 to count."""
+    """A step of a request has been queued on the device. index: from 1 to count."""
 
     id: str
     index: int
@@ -141,10 +140,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Partial(msgspec.Struct, frozen=True, tag="partial"):
-    """What an order's picture will look like, by its latents so far: rows of RGB bytes, one pixel a latent's.
-
-    index: from 0. size: (height, width) of the picture, to which this one is to be enlarged.
-    """
+    """A preview: rows of RGB bytes, one pixel per latent pixel. index: from 0. size: (height, width) to enlarge to."""
 
     id: str
     index: int
@@ -154,8 +150,8 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
     size: tuple[int, int]
 
 
-class Made(msgspec.Struct, frozen=True, tag="made"):
-    """The picture of an order: rows of RGB bytes. parts_s: seconds of its parts (encode, steps, decode)."""
+class ImageResult(msgspec.Struct, frozen=True, tag="image"):
+    """An image: rows of RGB bytes. parts_s: seconds per part (encode, steps, decode). memory: bytes per rank."""
 
     id: str
     height: int
@@ -166,8 +162,8 @@ class Made(msgspec.Struct, frozen=True, tag="made"):
     memory: tuple[int, ...] = ()
 
 
-class MadeVideo(msgspec.Struct, frozen=True, tag="video"):
-    """The video of an order as an mp4 file, which rank 0 writes: its frames would not fit into one message."""
+class VideoResult(msgspec.Struct, frozen=True, tag="video"):
+    """A video as an mp4 file. Rank 0 encodes it: its frames would not fit into one message."""
 
     id: str
     height: int
@@ -181,9 +177,9 @@ class MadeVideo(msgspec.Struct, frozen=True, tag="video"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """An order has ended without a picture, on all ranks alike, which go on. text: one line for people.
+    """A request failed in the same way on every rank; the ranks go on. text: one line for people.
 
-    why: "mistake" of the order, "failure" of the run (numbers that are not finite, memory), or given up.
+    why: "mistake" (invalid request), "failure" (non-finite numbers, memory), "cancelled" or "deadline".
     """
 
     id: str
@@ -192,43 +188,43 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """All ranks wait for an order. memory: bytes of each rank, of its GPU or else of its host."""
+    """All ranks wait for a request. memory: bytes per rank, of its GPU or else of its host."""
 
     memory: tuple[int, ...]
 
 
 ToRanks = ImageRequest | Cancel | Finish
-Answer = Made | MadeVideo | Failed
-ToFront = Ready | Step | Partial | Answer | Alive
+Answer = ImageResult | VideoResult | Failed
+ToServer = Ready | Step | Partial | Answer | Alive
 
 
-def packed(message: ToRanks | ToFront) -> bytes:
-    """Return a message with its length before it."""
-    text = msgspec.msgpack.encode(message)
-    if len(text) > LONGEST:
-        raise ValueError(f"got a message of {len(text)} bytes, expected at most {LONGEST}")
-    return len(text).to_bytes(HEAD, "big") + text
+def packed(message: ToRanks | ToServer) -> bytes:
+    """A message with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > LONGEST:
+        raise ValueError(f"message of {len(body)} bytes exceeds the limit of {LONGEST} bytes")
+    return len(body).to_bytes(HEAD, "big") + body
 
 
 def length(head: bytes) -> int:
-    """Return the length that stands before a message; ValueError if no message is so long."""
+    """The length in the head of a message; longer messages are rejected before allocation (ValueError)."""
     stated = int.from_bytes(head, "big")
     if stated > LONGEST:
-        raise ValueError(f"got a message of {stated} bytes, expected at most {LONGEST}")
+        raise ValueError(f"message of {stated} bytes exceeds the limit of {LONGEST} bytes")
     return stated
 
 
-def read(line: socket.socket, kind: Any) -> Any:
-    """Return the next message of a blocking socket, of the type `kind`, or None if the other side has left."""
-    head = _exactly(line, HEAD)
-    text = None if head is None else _exactly(line, length(head))
-    return None if text is None else msgspec.msgpack.decode(text, type=kind)
+def read(connection: socket.socket, kind: Any) -> Any:
+    """The next message of type `kind` from a blocking socket; None if the other side has disconnected."""
+    head = _exactly(connection, HEAD)
+    body = None if head is None else _exactly(connection, length(head))
+    return None if body is None else msgspec.msgpack.decode(body, type=kind)
 
 
-def _exactly(line: socket.socket, count: int) -> bytes | None:
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
-        part = line.recv(min(count - len(parts), 1 << 20))
+        part = connection.recv(min(count - len(parts), 1 << 20))
         if not part:
             return None
         parts += part

@@ -25,7 +25,7 @@ from seqpar.loading import lora
 from seqpar.loading.lora import check, parse
 from seqpar.pipelines import diffusers as adapted
 from seqpar.pipelines.request import GenerationRequest
-from seqpar.serve.ranks.loras import FittingLoras, loras_in
+from seqpar.serve.ranks.checked import FittingLoras, loras_in
 from seqpar.transformer import lora as lora_files
 from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
@@ -216,9 +216,14 @@ def switching(rank: int, world: int, device: torch.device, folder: str, loras: s
     )
     fitting = FittingLoras.of(job, loras_in(Path(loras)))
     assert not fitting.reasons
-    assert list(fitting.every) == ["high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"]
+    assert list(fitting.by_name) == [
+        "high@transformer",
+        "low@transformer_2",
+        "style@transformer",
+        "style@transformer_2",
+    ]
     pipe = pipelines.quiet(job.pipeline(mesh))
-    merging = lora_files.switched(pipe, fitting.every)
+    merging = lora_files.switched(pipe, fitting.by_name)
     seqpar.parallelize(pipe, mesh)
     made = []
     pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))

@@ -47,7 +47,7 @@ def opened(text: str) -> Image.Image:
 
 def last_order(front: Running) -> dict[str, Any]:
     """Return the last order that the ranks have heard."""
-    return [each for each in front.heard if each["type"] == "order"][-1]
+    return [each for each in front.heard if each["type"] == "request"][-1]
 
 
 def test_a_picture_reaches_the_ranks_as_pixels(front: Running) -> None:

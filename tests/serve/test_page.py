@@ -19,7 +19,7 @@ from selenium.webdriver import Chrome, Keys
 
 from seqpar.cli.args import Args
 from seqpar.serve.front.page import FILE
-from seqpar.serve.ranks.sizes import offered
+from seqpar.serve.ranks.checked import sizes_near
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
 from tests.support.fake_replica import pixels_of
@@ -279,10 +279,10 @@ def test_sizes_have_the_pixels_of_the_models_own() -> None:
         if size[0] % 128:
             raise ValueError("no multiple")
 
-    assert offered((0, 0), even) == ()
+    assert sizes_near((0, 0), even) == ()
     large = ((1024, 1024), (896, 1152), (1152, 896), (832, 1280), (1280, 832), (768, 1344), (1344, 768))
-    assert offered((1024, 1024), lambda size: None) == large
-    assert offered((1000, 1000), even) == ((1000, 1000), (1152, 864))
+    assert sizes_near((1024, 1024), lambda size: None) == large
+    assert sizes_near((1000, 1000), even) == ((1000, 1000), (1152, 864))
 
 
 def test_the_page_is_packaged() -> None:

@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.serve.messages import Answer, Failed, ImageRequest, Made, Partial
-from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, evenly, fitted, tokens_of
-from seqpar.serve.ranks.scheduled import watched
+from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial
+from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, estimating, evenly, fitted, tokens_of
 from tests.support.driver import Driver, replica
 from tests.transformer.test_pipelines import CASES
 
@@ -52,19 +51,19 @@ def test_the_map_is_the_one_of_the_decoder(kind: str, block: int) -> None:
     assert (colours.block, colours.side) == (block, 4 * block)
     assert colours.error < 0.4  # what rounding to bytes leaves
     tokens, picture = drawn(7, 10, 6, 8, block)  # of another size
-    got = np.asarray(colours.picture(shaped(tokens, kind), (picture.height, picture.width))).astype(int)
+    got = np.asarray(colours.image(shaped(tokens, kind), (picture.height, picture.width))).astype(int)
     truth = np.asarray(picture).astype(int)[::4, ::4]
     assert got.shape == truth.shape == (10 * block, 6 * block, 3)
     assert abs(got - truth).max() <= 1
     turned = shaped(tokens.flip(0), kind)
-    assert abs(np.asarray(colours.picture(turned, (picture.height, picture.width))).astype(int) - truth).max() > 20
+    assert abs(np.asarray(colours.image(turned, (picture.height, picture.width))).astype(int) - truth).max() > 20
 
 
 def test_latents_of_another_form_are_refused() -> None:
     for shape, pixels in (((1, 7, 8), (16, 16)), ((1, 16, 8), None), ((1, 2, 3, 4, 4), (16, 16)), ((1, 8), (16, 16))):
-        with pytest.raises(ValueError, match=r"got partial pictures with latents of shape .*; leave partial pictures"):
+        with pytest.raises(ValueError, match=r"do not support latents of shape .*; leave them out"):
             tokens_of(torch.zeros(shape), pixels)
-    with pytest.raises(ValueError, match="expected square tokens"):
+    with pytest.raises(ValueError, match="require square tokens"):
         fitted([(torch.zeros(1, 4, 4, 4), Image.new("RGB", (16, 32)))])
 
 
@@ -94,7 +93,7 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
         assert (number, pixels) == (len(found), (20, 12))
         found.append(latents)
 
-    with watched(pipe.scheduler, Estimates(lambda count: range(count), kept), (20, 12)):
+    with estimating(pipe.scheduler, Estimates(lambda count: range(count), kept), (20, 12)):
         assert torch.equal(case.pictures(pipe), plain)
     assert "step" not in vars(pipe.scheduler)
     assert len(found) == len(pipe.scheduler.timesteps) - (pipe.scheduler.begin_index or 0) > 1
@@ -103,7 +102,7 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
     height, width = (24, 16) if name == "pixart" else (20, 12)
     grid = tokens_of(found[0], (height, width))
     assert grid.shape[0] * width == grid.shape[1] * height
-    with watched(pipe.scheduler, NO_ESTIMATES, (20, 12)):
+    with estimating(pipe.scheduler, NO_ESTIMATES, (20, 12)):
         assert "step" not in vars(pipe.scheduler)
 
 
@@ -122,8 +121,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         yield made
         assert made.finish() == 0
         said = made.errors.with_name("output").read_text()
-        assert said.count("seqpar: partial pictures of builtin: a linear map of 4 channels") == 1
-        assert said.count("seqpar: partial pictures of builtin-text: a linear map of 16 channels") == 1
+        assert said.count("seqpar: previews of builtin: linear map of 4 channels") == 1
+        assert said.count("seqpar: previews of builtin-text: linear map of 16 channels") == 1
 
 
 def changed(order: ImageRequest, **fields: object) -> ImageRequest:
@@ -133,7 +132,7 @@ def changed(order: ImageRequest, **fields: object) -> ImageRequest:
 
 def pixels(answer: Answer | Partial | None) -> np.ndarray:
     """Return the colours of a picture, enlarged if it is a partial one."""
-    assert isinstance(answer, (Made, Partial)), answer
+    assert isinstance(answer, (ImageResult, Partial)), answer
     image = Image.frombytes("RGB", (answer.width, answer.height), answer.pixels)
     if isinstance(answer, Partial):
         image = image.resize((answer.size[1], answer.size[0]), Image.Resampling.BICUBIC)
@@ -169,13 +168,13 @@ def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, ord
 @pytest.mark.whole
 def test_a_scheduler_without_estimates_is_refused_and_the_ranks_go_on(driver: Driver) -> None:
     other = changed(CAT, id="plain", scheduler="DDIMInverseScheduler")
-    assert isinstance(driver.ask(other), Made)
+    assert isinstance(driver.ask(other), ImageResult)
     refused = driver.ask(changed(other, id="refused", partial_images=1))
     assert isinstance(refused, Failed)
     assert refused.why == "mistake"
     assert "got partial pictures with a scheduler that tells of none, because DDIMInverseScheduler" in refused.text
     assert "refused" not in driver.steps
-    assert isinstance(driver.ask(changed(CAT, id="after", partial_images=1)), Made)
+    assert isinstance(driver.ask(changed(CAT, id="after", partial_images=1)), ImageResult)
     assert [part.index for part in driver.partial["after"]] == [0]
 
 
@@ -193,6 +192,6 @@ def test_a_cancel_while_the_map_is_fitted(tmp_path: Path) -> None:
         answer = driver.ask(changed(CAT, deadline_s=0.0, partial_images=2))
         assert isinstance(answer, Failed)
         assert answer.why == "deadline"
-        assert isinstance(driver.ask(changed(CAT, id="next", partial_images=2)), Made)
+        assert isinstance(driver.ask(changed(CAT, id="next", partial_images=2)), ImageResult)
         assert len(driver.partial["next"]) == 2
         assert driver.finish() == 0

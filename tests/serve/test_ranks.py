@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpar.serve.messages import Answer, Failed, ImageRequest, Made
+from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, gone, replica
 from tests.support.front import until
@@ -41,7 +41,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 def picture(answer: Answer | None) -> np.ndarray:
     """Return the pixels of an answer, (height, width, 3)."""
-    assert isinstance(answer, Made), answer
+    assert isinstance(answer, ImageResult), answer
     return np.frombuffer(answer.pixels, np.uint8).reshape(answer.height, answer.width, 3)
 
 
@@ -96,12 +96,12 @@ def test_a_deadline_ends_an_order_alone(driver: Driver) -> None:
         ({"prompt": "no such thing"}, "got class 'no such thing', expected one of cat, dog"),
         ({"model": "builtin-text", "size": (63, 63)}, "got size 63x63, expected multiples of 8"),
         ({"steps": 0}, "got 0 steps, expected 1 to 1000"),
-        ({"model": "none"}, "got model none, expected one of builtin, builtin-text"),
+        ({"model": "none"}, "model none is not served; use one of builtin, builtin-text"),
         ({"negative_prompt": "a dog"}, "negative"),
         ({"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
         ({"guidance": float("nan")}, "guidance"),
-        ({"size": (8192, 8192), "deadline_s": 100.0}, "got an order of which a step is predicted to take"),
-        ({"model": "builtin-text", "size": (65536, 65536)}, "got an order that needs "),
+        ({"size": (8192, 8192), "deadline_s": 100.0}, "one step is predicted to take"),
+        ({"model": "builtin-text", "size": (65536, 65536)}, "the request needs "),
     ],
 )
 def test_a_mistake_is_the_answer_and_the_ranks_go_on(driver: Driver, changed: dict[str, object], text: str) -> None:
@@ -174,7 +174,12 @@ def test_a_signal_to_an_idle_server_ends_all_within_seconds(
 
 def test_a_rank_that_does_not_end_its_step_ends_without_a_front(tmp_path: Path) -> None:
     path = str(tmp_path / "front")
-    work = f"import threading\nfrom seqpar.serve.ranks.line import Line\nLine({path!r}, 0.1)\nthreading.Event().wait()"
+    work = f"""
+import threading
+from seqpar.serve.ranks.link import ServerLink
+ServerLink({path!r}, 0.1)
+threading.Event().wait()
+"""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1)

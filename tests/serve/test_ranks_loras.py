@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from seqpar.loading.names import LORAS
-from seqpar.serve.messages import Failed, ImageRequest, Made
+from seqpar.serve.messages import Failed, ImageRequest, ImageResult
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import seqpar
 from tests.cli.test_lora import write
@@ -54,15 +54,15 @@ def test_sizes_are_made_before_the_ranks_are_ready(driver: Driver) -> None:
     assert warm == [
         f"seqpar: {name} is warm for {size}" for name in ("builtin", "builtin-text") for size in ("auto", "48x64")
     ]
-    assert sum("partial pictures of" in line for line in told) == 2
+    assert sum("previews of" in line for line in told) == 2
     assert not driver.steps
     assert not driver.partial
 
 
-def asked(driver: Driver, name: str, id_: str) -> Made:
+def asked(driver: Driver, name: str, id_: str) -> ImageResult:
     """Return the answer to an order with a set of LoRAs."""
     answer = driver.ask(named(FROG, id_, loras=SETS[name]))
-    assert isinstance(answer, Made), answer
+    assert isinstance(answer, ImageResult), answer
     return answer
 
 
@@ -92,7 +92,7 @@ def test_who_has_which_loras(driver: Driver) -> None:
     assert "got the LoRA ../outline, expected one of other, outline" in unknown.text
     of_classes = driver.ask(named(FROG, "classes", model="builtin", prompt="cat", loras=SETS["one"]))
     assert isinstance(of_classes, Failed)
-    assert "is no pipeline of diffusers" in of_classes.text
+    assert "model builtin takes no LoRA" in of_classes.text
 
 
 def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        (("auto", "64x50"), "got --warm 64x50, which no model that is served takes: got size 50x64"),
-        (("big",), "got --warm big, expected WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
+        (("auto", "64x50"), "no served model takes --warm 64x50: got size 50x64"),
+        (("big",), "--warm big is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
     ],
 )
 def test_a_size_that_is_none_ends_the_start(monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, ...], told: str) -> None:
@@ -139,6 +139,6 @@ def test_a_folder_that_does_not_fit_ends_the_start(tmp_path: Path, monkeypatch: 
     if kind == "misfit":
         save_file({"transformer.nothing.lora_A.weight": torch.ones(2, 4)}, tmp_path / "misfit.safetensors")
     done = seqpar("replica", "builtin-text", "--loras", tmp_path, "--ranks", 1)
-    told = {"empty": "expected a folder with files NAME.safetensors", "name": "got the LoRA '-odd'"}
+    told = {"empty": "has no files NAME.safetensors", "name": "LoRA '-odd'"}
     assert done.returncode == 2
-    assert told.get(kind, "got the LoRA misfit, which fits no model that is served") in done.stderr
+    assert told.get(kind, "LoRA misfit fits no served model") in done.stderr

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from seqpar.pipelines.image_files import digest
-from seqpar.serve.messages import Failed, ImageRequest, InputImage, Made, MadeVideo, VideoFacts
+from seqpar.serve.messages import Failed, ImageRequest, ImageResult, InputImage, VideoFacts, VideoResult
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, replica
 
@@ -76,7 +76,7 @@ def test_what_each_model_makes_is_told(driver: Driver) -> None:
 
 def pixels(made: object) -> np.ndarray:
     """Return the pixels of an answer."""
-    assert isinstance(made, Made), made
+    assert isinstance(made, ImageResult), made
     return np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
 
 
@@ -107,7 +107,7 @@ def test_a_video_has_the_frames_of_the_command(
     images, words = ([INPUT], ["--image", folders["flux"] / "input.png"]) if name == "wan_i2v" else ([], [])
     asked = order(folders[name], *images, size=(32, 64), steps=2, frames=5, fps=8)
     made = driver.ask(asked)
-    assert isinstance(made, MadeVideo), made
+    assert isinstance(made, VideoResult), made
     assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2)
     flags = ["--size", "32x64", "--steps", 2, "--frames", 5, "--fps", 8]
     written = sampled(folders[name], tmp_path / "x.mp4", *flags, *words)
@@ -116,7 +116,7 @@ def test_a_video_has_the_frames_of_the_command(
     assert told["pixels"] == asked_for["pixels"]  # before the encoder, which has other bits once in a thousand times
     assert abs(mine - theirs).mean() < 4, abs(mine - theirs).mean()
     other = driver.ask(msgspec.structs.replace(asked, seed=4))
-    assert isinstance(other, MadeVideo), other
+    assert isinstance(other, VideoResult), other
     another, changed = frames(io.BytesIO(other.file))
     assert changed["pixels"] != told["pixels"]
     assert abs(mine - another).mean() > 4
@@ -129,8 +129,8 @@ def test_a_video_has_the_frames_of_the_command(
     [
         ("flux", 2, {}, "expected one picture, which serves all prompts: FluxImg2ImgPipeline takes no more"),
         ("flux2_klein", 1, {"strength": 0.5}, "Flux2KleinPipeline takes no strength"),
-        ("wan_i2v", 0, {}, "without --image, expected one"),
-        ("wan_i2v", 1, {"frames": 6}, "got --frames 6, expected 1 more than a multiple of 4"),
+        ("wan_i2v", 0, {}, "without image, expected one"),
+        ("wan_i2v", 1, {"frames": 6}, "got frames 6, expected 1 more than a multiple of 4"),
         ("flux", 0, {"frames": 5}, "makes no videos"),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_loras_of_both_transformers_give_the_frames_of_the_command(tmp_path:
     flags = ["--steps", 2, "--size", "32x32", "--frames", 5]
     digests = list[str]()
     for video, more in zip(videos, ([], words, []), strict=True):
-        assert isinstance(video, MadeVideo), video
+        assert isinstance(video, VideoResult), video
         digests.append(frames(io.BytesIO(video.file))[1]["pixels"])
         assert frames(str(sampled(folder, tmp_path / "x.mp4", *flags, *more)))[1]["pixels"] == digests[-1]
     assert digests[0] == digests[2] != digests[1]

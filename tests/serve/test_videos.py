@@ -43,7 +43,7 @@ def test_a_video_is_made_while_nobody_waits_and_is_fetched_as_a_file(front: Runn
         assert (done.status, done.progress, done.error) == ("completed", 100, None)
         assert done.expires_at == done.completed_at + 3600
         assert client.videos.download_content(told.id).content == pixels_of(5, 24, 40)
-        order = [each for each in front.heard if each["type"] == "order"][-1]
+        order = [each for each in front.heard if each["type"] == "request"][-1]
         assert (order["frames"], order["fps"], order["seed"], order["steps"]) == (33, None, 5, 3)
         assert client.videos.delete(told.id).deleted
         with pytest.raises(openai.NotFoundError, match="got the id of no video of yours"):
@@ -54,7 +54,7 @@ def test_a_picture_json_and_the_frames_that_fit(front: Running) -> None:
     with front.openai() as client, front.http() as http:
         clip = ended(client, create(client, "x", model="clip", input_reference=file_of(), fps=24, seconds="2").id)
         assert (clip.status, clip.seconds, clip.size) == ("completed", f"{49 / 24:g}", "16x24")
-        order = [each for each in front.heard if each["type"] == "order"][-1]
+        order = [each for each in front.heard if each["type"] == "request"][-1]
         assert (order["fps"], order["images"][0]["height"]) == (24, PIXELS.shape[0])
         for fields, frames in (
             ({}, 9),
@@ -91,7 +91,7 @@ def test_a_lora_goes_to_the_transformer_that_is_named_or_that_it_says_itself(fro
     assert made["data"]  # of a model of one transformer
     assert [each["loras"] for each in front.heard if each.get("steps") == 3][-1] == [["style", 1.0]]
     order = ImageRequest("", "movie", "x", loras=(("low@transformer_2", 0.8),))
-    assert order.about(1, (8, 8))["lora"] == ["low:0.8@transformer_2"]  # as the command takes it
+    assert order.parameters(1, (8, 8))["lora"] == ["low:0.8@transformer_2"]  # as the command takes it
 
 
 def test_lists_are_of_videos_alone_and_have_pages(front: Running) -> None:

@@ -21,7 +21,7 @@ from seqpar.serve.messages import (
     Partial,
     Ready,
     Step,
-    ToFront,
+    ToServer,
     packed,
     read,
 )
@@ -47,7 +47,7 @@ class Driver:
     def ask(self, order: ImageRequest, on_step: Callable[[Step], object] = lambda step: None) -> Answer | None:
         """Return the answer to an order; None if the ranks have gone."""
         self.line.sendall(packed(order))
-        while (message := read(self.line, ToFront)) is not None:
+        while (message := read(self.line, ToServer)) is not None:
             if isinstance(message, Answer):
                 assert message.id == order.id
                 return message
@@ -61,7 +61,7 @@ class Driver:
     def idle(self, times: int) -> None:
         """Wait until the ranks have said so many times that they wait."""
         for _ in range(times):
-            assert isinstance(read(self.line, ToFront), Alive)
+            assert isinstance(read(self.line, ToServer), Alive)
 
     def cancel_at(self, order: ImageRequest, index: int) -> Answer | None:
         """Give an order up when it tells of a step."""
@@ -92,7 +92,7 @@ def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
         try:
             line, _ = listening.accept()
             line.settimeout(LIMIT_S)
-            ready = read(line, ToFront)
+            ready = read(line, ToServer)
             assert isinstance(ready, Ready), errors.read_text()
             with line:
                 yield Driver(line, process, ready, errors)

@@ -27,15 +27,15 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     ImageRequest,
-    Made,
-    MadeVideo,
+    ImageResult,
     Partial,
     Ready,
     ServedModel,
     Step,
-    ToFront,
     ToRanks,
+    ToServer,
     VideoFacts,
+    VideoResult,
     packed,
     read,
 )
@@ -77,7 +77,7 @@ class Fake:
         self.cancelled: set[str] = set()
         self.left = False
 
-    def tell(self, message: ToFront) -> None:
+    def tell(self, message: ToServer) -> None:
         """Send a message."""
         self.line.sendall(packed(message))
 
@@ -129,7 +129,7 @@ def obeyed(fake: Fake, order: ImageRequest, words: list[str]) -> Failed | None:
     return Failed(order.id, "cancelled", "given up") if order.id in fake.cancelled else None
 
 
-def answer(fake: Fake, order: ImageRequest) -> ToFront:
+def answer(fake: Fake, order: ImageRequest) -> ToServer:
     """Return the answer to an order."""
     steps, (height, width) = order.steps or STEPS, order.size or SIZE
     fake.tell(Step(order.id, 1, steps))
@@ -143,13 +143,13 @@ def answer(fake: Fake, order: ImageRequest) -> ToFront:
         fake.tell(Step(order.id, index, steps))
     if FACTS[order.model].get("video") is not None:
         frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
-        return MadeVideo(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
+        return VideoResult(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
     if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it came
         last = order.images[-1]
         pixels = Path(order.pixels or "").read_bytes()[-last.nbytes :]
-        return Made(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
+        return ImageResult(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
     pixels = pixels_of(order.seed, height, width)[: 5 if order.prompt == "short" else None]
-    return Made(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000))
+    return ImageResult(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000))
 
 
 def main() -> None:

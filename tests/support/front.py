@@ -83,7 +83,7 @@ class Running:
     @property
     def prompts(self) -> list[str]:
         """Return the prompts of all orders that the ranks have heard."""
-        return [each["prompt"] for each in self.heard if each["type"] == "order"]
+        return [each["prompt"] for each in self.heard if each["type"] == "request"]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """End the front by a signal and return its exit code."""

@@ -17,7 +17,7 @@ from seqpar.serve.front.metrics import Metrics
 from seqpar.serve.front.pictures import Pictures
 from seqpar.serve.front.replica import RanksEndedError, Replica
 from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.messages import Answer, Failed, ImageRequest, Made, MadeVideo, Partial, Step
+from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
 
 ATTEMPTS = 2  # at a picture whose order ended all ranks
 STUCK_S = 300.0  # ranks that do not answer for so long after their order was given up are killed
@@ -73,7 +73,7 @@ class Dispatch:
         if job.ended is None:
             index = job.ordered
             self.queue.ordered(job)
-            if isinstance(answer, MadeVideo):
+            if isinstance(answer, VideoResult):
                 files.create_task(self._keep(job, answer))
             else:
                 files.create_task(self._write(job, index, order, answer))
@@ -111,7 +111,7 @@ class Dispatch:
             text = f"got an order that ended all ranks {ATTEMPTS} times, so that it is not tried again; change it"
             self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
-    async def _keep(self, job: ServedJob, made: MadeVideo) -> None:
+    async def _keep(self, job: ServedJob, made: VideoResult) -> None:
         """Keep the file of a video, with which its job has ended well."""
         try:
             (job.stored,) = await self.store.keep(job.key, "mp4", [made.file])
@@ -123,12 +123,12 @@ class Dispatch:
         job.wanted = replace(job.wanted, order=order)
         self.queue.end(job, "completed")
 
-    async def _write(self, job: ServedJob, index: int, order: ImageRequest, made: Made) -> None:
+    async def _write(self, job: ServedJob, index: int, order: ImageRequest, made: ImageResult) -> None:
         """Make the file of a picture; the job has ended well with the last one."""
         begun, asked = time.monotonic(), time.time()
         try:
             size = made.height, made.width
-            file = await self.pictures.file_of(size, made.pixels, job.wanted.how, order.about(made.steps, size))
+            file = await self.pictures.file_of(size, made.pixels, job.wanted.how, order.parameters(made.steps, size))
         except (OSError, ValueError) as error:  # a process that died, or a file that Pillow does not write
             log.event("no file was written", job.id, level=40, error=str(error))
             self.queue.end(job, "failed", Problem(500, "failure", f"got no file of the picture: {error}"))
@@ -162,7 +162,7 @@ def _order_of(job: ServedJob) -> ImageRequest:
 
 def _checked(answer: Answer) -> Answer:
     """Return an answer, or a failure in place of a picture whose bytes are not of its size."""
-    if not isinstance(answer, Made) or len(answer.pixels) == 3 * answer.height * answer.width > 0:
+    if not isinstance(answer, ImageResult) or len(answer.pixels) == 3 * answer.height * answer.width > 0:
         return answer
     text = f"got {len(answer.pixels)} bytes of a picture of {answer.width}x{answer.height}, which has another number"
     return Failed(answer.id, "failure", text)

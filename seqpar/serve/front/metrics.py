@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from seqpar.serve.messages import Made, MadeVideo
+from seqpar.serve.messages import ImageResult, VideoResult
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -27,7 +27,7 @@ class Metrics:
         self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank", ["rank"], registry=registry)
         self._registry = registry
 
-    def made(self, made: Made | MadeVideo) -> None:
+    def made(self, made: ImageResult | VideoResult) -> None:
         """Observe the parts of a picture or video."""
         for part, seconds in made.parts_s.items():
             self.seconds.labels(part).observe(seconds)

@@ -26,13 +26,13 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     ImageRequest,
-    Made,
-    MadeVideo,
+    ImageResult,
     Partial,
     Ready,
     Step,
-    ToFront,
     ToRanks,
+    ToServer,
+    VideoResult,
     length,
     packed,
 )
@@ -188,13 +188,13 @@ class Replica:
             while True:
                 head = await reader.readexactly(HEAD)
                 text = await reader.readexactly(length(head))
-                self._take(msgspec.msgpack.decode(text, type=ToFront))
+                self._take(msgspec.msgpack.decode(text, type=ToServer))
         except (asyncio.IncompleteReadError, ConnectionError):
             log.event("the connection to the ranks has ended", self._request)
         except (ValueError, msgspec.MsgspecError) as error:
             log.event("the ranks sent what is no message; they are ended", self._request, level=40, error=str(error))
 
-    def _take(self, message: ToFront) -> None:
+    def _take(self, message: ToServer) -> None:
         running = self._running
         match message:
             case Ready():
@@ -205,7 +205,7 @@ class Replica:
                 self.memory = message.memory
             case Step() | Partial() if running is not None and running.order.id == message.id:
                 running.told(message)
-            case Made() | MadeVideo() | Failed() if running is not None and running.order.id == message.id:
+            case ImageResult() | VideoResult() | Failed() if running is not None and running.order.id == message.id:
                 self.memory = self.memory if isinstance(message, Failed) else message.memory or self.memory
                 if not running.answer.done():
                     running.answer.set_result(message)

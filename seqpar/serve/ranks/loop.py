@@ -1,18 +1,18 @@
-"""What every rank of a server does: load the models, then make what one order after the other asks for.
+"""The loop of every rank of a server: load the models, then run one request after another.
 
-Rank 0 alone speaks with the front; the order, and whether it is given up, come to all ranks from there, so that they
-never do different things. An error that all ranks raise alike is the answer to the order, and the ranks go on. Any
-other error ends this process: the others are ended by `seqpar.cli.ranks`, and the front starts new ones.
+Rank 0 alone talks to the API server; requests and cancellations are broadcast from there, so that ranks never diverge.
+An error that all ranks raise identically is the answer to the request, and the ranks go on. Any other error ends this
+process; `seqpar.cli.ranks` then stops the other ranks, and the API server starts new ones.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.images import shared
 from seqpar.pipelines.videos import digest, encoded
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
@@ -32,44 +33,46 @@ from seqpar.serve.messages import (
     Failed,
     Finish,
     ImageRequest,
-    Made,
-    MadeVideo,
+    ImageResult,
     Partial,
     Ready,
     Step,
-    ToFront,
+    ToServer,
+    VideoResult,
+    size_of,
 )
-from seqpar.serve.ranks.found import Found
-from seqpar.serve.ranks.line import Line
-from seqpar.serve.ranks.loras import check_all_fit, loras_in
-from seqpar.serve.ranks.models import Clock, OrderResult, OrderRun, Resident, load
-from seqpar.serve.ranks.pictures import pictures_of
+from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
+from seqpar.serve.ranks.link import ServerLink
+from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, Run, load
 from seqpar.serve.ranks.preview import Estimates, Previews
-from seqpar.serve.ranks.warm import warm, warming
 
-SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the front's socket
-MARGIN = 1 << 16  # bytes of a message beside the file of a video
-IDLE_S = 60.0  # after which idle ranks exchange something, so that no wait for an order reaches a deadline
+SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
+MARGIN = 1 << 16  # bytes of a message besides the file of a video
+IDLE_S = 60.0  # after which idle ranks exchange a message, so that no wait for a request reaches a deadline
+AUTO = "auto"  # as a size: the model's own
+WARM_STEPS = 4  # the second call of a shape is captured
+FLAG = re.compile(r"--([a-z][a-z-]*)")
+FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpar sample` with another name in the API
 
 
 @dataclass(frozen=True)
 class Served:
-    """The ranks and what they hold. line: rank 0's to the front."""
+    """The ranks and their models. link: of rank 0 to the API server, None on other ranks."""
 
     mesh: Mesh
-    models: Mapping[str, Resident]
-    line: Line | None
+    models: Mapping[str, LoadedModel]
+    link: ServerLink | None
     previews: Previews
-    running: list[str] = field(default_factory=list)  # the id of the order that runs
+    running: list[str] = field(default_factory=list)  # the id of the running request
 
-    def wants(self) -> Reason | None:
-        """Return why this rank wants the running order to end; only rank 0 hears of it."""
-        return None if self.line is None else self.line.why_given_up(self.running[0])
+    def why_stop(self) -> Reason | None:
+        """Why the running request must stop; only rank 0 knows."""
+        return None if self.link is None else self.link.why_stop(self.running[0])
 
-    def tell(self, message: ToFront) -> None:
-        """Send a message to the front; other ranks than rank 0 say nothing."""
-        if self.line is not None:
-            self.line.send(message)
+    def send(self, message: ToServer) -> None:
+        """Send a message to the API server, from rank 0."""
+        if self.link is not None:
+            self.link.send(message)
 
 
 def run(
@@ -79,148 +82,208 @@ def run(
     loras: Path | None = None,
     sizes: Sequence[str] = (),
 ) -> None:
-    """Load the models and serve orders until the front asks to finish, or has gone. Every rank calls it.
+    """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
-    dtype: of the weights; None takes bf16 on GPUs and fp32 on CPUs. loras: a folder of LoRAs that orders may name.
-    sizes: what is made before the ranks are ready (`seqpar.serve.ranks.warm`).
+    dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
+    before the ranks are ready.
     """
     path = os.environ.get(SOCKET)
     if path is None:
-        raise ValueError(f"got no {SOCKET}, expected the path of a front's socket; start the ranks by `seqpar serve`")
+        raise ValueError(f"{SOCKET} is not set; start the ranks with `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
-    found = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.on_all_ranks(lambda: loras_in(loras)))
-    first = mesh.on_all_ranks(lambda: warming(found, sizes))
-    models = {each.name: load(each, mesh) for each in found}
-    line = mesh.on_all_ranks(lambda: Line(path) if mesh.is_main else None)
-    served = Served(mesh, models, line, Previews(mesh))
-    for each in found:
-        warm(mesh, first[each.name], partial(_run_unseen, served, each.begun))
+    models = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.on_all_ranks(lambda: loras_in(loras)))
+    warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
+    loaded = {model.name: load(model, mesh) for model in models}
+    link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
+    served = Served(mesh, loaded, link, Previews(mesh))
+    for model in models:
+        for request in warming[model.name]:
+            _warm(served, request, model.input_images)
     device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
-    facts = tuple(model.facts for model in models.values())
-    served.tell(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
-    while (order := _next(served, min(IDLE_S, deadlines.host_s / 3))) is not None:
-        _answer(served, order)
-    if line is not None:
-        line.close()
+    facts = tuple(model.facts for model in loaded.values())
+    served.send(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
+    while (request := _next(served, min(IDLE_S, deadlines.host_s / 3))) is not None:
+        _answer(served, request)
+    if link is not None:
+        link.close()
 
 
 def checked(
     names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora] | None = None
-) -> list[Found]:
-    """Return all models before weights load; ValueError if they do not fit a rank, or a LoRA fits none."""
-    found = [Found.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
-    mesh.on_all_ranks(lambda: check_all_fit(loras or {}, [each.loras for each in found]))
-    told = mesh.on_all_ranks(lambda: {each.name: remarks(list(each.loras.every.values())) for each in found})
+) -> list[CheckedModel]:
+    """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
+    models = [CheckedModel.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
+    mesh.on_all_ranks(lambda: check_all_fit(loras or {}, [model.loras for model in models]))
+    notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
     if mesh.is_main:
-        for name, lines in told.items():
+        for name, lines in notes.items():
             print(*(f"seqpar: {name}: {line}\n" for line in lines), sep="", end="", flush=True)
-    needed, memory = sum(each.memory for each in found), _total(mesh)
+    needed, memory = sum(model.memory for model in models), _total_memory(mesh)
     if needed > memory:
-        shares = ", ".join(f"{each.name} {each.memory / 2**30:.1f}" for each in found)
+        shares = ", ".join(f"{model.name} {model.memory / GIB:.1f}" for model in models)
         raise ValueError(
-            f"got models that need {needed / 2**30:.1f} GiB on each of {mesh.world.size} ranks ({shares}), expected at "
-            f"most {memory / 2**30:.1f} GiB; serve fewer of them, or use more GPUs"
+            f"the models need {needed / GIB:.1f} GiB on each of {mesh.world.size} ranks ({shares}), which have "
+            f"{memory / GIB:.1f} GiB; serve fewer models, or use more GPUs"
         )
-    others = [needed - each.memory + each.loras.weights * each.dtype.itemsize for each in found]
-    return [replace(each, room=(memory - other) / GIB) for each, other in zip(found, others, strict=True)]
+    others = [needed - model.memory + model.loras.weights * model.dtype.itemsize for model in models]
+    return [replace(model, room=(memory - other) / GIB) for model, other in zip(models, others, strict=True)]
 
 
-def _run_unseen(served: Served, images: Sequence[Picture], order: ImageRequest) -> None:
-    """Make what an order asks for on every rank; nobody is told of it."""
-    model, boundary = served.models[order.model], StepBoundary(served.mesh, lambda: None)
-    estimates = _estimates(served, order, images, boundary, lambda message: None)
-    model.make(order, OrderRun(images, boundary, estimates=estimates))
+# before the first request ---------------------------------------------------------------------------------------------
+
+
+def warm_requests(models: Sequence[CheckedModel], sizes: Sequence[str]) -> dict[str, list[ImageRequest]]:
+    """Model -> requests for the sizes that it takes, before weights load.
+
+    The first run of a size compiles kernels, sets up exchanges and captures graphs, and the first preview of a model
+    fits a map. sizes: WIDTHxHEIGHT in pixels or "auto". ValueError for one that no model takes.
+    """
+    requests: dict[str, list[ImageRequest]] = {model.name: [] for model in models}
+    for text in dict.fromkeys(sizes):
+        size, reasons = size_of(text), list[str]()
+        if size is None and text != AUTO:
+            raise ValueError(f"--warm {text} is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or {AUTO}")
+        for model in models:
+            previews = 0 if model.video else 1
+            request = ImageRequest("", model.name, model.prompt, steps=WARM_STEPS, size=size, partial_images=previews)
+            try:
+                model.job(request, model.input_images)
+                requests[model.name].append(request)
+            except ValueError as reason:
+                reasons.append(str(reason))
+        if len(reasons) == len(models):
+            raise ValueError(f"no served model takes --warm {text}: {'; '.join(reasons)}")
+    return requests
+
+
+def _warm(served: Served, request: ImageRequest, images: Sequence[Picture]) -> None:
+    """Run a request and drop its result; rank 0 prints the time."""
+    start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
+    estimates = _estimates(served, request, images, boundary, lambda message: None)
+    served.models[request.model].make(request, Run(images, boundary, estimates=estimates))
+    if served.mesh.is_main:
+        size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
+        print(f"seqpar: {request.model} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
+
+
+# requests ------------------------------------------------------------------------------------------------------------
 
 
 def _next(served: Served, idle_s: float) -> ImageRequest | None:
-    """Return the next order on every rank; None when the ranks are to finish."""
+    """The next request on every rank; None when the ranks are to finish."""
     while True:
-        mine = None if served.line is None else served.line.next(idle_s)
-        found: ImageRequest | Finish | None = served.mesh.share(mine, ImageRequest | Finish | None)
-        if isinstance(found, ImageRequest):
-            return found
-        if isinstance(found, Finish):
+        local = None if served.link is None else served.link.next(idle_s)
+        message: ImageRequest | Finish | None = served.mesh.share(local, ImageRequest | Finish | None)
+        if isinstance(message, ImageRequest):
+            return message
+        if isinstance(message, Finish):
             return None
-        served.tell(Alive(_memory(served.mesh)))
+        served.send(Alive(_memory(served.mesh)))
 
 
-def _answer(served: Served, order: ImageRequest) -> None:
-    """Make the picture of an order and send it, or the reason why there is none."""
-    served.running[:] = [order.id]
+def _answer(served: Served, request: ImageRequest) -> None:
+    served.running[:] = [request.id]
     try:
-        served.tell(_made(served, order))
-    except CancelledError as given_up:
-        served.tell(Failed(order.id, given_up.reason, "the request was cancelled or its time is over"))
-    except (ValueError, FloatingPointError) as error:  # which all ranks raise alike
+        served.send(_result(served, request))
+    except CancelledError as error:
+        served.send(Failed(request.id, error.reason, "the request was cancelled or its deadline has passed"))
+    except (ValueError, FloatingPointError) as error:  # raised identically on all ranks
         why = "mistake" if isinstance(error, ValueError) else "failure"
-        served.tell(Failed(order.id, why, " ".join(str(error).split())))
-    if served.line is not None:
-        served.line.forget(order.id)
+        served.send(Failed(request.id, why, in_fields(str(error))))
+    if served.link is not None:
+        served.link.forget(request.id)
 
 
-def _made(served: Served, order: ImageRequest) -> Made | MadeVideo:
-    """Return the picture or the video of an order, on every rank."""
-    model = served.models.get(order.model)
+def in_fields(text: str) -> str:
+    """A message of `seqpar sample` for clients: on one line, with fields of the API in place of flags."""
+    named = FLAG.sub(lambda flag: FIELDS.get(flag[1], flag[1].replace("-", "_")), text)
+    return " ".join(named.split())
+
+
+def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
+    """The image or video of a request, on every rank."""
+    model = served.models.get(request.model)
     if model is None:
-        raise ValueError(f"got model {order.model}, expected one of {', '.join(served.models)}")
-    boundary = StepBoundary(served.mesh, served.wants)
-    images = pictures_of(order, served.mesh)
-    estimates = _estimates(served, order, images, boundary, served.tell)
+        raise ValueError(f"model {request.model} is not served; use one of {', '.join(served.models)}")
+    boundary = StepBoundary(served.mesh, served.why_stop)
+    images = input_images(request, served.mesh)
+    estimates = _estimates(served, request, images, boundary, served.send)
     clock = Clock()
-    run = OrderRun(images, boundary, lambda index, count: served.tell(Step(order.id, index, count)), clock, estimates)
-    result = model.make(order, run)
-    if (picture := result.picture) is None:
-        return _video(served, order, result, clock)
-    pixels = np.ascontiguousarray(np.asarray(picture.convert("RGB"))).tobytes() if served.mesh.is_main else b""
+
+    def on_step(index: int, count: int) -> None:
+        served.send(Step(request.id, index, count))
+
+    output = model.make(request, Run(images, boundary, on_step, clock, estimates))
+    if (image := output.image) is None:
+        return _video(served, request, output, clock)
+    pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
     memory = _memory(served.mesh)
-    return Made(order.id, picture.height, picture.width, pixels, result.steps, clock.parts_s, memory)
+    return ImageResult(request.id, image.height, image.width, pixels, output.steps, clock.parts_s, memory)
+
+
+def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
+    """The input images of a request on every rank; rank 0 reads the file with their pixels.
+
+    The same ValueError on all ranks for a file that is too short.
+    """
+
+    def read() -> list[Picture]:
+        if request.pixels is None:
+            raise ValueError("the request has images, but no file with their pixels")
+        try:
+            with open(request.pixels, "rb") as file:
+                sizes = [((image.width, image.height), file.read(image.nbytes)) for image in request.images]
+        except OSError as error:  # its text has a path of the server
+            raise ValueError("the server cannot read the images of the request; retry later") from error
+        images = (Image.frombytes("RGB", size, pixels) for size, pixels in sizes)
+        return [Picture(f"image {number}", image) for number, image in enumerate(images, 1)]
+
+    return shared(read, mesh) if request.images else ()
 
 
 def _estimates(
     served: Served,
-    order: ImageRequest,
+    request: ImageRequest,
     images: Sequence[Picture],
     boundary: StepBoundary,
-    tell: Callable[[Partial], None],
+    on_preview: Callable[[Partial], None],
 ) -> Estimates:
-    """Return which estimates of its latents an order needs; every rank must call this at the same time."""
-    model = served.models[order.model]
+    """The estimates of latents that the previews of a request need. Collective."""
+    model = served.models[request.model]
 
-    def small(other: ImageRequest, asked: Estimates) -> Image.Image:
-        begun = images if model.facts.needs_picture else ()
-        picture = model.make(other, OrderRun(begun, boundary, estimates=asked)).picture
-        if picture is None:
-            raise ValueError(f"got partial pictures with {order.model}, which makes videos, expected none")
-        return picture
+    def make(other: ImageRequest, estimates: Estimates) -> Image.Image:
+        inputs = images if model.facts.needs_picture else ()
+        image = model.make(other, Run(inputs, boundary, estimates=estimates)).image
+        if image is None:
+            raise ValueError(f"partial_images are not supported for videos of {request.model}; leave them out")
+        return image
 
-    return served.previews.estimates(order, model.facts, small, tell)
+    return served.previews.estimates(request, model.facts, make, on_preview)
 
 
-def _video(served: Served, order: ImageRequest, result: OrderResult, clock: Clock) -> MadeVideo:
-    """Return a video as a file, on every rank; only rank 0 writes it.
+def _video(served: Served, request: ImageRequest, output: ModelOutput, clock: Clock) -> VideoResult:
+    """A video as a file. Rank 0 encodes it; the GPUs wait meanwhile. Collective."""
+    frames, height, width, _ = output.frames_FHW3.shape
 
-    Its frames would be too long for one message, and the front need not hold them: GPUs wait for the encoder meanwhile.
-    """
-    frames, height, width, _ = result.frames_FHW3.shape
-
-    def written() -> bytes:
+    def encode() -> bytes:
         if not served.mesh.is_main:
             return b""
-        more = {"frames": frames, "fps": result.fps, "pixels": digest([result.frames_FHW3])}
-        told = json.dumps(order.about(result.steps, (height, width)) | more)
-        file = encoded(result.frames_FHW3, result.fps, told).getvalue()
+        more = {"frames": frames, "fps": output.fps, "pixels": digest([output.frames_FHW3])}
+        comment = json.dumps(request.parameters(output.steps, (height, width)) | more)
+        file = encoded(output.frames_FHW3, output.fps, comment).getvalue()
         if len(file) > LONGEST - MARGIN:
-            raise ValueError(f"got a video of {len(file)} bytes, expected at most {LONGEST - MARGIN}; ask for less")
+            most = LONGEST - MARGIN
+            raise ValueError(f"the video has {len(file)} bytes, more than {most}; request a shorter or smaller one")
         return file
 
-    file = served.mesh.on_all_ranks(written)
+    file = served.mesh.on_all_ranks(encode)
     clock.ends("file")
     memory = _memory(served.mesh)
-    return MadeVideo(order.id, height, width, frames, result.fps, file, result.steps, clock.parts_s, memory)
+    return VideoResult(request.id, height, width, frames, output.fps, file, output.steps, clock.parts_s, memory)
 
 
 def _memory(mesh: Mesh) -> tuple[int, ...]:
-    """Return the bytes that each rank uses: of its GPU, or of the host."""
+    """Bytes in use per rank, of its GPU or of the host."""
     if mesh.device.type == "cuda":
         used = torch.cuda.memory_reserved(mesh.device)
     else:
@@ -228,8 +291,8 @@ def _memory(mesh: Mesh) -> tuple[int, ...]:
     return tuple(mesh.collect(used, int))
 
 
-def _total(mesh: Mesh) -> int:
-    """Return the bytes of memory that each rank can use at most."""
+def _total_memory(mesh: Mesh) -> int:
+    """Bytes of memory that each rank can use."""
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.world.size

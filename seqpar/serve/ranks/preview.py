@@ -1,65 +1,109 @@
-"""Partial pictures: the clean latents that a step estimates, made RGB by a linear map, one pixel a latent's.
+"""Previews: the clean latents that a step estimates, as RGB by a linear map with one pixel per latent pixel.
 
-A decoder takes as long as some steps; a map of a few numbers a pixel takes nothing and is enough to see what comes. It
-is fitted once for each model, when the first partial picture is asked for, by least squares against the model's own
-decoder: on pictures of short runs of the model itself. Decoded noise would need no run, but its latents are unlike
-those that the model makes, and so are its colours. The fit has a bias, and takes latents as the model's loop has them,
-so that scale, shift and packing of latents need not be known.
+A decoder takes as long as some steps; a linear map takes no time and is enough to see what is coming. It is fitted once
+per model, for the first preview, by least squares against the model's own decoder on images of short runs of the model
+itself (decoded noise would need no run, but its latents are unlike those of images, and so are its colours). The fit
+has a bias and takes latents as the model's loop has them, so that their scale, shift and packing need not be known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar.loading.schedulers import check_clean, clean_weights
 from seqpar.mesh.mesh import Mesh
 from seqpar.serve.messages import ImageRequest, Partial, ServedModel
 
-Look = Callable[[int, Tensor, tuple[int, int] | None], None]
-STEPS = 8  # of a run for the fit: pictures are as good as finished then
-TEXTS = ("a red apple and a green leaf", "a blue whale in the sea", "a yellow sun and a purple flower")  # many colours
+OnEstimate = Callable[[int, Tensor, tuple[int, int] | None], None]
+STEPS = 8  # of a run for the fit: images are as good as finished then
+# many colours
+PROMPTS = ("a red apple and a green leaf", "a blue whale in the sea", "a yellow sun and a purple flower")
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Which estimates of the clean latents a run is asked for, and who looks at them.
+    """Which estimates of the clean latents a run makes, and what is done with them.
 
-    after(count): the indices of those of the run's evaluations that are to be estimated. look(number, latents, pixels):
-    called on every rank with the number of the estimate, from 0; pixels: (height, width) of the picture, None where
-    only the pipeline knows it.
+    after(count): the indices of the evaluations to estimate, of all `count`. on_estimate(number, latents, pixels):
+    called on every rank with the number of the estimate, from 0; pixels: (height, width) of the image, None where only
+    the pipeline knows it.
     """
 
     after: Callable[[int], Collection[int]]
-    look: Look
+    on_estimate: OnEstimate
 
-    def looked(
+    def watched(
         self, evaluations: int, pixels: tuple[int, int] | None
     ) -> tuple[list[int], Callable[[int, Tensor], None]]:
-        """Return the evaluations, and a function of an evaluation's index and its latents."""
+        """The evaluations to estimate, and a callback with the index and latents of one."""
         shown = sorted(self.after(evaluations))
-        return shown, lambda index, latents: self.look(shown.index(index), latents, pixels)
+        return shown, lambda index, latents: self.on_estimate(shown.index(index), latents, pixels)
 
 
 NO_ESTIMATES = Estimates(lambda count: (), lambda number, latents, pixels: None)
 
 
 def evenly(most: int, count: int) -> Collection[int]:
-    """Return the indices of at most `most` of a run's evaluations, evenly spread, without the last."""
+    """At most `most` of the indices 0 to count - 2, evenly spread."""
     after = {round(count * number / (most + 1)) for number in range(1, most + 1)}
     return {number - 1 for number in after if 0 < number < count}
+
+
+@contextmanager
+def estimating(scheduler: Any, estimates: Estimates, pixels: tuple[int, int] | None) -> Iterator[None]:
+    """Make estimates while a diffusers pipeline calls its scheduler; pixels: (height, width) of its images.
+
+    Latents are whole on every rank, so nothing is exchanged, and the step itself is unchanged. ValueError for a
+    scheduler whose clean latents are unknown.
+    """
+    if estimates is NO_ESTIMATES:
+        yield
+        return
+    check_clean(scheduler)
+    original, before, count = scheduler.step, vars(scheduler).get("step"), 0
+    signature = inspect.signature(original)
+
+    def clean(model_output: Tensor, timestep: Any, sample: Tensor, **others: Any) -> Tensor:
+        of_state, of_output = clean_weights(scheduler, timestep)
+        return of_state * sample.float() + of_output * model_output.float()
+
+    @wraps(original)  # pipelines read the names of its arguments
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        index, first = count, getattr(scheduler, "begin_index", None) or 0
+        count += 1
+        shown, on_estimate = estimates.watched(len(scheduler.timesteps) - first, pixels)
+        if index in shown:
+            on_estimate(index, clean(**signature.bind(*args, **kwargs).arguments))
+        return original(*args, **kwargs)
+
+    scheduler.step = step
+    try:
+        yield
+    finally:
+        del scheduler.step
+        if before is not None:
+            scheduler.step = before
+
+
+# the map -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PreviewMap:
     """A linear map from latents to RGB. weights_KR: of a token's channels and 1, to block x block pixels of 0 to 255.
 
-    side: pixels of the whole picture along each side of a token. error: root mean square over the fit, of 255.
+    side: pixels of the full image along each side of a token. error: root mean square over the fit, of 255.
     """
 
     weights_KR: Tensor
@@ -67,8 +111,8 @@ class PreviewMap:
     side: int
     error: float
 
-    def picture(self, latents: Tensor, pixels: tuple[int, int] | None) -> Image.Image:
-        """Return the small picture of latents (see `tokens_of`)."""
+    def image(self, latents: Tensor, pixels: tuple[int, int] | None) -> Image.Image:
+        """The small image of latents (see `tokens_of`)."""
         values_hwR = _with_bias(tokens_of(latents, pixels)) @ self.weights_KR
         height, width = values_hwR.shape[:2]
         shape = height, width, self.block, self.block, 3
@@ -77,30 +121,30 @@ class PreviewMap:
 
 
 def fitted(pairs: list[tuple[Tensor, Image.Image]]) -> PreviewMap:
-    """Return the map that is closest to the decoder for these latents and pictures of one size."""
+    """The map closest to the decoder for pairs of latents and images, all of one size."""
     width, height = pairs[0][1].size
     grids = [tokens_of(latents, (height, width)) for latents, _ in pairs]
     rows, columns, channels = grids[0].shape
     side = height // rows
     if side * rows != height or side * columns != width:
         raise ValueError(
-            f"got partial pictures with latents of {rows} x {columns} tokens for {height} x {width} pixels, expected "
-            f"square tokens; leave them out"
+            f"partial_images require square tokens, but latents of {rows} x {columns} tokens make {height} x {width} "
+            "pixels; leave them out"
         )
-    packed = pairs[0][0].dim() == 3  # into tokens of 2 x 2 latent pixels, as all of diffusers' models do
+    packed = pairs[0][0].dim() == 3  # into tokens of 2 x 2 latent pixels, as in all diffusers models
     block = 2 if packed and side % 2 == 0 else 1
-    wanted = torch.cat([_blocks(picture, rows, columns, block) for _, picture in pairs])
-    given = torch.cat([_with_bias(grid).reshape(-1, channels + 1) for grid in grids])
-    solved = torch.linalg.lstsq(given, wanted, driver="gelsd").solution  # also where channels depend on each other
-    error = float((given @ solved - wanted).square().mean().sqrt())
-    return PreviewMap(solved, block, side, error)
+    expected = torch.cat([_block_colours(image, rows, columns, block) for _, image in pairs])
+    inputs = torch.cat([_with_bias(grid).reshape(-1, channels + 1) for grid in grids])
+    solution = torch.linalg.lstsq(inputs, expected, driver="gelsd").solution  # also if channels are dependent
+    error = float((inputs @ solution - expected).square().mean().sqrt())
+    return PreviewMap(solution, block, side, error)
 
 
 def tokens_of(latents: Tensor, pixels: tuple[int, int] | None) -> Tensor:
-    """Return the first picture's latents as a grid of tokens (h, w, C), fp64 on the CPU.
+    """The first image's latents as a grid of tokens (h, w, C), fp64 on the CPU.
 
-    latents: (N, C, h, w), the same with one frame, or tokens (N, L, C), which have the shape of the picture of (height,
-    width) pixels. Raises ValueError for others.
+    latents: (N, C, h, w), the same with one frame, or tokens (N, L, C) in rows of an image of (height, width) pixels.
+    ValueError for other shapes.
     """
     first = latents[0].double().cpu()
     if first.dim() == 4 and 1 in first.shape[:2]:
@@ -113,8 +157,8 @@ def tokens_of(latents: Tensor, pixels: tuple[int, int] | None) -> Tensor:
         if side and height % side == width % side == 0 and height * width == side * side * len(first):
             return first.reshape(height // side, width // side, -1)
     raise ValueError(
-        f"got partial pictures with latents of shape {tuple(latents.shape)}, expected (N, C, h, w), or tokens in rows "
-        f"as the picture; leave partial pictures out"
+        f"partial_images do not support latents of shape {tuple(latents.shape)}, which are no grid of the image's "
+        "shape; leave them out"
     )
 
 
@@ -122,15 +166,15 @@ def _with_bias(grid: Tensor) -> Tensor:
     return torch.cat((grid, torch.ones_like(grid[..., :1])), dim=-1)
 
 
-def _blocks(picture: Image.Image, rows: int, columns: int, block: int) -> Tensor:
-    """Return the mean colours of each token's block x block parts, (rows * columns, R)."""
-    small = picture.convert("RGB").resize((columns * block, rows * block), Image.Resampling.BOX)
+def _block_colours(image: Image.Image, rows: int, columns: int, block: int) -> Tensor:
+    """Mean colours of each token's block x block parts, (rows * columns, R)."""
+    small = image.convert("RGB").resize((columns * block, rows * block), Image.Resampling.BOX)
     values_HW3 = torch.from_numpy(np.array(small)).double()
     return values_HW3.view(rows, block, columns, block, 3).transpose(1, 2).reshape(rows * columns, -1)
 
 
 class Previews:
-    """The maps of a server's models, each fitted when it is first needed."""
+    """The maps of a server's models, each fitted for the first preview."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -138,58 +182,52 @@ class Previews:
 
     def estimates(
         self,
-        order: ImageRequest,
+        request: ImageRequest,
         facts: ServedModel,
         make: Callable[[ImageRequest, Estimates], Image.Image],
-        tell: Callable[[Partial], None],
+        on_preview: Callable[[Partial], None],
     ) -> Estimates:
-        """Return which estimates an order needs; every rank must call this at the same time.
+        """The estimates that a request needs. Collective.
 
-        make: makes the picture of an order for the fit. tell: called on every rank with each partial picture.
+        make: runs a request for the fit. on_preview: called on rank 0 with each preview.
         """
-        if not order.partial_images:
+        if not request.partial_images:
             return NO_ESTIMATES
         if facts.name not in self._maps:
             self._maps[facts.name] = self._fit(facts, make)
-        return Estimates(
-            partial(evenly, order.partial_images), partial(self._look, order.id, self._maps[facts.name], tell)
-        )
+        on_estimate = partial(self._on_estimate, request.id, self._maps[facts.name], on_preview)
+        return Estimates(partial(evenly, request.partial_images), on_estimate)
 
-    def _look(
+    def _on_estimate(
         self,
         id: str,
         colours: PreviewMap,
-        tell: Callable[[Partial], None],
+        on_preview: Callable[[Partial], None],
         number: int,
         latents: Tensor,
         pixels: tuple[int, int] | None,
     ) -> None:
         tokens_of(torch.empty(latents.shape), pixels)  # raises on every rank, and not on rank 0 alone, as below
         if self._mesh.is_main:
-            small = colours.picture(latents, pixels)
+            small = colours.image(latents, pixels)
             scale = colours.side // colours.block
             size = pixels or (small.height * scale, small.width * scale)
-            tell(Partial(id, number, small.height, small.width, small.tobytes(), size))
+            on_preview(Partial(id, number, small.height, small.width, small.tobytes(), size))
 
     def _fit(self, facts: ServedModel, make: Callable[[ImageRequest, Estimates], Image.Image]) -> PreviewMap:
-        """Return the map of a model, by short runs of it."""
+        if facts.kind == "texts":
+            prompts = PROMPTS
+        else:
+            names = facts.classes or ("0",)
+            prompts = tuple(names[len(names) * number // len(PROMPTS)] for number in range(len(PROMPTS)))
         pairs, last = list[tuple[Tensor, Image.Image]](), list[Tensor]()
-        asked = Estimates(lambda count: {count - 1}, lambda number, latents, pixels: last.append(latents))
-        for seed, prompt in enumerate(_prompts(facts)):
-            picture = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), asked)
-            pairs.append((last.pop(), picture))
+        estimates = Estimates(lambda count: {count - 1}, lambda number, latents, pixels: last.append(latents))
+        for seed, prompt in enumerate(prompts):
+            image = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), estimates)
+            pairs.append((last.pop(), image))
         colours = self._mesh.on_all_ranks(lambda: fitted(pairs))
         if self._mesh.is_main:
-            text = (
-                f"a linear map of {len(colours.weights_KR) - 1} channels, {colours.error:.1f} of 255 from the decoder"
-            )
-            print(f"seqpar: partial pictures of {facts.name}: {text} (root mean square)", flush=True)
+            channels, error = len(colours.weights_KR) - 1, colours.error
+            text = f"linear map of {channels} channels, {error:.1f} of 255 from the decoder (root mean square)"
+            print(f"seqpar: previews of {facts.name}: {text}", flush=True)
         return colours
-
-
-def _prompts(facts: ServedModel) -> tuple[str, ...]:
-    """Return what is shown in the runs for the fit."""
-    if facts.kind == "texts":
-        return TEXTS
-    names = facts.classes or ("0",)
-    return tuple(names[len(names) * number // len(TEXTS)] for number in range(len(TEXTS)))

@@ -1,0 +1,279 @@
+"""Models of a server before weights load: checked and planned, with the LoRAs that fit and the sizes they take."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log2, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from seqpar.loading.folder import PipelineParts
+from seqpar.loading.lora import Lora
+from seqpar.loading.names import Preset, preset_of
+from seqpar.loop.blueprint import Blueprint
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.arguments import class_of_pictures, needs_picture
+from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.find import family_of
+from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.videos import check_encoder
+from seqpar.planner.plan import Plan, make
+from seqpar.planner.predict import Load, predict
+from seqpar.planner.search import Preferences
+from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
+from seqpar.transformer import lora as lora_files
+
+EXAMPLE = 256  # pixels along a side of the image that a model is planned with if it requires one
+SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
+LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
+SLOW_S = 60.0  # a step that is predicted to take less is never rejected: predictions are no measurements
+SUFFIX = ".safetensors"
+LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model without weights. example: the job of a request that leaves everything to the model.
+
+    image_class: the diffusers class that takes an input image, or None. needs_picture: whether an input image is
+    required. room: GiB per rank for this model and its run, None before it is known.
+    """
+
+    name: str
+    family: Any
+    dtype: torch.dtype
+    example: Job | Adapted
+    plan: Plan
+    loras: FittingLoras
+    image_class: Any = None
+    needs_picture: bool = False
+    video: VideoFacts | None = None
+    room: float | None = None
+
+    @staticmethod
+    def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> CheckedModel:
+        """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
+        family, source = ranks.on_all_ranks(lambda: family_of(name))
+        if family is None:
+            raise ValueError(f"{name} is no model for images or videos; serve one that `seqpar sample` can run")
+        texts = () if family.ASKED == "classes" else ("a",)
+        parts = ranks.on_all_ranks(lambda: _parts_of(family, source))
+        image_class, needs = None, False
+        if isinstance(parts, PipelineParts):
+            image_class, needs = class_of_pictures(parts.kind, parts.index), needs_picture(parts.kind)
+        order = GenerationRequest(name, dtype, prompts=texts, images=example_images(needs))
+        example = ranks.on_all_ranks(lambda: family.check(order, parts))
+        video = ranks.on_all_ranks(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
+        plan = make(example.work, example.load, dtype, ranks, Preferences())
+        fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
+        if ranks.is_main and preset_of(name) is not None:
+            print(f"seqpar: {name} has random weights (preset)", flush=True)
+        return CheckedModel(name, family, dtype, example, plan, fitting, image_class, needs, video)
+
+    @property
+    def prompt(self) -> str:
+        """A valid prompt, for runs whose result is dropped."""
+        return "0" if self.family.ASKED == "classes" else "a"
+
+    @property
+    def input_images(self) -> tuple[Picture, ...]:
+        """Input images for such runs."""
+        return example_images(self.needs_picture)
+
+    @property
+    def memory(self) -> int:
+        """Predicted bytes per rank of the model, a run of the example, and the weights that LoRAs change."""
+        ranking = self.plan.ranking
+        run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
+        return run + self.loras.weights * self.dtype.itemsize
+
+    def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job | Adapted:
+        """The checked job of a request; ValueError if it does not fit the model."""
+        is_classes = self.family.ASKED == "classes"
+        order = GenerationRequest(
+            self.name,
+            self.dtype,
+            seed=request.seed,
+            size=request.size,
+            guidance=request.guidance,
+            true_guidance=request.true_guidance,
+            negative=request.negative_prompt,
+            scheduler=request.scheduler,
+            classes=(request.prompt,) if is_classes else (),
+            prompts=() if is_classes else (request.prompt,),
+            images=tuple(images),
+            strength=request.strength,
+            frames=request.frames,
+            fps=request.fps,
+        )
+        if request.steps is not None:
+            order = replace(order, steps=request.steps)
+        job = self.family.check(order, self.example.files)
+        check_step(request, self.plan, job.load, self.room)
+        return job
+
+    def facts(self, size: tuple[int, int]) -> ServedModel:
+        """The model as the API describes it. size: of its images by default."""
+        is_classes, job = self.family.ASKED == "classes", self.example
+        files = job.files if is_classes and isinstance(job, Job) else None
+        names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
+        steps = job.steps if isinstance(job, Adapted) else job.evaluations
+        prompt = "a" if files is None else str(min(files.labels, default=0))
+
+        def check(other: tuple[int, int]) -> object:
+            return self.job(ImageRequest("", self.name, prompt, size=other), ())
+
+        return ServedModel(
+            self.name,
+            "classes" if is_classes else "texts",
+            size,
+            steps,
+            str(self.plan.layout),
+            self.plan.ms / 1e3,
+            names,
+            tuple(self.loras.by_name),
+            self.image_class is not None,
+            self.needs_picture,
+            self.video,
+            sizes_near(size, check) if self.video is None and not self.needs_picture else (),
+        )
+
+
+def example_images(needed: bool) -> tuple[Picture, ...]:
+    """An image in place of a client's, if one is needed."""
+    return (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needed else ()
+
+
+def _parts_of(family: Any, source: Path | Blueprint | Preset) -> Any:
+    """The checked parts of a diffusers pipeline; other families take the source as it is."""
+    return adapted.parts_of(source) if family is adapted and not isinstance(source, Blueprint) else source
+
+
+def _video_facts(job: Adapted) -> VideoFacts | None:
+    """Defaults of a video model, None for images; ValueError where videos cannot be made."""
+    if not job.video:
+        return None
+    check_encoder()
+    frames = job.frames
+    if frames is None:
+        raise ValueError(
+            f"the files of {job.request.model} do not say how many frames a video has; serve another model"
+        )
+    return VideoFacts(job.fps, frames.usual, frames.unit)
+
+
+# sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def check_step(request: ImageRequest, plan: Plan, load: Load, room: float | None) -> None:
+    """Raise ValueError if one step is predicted to outlast the request's deadline or to need over `room` GiB per rank.
+
+    Runs stop between steps only, so such a step would hold all ranks after its client has left.
+    """
+    step = predict(plan.ranking.work, load, plan.layout, plan.ranking.rates)
+    if (reason := step.too_big(room)) is not None:
+        raise ValueError(f"the request {reason}; request a smaller size or fewer frames")
+    step_s, limit_s = step.ms / 1e3, request.deadline_s
+    if limit_s is not None and step_s > max(limit_s, SLOW_S):
+        raise ValueError(
+            f"one step is predicted to take {step_s:.0f} s, but {limit_s:.0f} s remain before the deadline; request a "
+            "smaller size or fewer frames"
+        )
+
+
+def default_size(job: Adapted) -> tuple[int, int]:
+    """(height, width) of a result by default; (0, 0) where the pipeline derives it from the input image."""
+    parameters = inspect.signature(job.kind.__call__).parameters
+    defaults = [parameters[side].default for side in ("height", "width") if side in parameters]
+    are_numbers = len(defaults) == 2 and all(isinstance(side, int) for side in defaults)
+    return job.pixels or ((defaults[0], defaults[1]) if are_numbers else (0, 0))
+
+
+def sizes_near(default: tuple[int, int], check: Callable[[tuple[int, int]], object]) -> tuple[tuple[int, int], ...]:
+    """(height, width) of other shapes with about as many pixels, the default first; () where the pipeline chooses.
+
+    check: raises ValueError for a size that the model does not take.
+    """
+
+    def fits(size: tuple[int, int]) -> bool:
+        try:
+            check(size)
+        except ValueError:
+            return False
+        return True
+
+    if not all(default):
+        return ()
+    return tuple(dict.fromkeys([default, *filter(fits, _shapes(default))]))
+
+
+def _shapes(default: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    side = sqrt(default[0] * default[1])
+    unit = max(LEAST_UNIT, 2 ** int(log2(side / 16)))
+    for wide, high in SHAPES:
+        height, width = side * sqrt(high / wide), side * sqrt(wide / high)
+        yield max(unit, round(height / unit) * unit), max(unit, round(width / unit) * unit)
+
+
+# LoRAs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FittingLoras:
+    """The LoRAs that fit a model. by_name: NAME, or NAME@TRANSFORMER for a model of several transformers.
+
+    weights: number of weights in all layers that any of them changes. reasons: name of another LoRA -> why not.
+    """
+
+    by_name: Mapping[str, Lora]
+    weights: int
+    reasons: Mapping[str, str]
+
+    @staticmethod
+    def of(example: Any, loras: Mapping[str, Lora]) -> FittingLoras:
+        """Which LoRAs fit the model of an example job. Reads headers of LoRA files, and no weights of a model."""
+        fitting, layers, reasons = dict[str, Lora](), dict[str, int](), dict[str, str]()
+        for name, lora in loras.items():
+            try:
+                if not isinstance(example, Adapted) or isinstance(example.source, Preset):
+                    raise ValueError("LoRAs require a model that is a folder of a diffusers pipeline")
+                changed = lora_files.check_switched(lora, example.kind, example.files.models)
+            except ValueError as reason:
+                reasons[name] = str(reason)
+                continue
+            for placed, changed_layers in changed.items():
+                fitting[f"{name}@{placed.transformer}" if placed.transformer else name] = placed
+                layers |= changed_layers
+        return FittingLoras(fitting, sum(layers.values()), reasons)
+
+
+def loras_in(folder: Path | None) -> dict[str, Lora]:
+    """Name -> LoRA of the files NAME.safetensors in a folder; ValueError for a bad folder or name."""
+    if folder is None:
+        return {}
+    files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"--loras {folder} has no files NAME{SUFFIX}")
+    names = {path.name.removesuffix(SUFFIX): Lora(str(path)) for path in files}
+    if bad := next((name for name in names if not LORA_NAME.fullmatch(name)), None):
+        allowed = "at most 100 letters, digits, dots, _ and -, beginning with a letter or digit"
+        raise ValueError(f"LoRA {bad!r} in --loras {folder}: names must be {allowed}; rename the file")
+    return names
+
+
+def check_all_fit(loras: Iterable[str], models: Sequence[FittingLoras]) -> None:
+    """Raise ValueError for a LoRA that fits none of the models."""
+    fitting = {name.partition("@")[0] for model in models for name in model.by_name}
+    for name in loras:
+        if name not in fitting:
+            reasons = "; ".join(dict.fromkeys(model.reasons[name] for model in models))
+            raise ValueError(f"LoRA {name} fits no served model: {reasons}")

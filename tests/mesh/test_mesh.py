@@ -199,7 +199,7 @@ def fails(*_: object) -> NoReturn:
 def alone(rank: int, world: int, device: torch.device, work: Callable[[int, Mesh], object]) -> tuple[str, str]:
     """Return the error of work that fails on one rank, and what a value that is exchanged next becomes."""
     mesh = Mesh.joined(device)
-    with pytest.raises(ValueError, match="got|support") as error:
+    with pytest.raises(ValueError, match=r"got|support") as error:
         work(rank, mesh)
     return str(error.value), mesh.share("next", str)
 

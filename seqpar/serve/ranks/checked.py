@@ -166,7 +166,7 @@ def _video_facts(job: Adapted) -> VideoFacts | None:
     frames = job.frames
     if frames is None:
         raise ValueError(
-            f"the files of {job.request.model} do not say how many frames a video has; serve another model"
+            f"the files of {job.request.model} do not state a number of frames; serve another model"
         )
     return VideoFacts(job.fps, frames.usual, frames.unit)
 

@@ -165,9 +165,7 @@ def _video_facts(job: Adapted) -> VideoFacts | None:
     check_encoder()
     frames = job.frames
     if frames is None:
-        raise ValueError(
-            f"the files of {job.request.model} do not state a number of frames; serve another model"
-        )
+        raise ValueError(f"the files of {job.request.model} do not state a number of frames; serve another model")
     return VideoFacts(job.fps, frames.usual, frames.unit)
 
 

@@ -34,7 +34,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-MODEL = Path(__file__).parents[1] / "seqpar" / "assets" / "emoji-dit"
+MODEL = Path(__file__).parents[1] / "seqpar_demo" / "emoji-dit"
 HEADS, LAYERS, PATCH, CHANNELS, SIDE, NO_CLASS = 5, 7, 2, 4, 16, 1000  # as its config.json says
 SCALING = 0.6488577859882092  # as that of its decoder says
 GUIDANCE = 4.0

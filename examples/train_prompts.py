@@ -36,7 +36,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_model
 from torch import Tensor
 
-VAE = Path(__file__).parents[1] / "seqpar" / "assets" / "emoji-dit" / "vae"
+VAE = Path(__file__).parents[1] / "seqpar_demo" / "emoji-dit" / "vae"
 RATES = {"base": 1.0, "guide": 0.6, "lora": 0.15}  # learning rates beside that of the base
 
 

@@ -200,10 +200,10 @@ def _first(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-ASSETS = Path(__file__).parents[1] / "assets"
-BUILTIN = ASSETS / "emoji-dit"  # the model of classes that comes with the package
-NAMES = {"builtin": BUILTIN, "builtin-text": ASSETS / "emoji-flux"}  # of the models that come with the package
-LORAS = {"outline": ASSETS / "outline.safetensors"}  # of "builtin-text": it draws with lines
+DEMO = Path(__file__).parents[2] / "seqpar_demo"  # next to this package in a clone, and where pip installs it
+BUILTIN = DEMO / "emoji-dit"  # the model of classes
+NAMES = {"builtin": BUILTIN, "builtin-text": DEMO / "emoji-flux"}
+LORAS = {"outline": DEMO / "outline.safetensors"}  # of "builtin-text": it draws with lines
 RANDOM = "random:"  # before the name of a preset
 BARE = ("dit-", "large-dit-")  # how names of presets begin that need no prefix: the hub has no such model
 # ids of the hub that are asked for when their owner is left out
@@ -233,6 +233,10 @@ def resolve(name: str | Path) -> Path | None:
     """
     path, preset = Path(name), preset_of(name)
     if str(name) in NAMES:
+        if not DEMO.is_dir():
+            raise ValueError(
+                f"demo model {name!r} is not installed; run `pip install ./seqpar_demo` in a clone of seqpar"
+            )
         return NAMES[str(name)]
     if preset is not None:
         if path.exists():

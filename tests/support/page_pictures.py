@@ -15,7 +15,7 @@ from launch.benches.served import server, until_ready
 from tests.support.browser import Page, browser
 
 ROOT = Path(__file__).parents[2]
-LORAS = ROOT / "seqpar" / "assets"  # with outline.safetensors
+LORAS = ROOT / "seqpar_demo"  # with outline.safetensors
 PROMPTS = ("a blue frog on yellow", "a red car on white", "a green frog")
 SIZES = {(1280, 900): "header", (390, 844): "section"}  # of the window, and what is at its top
 PAINTED = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)));"

@@ -12,7 +12,7 @@ from launch.benches.planted import Plant
 
 MORE_S = 5.0  # every process is gone this long after its deadline
 CONTINUED_S = 10.0
-LATE = r"waited|late|in vain|did not"
+LATE = r"timed out|late|did not"
 KILLED = "error: rank {rank} was ended by SIGKILL"
 
 

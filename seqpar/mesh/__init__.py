@@ -1,1 +1,1 @@
-"""Process groups and the watch over their ranks, the tokens of each rank, rank 0's inputs, exact mode."""
+"""Process groups and the watchdog over their ranks, shards, rank 0's inputs, cancellation points, exact mode."""

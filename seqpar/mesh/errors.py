@@ -1,7 +1,7 @@
-"""`SharedError`: an error of one rank, as it is told to the others so that all of them raise the same one.
+"""Messages of small values between ranks, and `SharedError`: one rank's exception, re-raised on all ranks.
 
-What the user got wrong is a ValueError on every rank. What went wrong (a time limit, a full disk) keeps its class, so
-that a program, and the exit code of the command, can tell both apart.
+User errors become ValueError on every rank. Timeouts and system errors (a full disk) keep their class, so that programs
+and the exit code of the command can distinguish them.
 """
 
 from __future__ import annotations
@@ -116,15 +116,14 @@ def _name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-# errors of the system that are no mistake in a path: no space, no quota, a file limit, a broken disk, no memory, no
-# free handles
+# system errors that are not a wrong path: no space, quota, file limit, broken disk, no memory, no free handles
 SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
+LOST = (ConnectionError, dist.DistError)  # another process has exited or cannot be reached
 NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error is neither the user's mistake nor a bug: time, memory, disk, lost ranks, NaN."""
+    """Return whether an error is neither a user error nor a bug: timeouts, memory, disk, lost ranks, NaN."""
     system = isinstance(error, OSError) and error.errno in SYSTEM
     memory = isinstance(error, RuntimeError) and NO_HOST_MEMORY in str(error)
     kinds = (TimeoutError, torch.OutOfMemoryError, MemoryError, FloatingPointError, *LOST)
@@ -133,7 +132,7 @@ def is_failure(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class SharedError:
-    """An error's text; number: its `errno` if it is one of `SYSTEM`; late: whether it is a TimeoutError."""
+    """An exception as ranks share it. number: its `errno` if it is in `SYSTEM`; late: it is a TimeoutError."""
 
     text: str
     number: int | None = None
@@ -141,18 +140,18 @@ class SharedError:
 
     @staticmethod
     def of(error: ValueError | OSError) -> SharedError:
-        """Return what the other ranks must know of an error."""
+        """Return the shared form of an exception."""
         number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
-        text = str(error).encode(errors="backslashreplace").decode()  # names of files may be no text
+        text = str(error).encode(errors="backslashreplace").decode()  # file names may be invalid UTF-8
         return SharedError(text, number, isinstance(error, TimeoutError))
 
     def error(self, text: str | None = None) -> ValueError | OSError:
-        """Return the error to raise, with another text if one is given."""
+        """Return the exception to raise, with another text if one is given."""
         text = self.text if text is None else text
         if self.late:
             return TimeoutError(text)
         if self.number is None:
             return ValueError(text)
         error = OSError(text)
-        error.errno = self.number  # not as an argument, which would come before the text once more
+        error.errno = self.number  # as an argument it would be printed before the text
         return error

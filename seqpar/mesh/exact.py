@@ -1,13 +1,12 @@
-"""Exact mode: the bits of a row depend on that row alone, so latents are the same on any number of GPUs, at any size.
+"""Exact mode: bits of a row depend on that row alone, so latents are equal on any number of GPUs, at any size.
 
-Outside of exact mode, cuBLAS splits the sum over K among thread blocks if a product has few rows (on an H200: 4096 ->
-32 up to 2048 rows, 11008 -> 4096 up to 128). It cannot do so without memory for partial sums, so exact mode sets small
-workspaces before CUDA starts. The rows of the local attention must not depend on the number of rows (`invariant` of a
-local attention). Exact mode refuses ring attention, which merges partial results. All other kernels compute each row by
-itself. Strategies hold the keys of several streams in the order of one GPU (`JointShard.by_stream`). Modulation is the
-same product on every rank: our own loop makes one table, and the rows of a diffusers pipeline's call are not split.
-When it wins: for results that are compared bit by bit, between layouts and machines of one kind.
-`launch/bench.py steps --exact` measures its cost, and `calls --exact` that of pipelines' transformers.
+- cuBLAS splits the sum over K among thread blocks if a product has few rows (on an H200: 4096 -> 32 up to 2048 rows,
+  11008 -> 4096 up to 128). It needs memory for partial sums, so exact mode sets small workspaces before CUDA starts.
+- Rows of the local attention must not depend on the number of rows (`invariant` of a local attention).
+- Ring attention merges partial results and is not supported. All other kernels compute each row by itself.
+- Strategies hold the keys of several streams in the order of one GPU (`JointShard.by_stream`).
+- Modulation is the same product on every rank: the loop makes one table, and rows of a diffusers call are not split.
+`launch/bench.py steps --exact` measures the cost, `calls --exact` that of pipelines' transformers.
 """
 
 from __future__ import annotations
@@ -19,20 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # cuBLAS and torch read these variables when the first product runs
-LEAST_RESULTS = 1024  # of a product; see `linear`
+LEAST_RESULTS = 1024  # of a product in `linear`
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
 def turn_on() -> None:
-    """Turn exact mode on for this process; ValueError if CUDA has started already.
-
-    Call it on every rank, before anything uses a GPU.
-    """
+    """Turn exact mode on for this process. Call it on every rank before CUDA starts; raises ValueError later."""
     if not torch.cuda.is_available():
-        raise ValueError("got exact mode without a GPU, expected one: a CPU's matrix products round by their row count")
+        raise ValueError("exact mode requires a GPU: rounding of a CPU's matrix products depends on their row count")
     if torch.cuda.is_initialized() and not _set():
         shown = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
-        raise ValueError(f"got exact mode after CUDA has started, expected it before; turn it on first, or set {shown}")
+        raise ValueError(f"exact mode must be turned on before CUDA starts; turn it on first, or set {shown}")
     os.environ.update(SETTINGS)
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -51,11 +47,10 @@ def _set() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a linear layer's output whose rows have the bits that they have among many rows.
+    """Return a linear layer's output; bits of a row are those that it has among many rows.
 
-    x: (..., K); weight: (N, K). cuBLAS was seen to split the sums of 64 results, whose partial sums it can keep in the
-    least workspace that torch takes: 1 KiB, 256 numbers in fp32. Few rows become so many that there are four times as
-    many results as it has numbers.
+    x: (..., K); weight: (N, K). cuBLAS splits sums of up to 64 results, whose partial sums fit in torch's smallest
+    workspace (1 KiB, 256 fp32 numbers). Few rows are padded until there are four times as many results as numbers.
     """
     rows, outputs = x[..., 0].numel(), len(weight)
     more = -(-LEAST_RESULTS // outputs) - rows

@@ -1,7 +1,7 @@
-"""The process mesh with the axes data x cfg x ring x ulysses; it is built once and passed on as an argument.
+"""The process mesh with axes data x cfg x ring x ulysses; built once and passed on as an argument.
 
-Only this file and `processes.py` read rank and world size from torch.distributed. Rank = ((d*C + c)*R + r)*U + u, so
-that neighbours on the `ulysses` axis are neighbours on the machine, because that axis moves the most bytes.
+Only this file and `processes.py` read rank and world size from torch.distributed. Rank = ((d*C + c)*R + r)*U + u:
+neighbours on the `ulysses` axis are neighbours on the machine, because that axis moves the most bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh import errors as messages
-from seqpar.mesh.errors import SharedError
+from seqpar.mesh.errors import SMALL, SharedError, decode_all, encode, length, padded
 from seqpar.mesh.processes import close as close
 from seqpar.mesh.processes import group_timeout, join, watch
 from seqpar.mesh.processes import on_fatal as on_fatal
@@ -30,9 +29,9 @@ SHARED = "a small value of rank 0"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: this rank's place on it, its size and its process group (None for size 1).
+    """One axis of the mesh: the local rank on it, its size and its process group (None for size 1).
 
-    watch: ends waits in vain for the other ranks; None where nobody watches.
+    watch: the watchdog over the other ranks, if there is one.
     """
 
     name: str
@@ -43,15 +42,15 @@ class Axis:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the numbers of the axis's ranks among all processes; empty without a process group."""
+        """Global ranks of the axis; empty without a process group."""
         return () if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank, and the device it computes on.
+    """All axes of this rank, and its device.
 
-    `sequence` is ring x ulysses flattened; `replica` is cfg x ring x ulysses flattened: the ranks that share pictures.
+    `sequence` is ring x ulysses flattened. `replica` is cfg x ring x ulysses flattened: the ranks that share images.
     """
 
     data: Axis
@@ -65,7 +64,7 @@ class Mesh:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
-        """Return a mesh of one rank, which needs no process group. A GPU without a number is the current one."""
+        """Return a mesh of one rank, without a process group. "cuda" means the current GPU."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
@@ -73,9 +72,9 @@ class Mesh:
 
     @staticmethod
     def joined(device: torch.device | str | None = None, *, deadlines: Deadlines | None = None) -> Mesh:
-        """Return a mesh of all processes whose axes have size 1; ranks can exchange objects on it to agree on axes.
+        """Return a mesh of all processes with axes of size 1, on which ranks can exchange values before axes exist.
 
-        deadlines: see `from_env`.
+        deadlines: as for `from_env`.
         """
         device = None if device is None else Mesh.single(device).device
         rank, world = join(device, deadlines)
@@ -96,9 +95,8 @@ class Mesh:
         """Return the mesh of all processes that torchrun started (or of the existing group), else of one process.
 
         cfg: None means 2 if there is guidance and the number of remaining ranks is even, else 1. ulysses: None means
-        all remaining ranks. deadlines: how long ranks wait for each other, for all meshes of this process from now on;
-        None leaves them as they are (`Deadlines()` at first). Raises ValueError if the product of the axes is not the
-        number of processes.
+        all remaining ranks. deadlines: for all meshes of this process from now on; None keeps the current ones
+        (`Deadlines()` at first). Raises ValueError if the product of the axes is not the number of processes.
         """
         device = None if device is None else Mesh.single(device).device
         rank, world = join(device, deadlines)
@@ -112,10 +110,9 @@ class Mesh:
 
     @staticmethod
     def of_first(ranks: int, sizes: Mapping[str, int], device: torch.device) -> Mesh | None:
-        """Return a mesh of the first `ranks` processes, or None on every other process.
+        """Return a mesh of the first `ranks` processes; None on the other processes. Collective: call on all processes.
 
-        sizes: axis name -> size. Every process must call this at the same time, because torch makes process groups
-        together. Raises ValueError if the product of the sizes is not `ranks`, or if there are fewer processes.
+        sizes: axis name -> size. Raises ValueError if their product is not `ranks`, or if there are fewer processes.
         """
         rank, world = join(device)
         if not 1 <= ranks <= world:
@@ -133,16 +130,16 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return axis name -> size."""
+        """Axis name -> size."""
         return {name: getattr(self, name).size for name in AXES}
 
     @property
     def deadlines(self) -> Deadlines:
-        """Return how long this rank waits for others."""
+        """Deadlines of this rank's waits for others."""
         return Deadlines() if self.world.watch is None else self.world.watch.deadlines
 
     def call(self, axis: Axis, what: str, is_first: bool) -> AbstractContextManager[None]:
-        """Return a context in which a call is queued that exchanges data on an axis; the watch looks whether it ends.
+        """Context in which a call is queued that exchanges data on an axis; the watchdog checks that it ends.
 
         what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.mesh.watch.Calls`).
         """
@@ -152,36 +149,36 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which prints and writes for all."""
+        """Whether this is rank 0, which prints and writes."""
         return self.world.rank == 0
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
     def share(self, value: T, kind: Any) -> T:
-        """Return rank 0's value on every rank. kind: its type, see `messages`; tensors go by `inputs.broadcast`.
+        """Return rank 0's small value on every rank. kind: its type, as for `errors.encode`.
 
-        Raises the same ValueError on every rank if the value is not of the kind, and LostRankError for what no rank
-        can have sent.
+        Raises the same ValueError on every rank if the value is not of the kind, LostRankError for a malformed message.
         """
         if self.world.size == 1:
             return value
-        message = messages.encode(value, kind) if self.is_main else b""
-        sealed = self._broadcast(messages.padded(message, messages.SMALL))
-        if (longer := messages.length(sealed, 0, SHARED)) > messages.SMALL:
-            sealed = self._broadcast(messages.padded(message, longer))
-        return messages.decode_all([sealed], kind, SHARED)[0]
-
-    def _broadcast(self, sealed: torch.Tensor) -> torch.Tensor:
+        message = encode(value, kind) if self.is_main else b""
         device, group = host(self.world, self.device), self.world.group
-        sealed = sealed.to(device)
-        finish(self.world, device, lambda wait: dist.broadcast(sealed, 0, group, not wait), SHARED)
-        return sealed
+
+        def broadcast(size: int) -> torch.Tensor:
+            buffer = padded(message, size).to(device)
+            finish(self.world, device, lambda wait: dist.broadcast(buffer, 0, group, not wait), SHARED)
+            return buffer
+
+        buffer = broadcast(SMALL)
+        if (longer := length(buffer, 0, SHARED)) > SMALL:
+            buffer = broadcast(longer)
+        return decode_all([buffer], kind, SHARED)[0]
 
     def on_rank_0(self, work: Callable[[], T], kind: Any) -> T:
-        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one error on all.
+        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise the error on all.
 
-        It is `on_all_ranks` and `share` in one exchange. kind: the type of the result, see `share`.
+        One exchange. kind: the type of the result, as for `share`.
         """
         result, error, shared = None, None, None
         if self.is_main:
@@ -201,14 +198,13 @@ class Mesh:
         """Run `work` on every rank and return its result; if it fails on any, raise the same error on all.
 
         Without this, the other ranks would wait for the failed one. Only errors that a user or the system can cause are
-        shared, as a ValueError, TimeoutError or OSError (`shared_errors`); any other exception is a bug and is
-        raised unchanged.
+        shared (`SharedError`): ValueError, TimeoutError, OSError. Any other exception is a bug and is raised unchanged.
         """
         result, error = None, None
         try:
             result = work()
         except LostRankError:
-            raise  # other ranks have ended or are stopped, so nothing can be shared with them
+            raise  # other ranks have exited or are stopped: nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised
         errors = self.collect(None if error is None else SharedError.of(error), SharedError | None)
@@ -216,54 +212,54 @@ class Mesh:
         if failed is None:
             return result  # pyright: ignore[reportReturnType]
         rank, shared = failed
-        everywhere = all(each is not None and each.text == shared.text for each in errors)
+        everywhere = all(other is not None and other.text == shared.text for other in errors)
         raise shared.error(None if everywhere else f"rank {rank}: {shared.text}") from error
 
     def collect(self, value: T, kind: Any) -> list[T]:
-        """Return a small value of every rank, in rank order, on every rank. kind: its type, see `share`."""
+        """Return a small value of every rank, in rank order. kind: its type, as for `share`."""
         return collected(self.world, self.device, value, kind)
 
 
 def collected(
     axis: Axis, device: torch.device, value: T, kind: Any, what: str = "small values of all ranks"
 ) -> list[T]:
-    """Return a small value of every rank of an axis, in rank order, on every rank of it; see `gathered`, `Mesh.share`.
+    """Return a small value of every rank of an axis, in rank order.
 
     Raises the same ValueError on every rank if the value of one is not of the kind.
     """
     if axis.size == 1:
         return [value]
-    message = messages.encode(value, kind)
-    every = gathered(axis, device, messages.padded(message, messages.SMALL), what)
-    longest = max(messages.length(each, rank, what) for rank, each in enumerate(every))
-    if longest > messages.SMALL:
-        every = gathered(axis, device, messages.padded(message, longest), what)
-    return messages.decode_all(every, kind, what)
+    message = encode(value, kind)
+    buffers = gathered(axis, device, padded(message, SMALL), what)
+    longest = max(length(buffer, rank, what) for rank, buffer in enumerate(buffers))
+    if longest > SMALL:
+        buffers = gathered(axis, device, padded(message, longest), what)
+    return decode_all(buffers, kind, what)
 
 
 def host(axis: Axis, device: torch.device) -> torch.device:
-    """Return the device for exchanging small objects: the CPU if the process group supports it, else this rank's."""
+    """Return the device for exchanging small values: the CPU if the process group supports it, else the rank's."""
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(axis.group) else device
 
 
-def gathered(axis: Axis, device: torch.device, mine: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a small tensor of one dimension from every rank of an axis, in rank order: (ranks, its length).
+def gathered(axis: Axis, device: torch.device, local: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a small tensor of one dim from every rank of an axis, in rank order: (ranks, length).
 
-    device: on which the ranks compute. what: is gathered, for the error of a rank that waits in vain.
+    device: of the ranks. what: the gathered values, for the error of a rank that times out.
     """
-    mine = mine.to(host(axis, device))
-    every = mine.new_empty(axis.size * len(mine))
+    local = local.to(host(axis, device))
+    output = local.new_empty(axis.size * len(local))
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    finish(axis, mine.device, lambda wait: gather(every, mine, group=axis.group, async_op=not wait), what)
-    return every.view(axis.size, -1)
+    finish(axis, local.device, lambda wait: gather(output, local, group=axis.group, async_op=not wait), what)
+    return output.view(axis.size, -1)
 
 
 def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work | None], what: str) -> None:
     """Start an exchange of tensors on a device, and wait for it as long as ranks may work on their hosts.
 
-    start(wait): starts it; with `wait` it waits itself, as by NCCL, for which the device waits and not the host.
-    Raises TimeoutError, which names what was waited for, if a rank does not come or has ended.
+    start(wait): starts it. With `wait` it returns when the exchange is done, or by NCCL when it is queued.
+    Raises TimeoutError if a rank is late or has exited. what: the exchange, for the error.
     """
     if axis.watch is None or device.type == "cuda":
         start(True)
@@ -272,20 +268,20 @@ def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work |
 
 
 def pick_device(world: int) -> torch.device:
-    """Return this process's GPU, or the CPU if there is no GPU; `ValueError` if there are fewer GPUs than processes.
+    """Return this process's GPU, or the CPU without GPUs; raises ValueError if there are fewer GPUs than processes.
 
-    torchrun's LOCAL_RANK selects the GPU; a process without it uses its current one (torch.cuda.set_device).
+    torchrun's LOCAL_RANK selects the GPU. A process without it uses the current one (torch.cuda.set_device).
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         return torch.device("cuda", torch.cuda.current_device())
     local = int(os.environ["LOCAL_RANK"])
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
-    if here > gpus:
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    if processes > gpus:
         raise ValueError(
-            f"got {here} processes on a machine with {gpus} GPU(s), expected at most one process a GPU; start "
-            f"{gpus} with --nproc_per_node={gpus}, or hide the GPUs (CUDA_VISIBLE_DEVICES='') to run on the CPU"
+            f"{processes} processes for {gpus} GPU(s); at most one per GPU. Use --nproc_per_node={gpus}, or "
+            f"CUDA_VISIBLE_DEVICES='' for CPU."
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
@@ -299,16 +295,14 @@ def default_dtype(device: torch.device) -> torch.dtype:
 def fill(
     world: int, data: int, cfg: int | None, ring: int, ulysses: int | None, guidance: bool
 ) -> tuple[int, int, int, int]:
-    """Return the four axis sizes, choosing those that are None; `ValueError` if their product is not `world`."""
-    sizes_by_name = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
-    for name, size in sizes_by_name.items():
-        if size is not None and type(size) is not int:
-            raise ValueError(f"got {name}={size!r}, expected a whole number")
-        if size is not None and size < 1:
-            raise ValueError(f"got {name}={size}, expected at least 1")
+    """Return the four axis sizes, choosing those that are None; raises ValueError if their product is not `world`."""
+    requested = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
+    for name, size in requested.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"got {name}={size!r}, expected a whole number of at least 1")
     if cfg is not None and cfg > 2:
         raise ValueError(f"got cfg={cfg}, expected 1 or 2: guidance has two branches")
-    rest = world // prod(size for size in sizes_by_name.values() if size is not None)
+    rest = world // prod(size for size in requested.values() if size is not None)
     if cfg is None:
         cfg = 2 if guidance and rest > 0 and rest % 2 == 0 else 1
     if ulysses is None:
@@ -317,34 +311,31 @@ def fill(
     if prod(sizes) != world:
         shown = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
         raise ValueError(
-            f"got a mesh of {shown} = {prod(sizes)} ranks for {world} process(es), expected the product to be "
-            f"{world}; change --mesh or start {prod(sizes)} processes"
+            f"mesh {shown} has {prod(sizes)} ranks, but {world} process(es) run; change --mesh or start "
+            f"{prod(sizes)} processes"
         )
     return sizes
 
 
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
-    """Return this rank's axes by name, none if the rank is not among `ranks_DCRU`.
-
-    There is no `replica` among them where it is the world and not also `sequence`, which has a communicator already.
-    Every process creates every group in the same order, because torch requires it.
-    """
+    """Return this rank's axes by name; none if the rank is not in `ranks_DCRU`. All processes create all groups."""
     axes, groups, timeout = {}, {}, group_timeout()
-    joined: list[tuple[str, tuple[int, ...]]] = [("sequence", (2, 3))]
-    if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
-        joined.append(("replica", (1, 2, 3)))
-    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), *joined]:
+    dims_by_name: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(AXES)}
+    dims_by_name["sequence"] = (2, 3)
+    if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:  # else it is the world, which has a communicator
+        dims_by_name["replica"] = (1, 2, 3)
+    for name, dims in dims_by_name.items():
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         key = tuple(map(tuple, lines))
-        if key not in groups:  # sequence often has the same ranks as ulysses, and then shares its communicator
+        if key not in groups:  # sequence often has the ranks of ulysses, and then shares its communicator
             several = len(lines[0]) > 1
             groups[key] = dist.new_subgroups_by_enumeration(lines, timeout)[0] if several else None
-        group, mine = groups[key], next((line for line in lines if rank in line), None)
-        if mine is None:
+        group, line = groups[key], next((line for line in lines if rank in line), None)
+        if line is None:
             continue
         assert group is None or isinstance(group, dist.ProcessGroup)
-        axes[name] = Axis(name, mine.index(rank), len(mine), group, None if group is None else watch())
+        axes[name] = Axis(name, line.index(rank), len(line), group, None if group is None else watch())
         if group is not None:
             watch().add(group)
     return axes

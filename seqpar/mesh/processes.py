@@ -1,4 +1,4 @@
-"""Starts and ends the process group of all ranks, and keeps the watch over them; `mesh` makes axes of it."""
+"""Starts and destroys the process group of all ranks, and holds the watchdog over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which
 def join(device: torch.device | None = None, deadlines: Deadlines | None = None) -> tuple[int, int]:
     """Start the process group if torchrun or `seqpar` asks for one and none exists; return (rank, world size).
 
-    deadlines: see `Mesh.from_env`. Raises TimeoutError, which names the ranks that did not start in time.
+    deadlines: as for `Mesh.from_env`. Raises TimeoutError with the ranks that did not start in time.
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -31,7 +31,7 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
         cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
         limits = deadlines or Deadlines()
         store, rank, world = _meet(limits)
-        _gather_all(store, rank, world, limits.first_s)
+        _wait_for_all(store, rank, world, limits.first_s)
         # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limits.host_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -41,12 +41,12 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
 
 
 def _meet(limits: Deadlines) -> tuple[Store, int, int]:
-    """Return the store by which ranks meet, this rank and their number; the store is a file in a folder of `seqpar`."""
+    """Return the store in which ranks meet, the rank and the world size; ranks of `seqpar` meet in a file."""
     folder = os.environ.pop(MEETING, None)
     if folder is None:
         return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _watched().folder = Path(folder)
+    _process().folder = Path(folder)
     try:
         store = dist.FileStore(str(Path(folder, "store")), world)  # pyright: ignore[reportPrivateImportUsage]
     except dist.DistStoreError as error:
@@ -55,9 +55,8 @@ def _meet(limits: Deadlines) -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
-    """Wait until all ranks have started."""
-    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the ranks that torchrun starts again
+def _wait_for_all(store: Store, rank: int, world: int, limit_s: float) -> None:
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store survives a restart of the ranks
     keys = [f"seqpar/started/{run}/{other}" for other in range(world)]
     store.set(keys[rank], "1")
     try:
@@ -65,26 +64,25 @@ def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
     except RuntimeError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise LostRankError(
-            f"rank {rank} waited {limit_s:g} s in vain for rank {', '.join(map(str, missing))} of {world} to start; it "
-            f"died, was not started, or starts too slowly: see its output, or wait longer with --first-deadline-s"
+            f"rank {rank}: timed out after {limit_s:g} s waiting for rank {', '.join(map(str, missing))} of {world} to "
+            f"start: it crashed, was not started, or starts slowly. See its output, or raise --first-deadline-s."
         ) from error
 
 
-class _Watched:
-    """The watch of this process, and the process group of all ranks that it watches."""
+class _Process:
+    """The process group of all ranks, and the watchdog over it. A process has one of each."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None  # private to the ranks of a job that meet in it
+        self.folder: Path | None = None  # in which the ranks of a job of `seqpar` meet
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
         self.on_fatal: Callable[[str], NoReturn] | None = None
-        atexit.register(self.end)
+        atexit.register(self.leave)
 
     def current(self) -> Watch:
-        """Return the watch of the process group that exists."""
         group = dist.group.WORLD
         if self.watch is None or self.group is not group:
-            self.end()
+            self.leave()
             self.group = group
             self.watch = Watch(dist.get_rank(), Deadlines(), self._store())
             self.watch.on_fatal = self.on_fatal or self.watch.on_fatal
@@ -93,40 +91,39 @@ class _Watched:
         return self.watch
 
     def _store(self) -> Store | None:
-        """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
+        """Return a store for heartbeats; None where torch's own store is a file, which only grows."""
         if self.folder is not None:
             return HeartbeatFiles(self.folder)
         store: Any = dist.distributed_c10d._get_default_store()
         under = getattr(store, "_underlying_non_prefix_store", store)
         return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
 
-    def end(self) -> None:
-        """Tell the other ranks that this one leaves."""
+    def leave(self) -> None:
         if self.watch is not None:
             self.watch.close()
         self.group = self.watch = None
 
 
 @cache
-def _watched() -> _Watched:
-    """Return the only one of this process, as a process has one process group of all ranks."""
-    return _Watched()
+def _process() -> _Process:
+    return _Process()
 
 
 def watch() -> Watch:
-    """Return the watch over the ranks of this process's group of all ranks."""
-    return _watched().current()
+    """Return the watchdog over the ranks of this process's group of all ranks."""
+    return _process().current()
 
 
-def on_fatal(tell: Callable[[str], NoReturn]) -> None:
-    """End this process by `tell`, which gets the error, if a watch cannot wake the main thread from a vain wait."""
-    _watched().on_fatal = tell
+def on_fatal(end: Callable[[str], NoReturn]) -> None:
+    """End this process by `end`, which gets the error, if a rank is lost and the main thread cannot be woken."""
+    _process().on_fatal = end
 
 
 def group_timeout() -> timedelta:
     """Return the timeout of groups whose ranks exchange in calls only.
 
-    NCCL counts from when an exchange is queued, which may be long before it starts; there the watch keeps the deadline.
+    NCCL counts from when an exchange is queued, which may be long before it starts; there the watchdog keeps the
+    deadline.
     """
     limits = watch().deadlines
     on_gpus = "nccl" in dist.get_backend_config()
@@ -135,6 +132,6 @@ def group_timeout() -> timedelta:
 
 def close() -> None:
     """Destroy the process group, if there is one, and tell the other ranks."""
-    _watched().end()
+    _process().leave()
     if dist.is_initialized():
         dist.destroy_process_group()

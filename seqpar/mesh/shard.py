@@ -1,7 +1,7 @@
-"""Splits tokens (or heads) over ranks in contiguous, balanced slices that every rank computes by itself.
+"""Splits tokens (or heads) over ranks in contiguous, balanced slices.
 
-Each rank derives the sizes of all others from two integers, so that uneven counts need no exchange of sizes and no
-host sync, and even counts are not a special case.
+Each rank derives the sizes of all others from two integers, so uneven counts need no exchange of sizes and no host
+sync, and even counts are not a special case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 
 def starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the start of each of some adjacent slices with these sizes."""
+    """Return the starts of adjacent slices with these sizes."""
     return (0, *accumulate(sizes))[:-1]
 
 
@@ -30,28 +30,27 @@ class Shard:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of items of each part."""
+        """Number of items of each part."""
         share, rest = divmod(self.total, self.parts)
         return tuple(share + (part < rest) for part in range(self.parts))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Return the first item of each part."""
+        """First item of each part."""
         return starts(self.sizes)
 
     def slice(self, part: int) -> slice:
-        """Return the items of `part`, as a slice of the whole."""
+        """Return the items of `part`."""
         return slice(self.starts[part], self.starts[part] + self.sizes[part])
 
 
 @dataclass(frozen=True)
 class JointShard:
-    """Several streams (text and image), each sharded on its own and concatenated on each rank.
+    """Several streams (text and image), each sharded separately and concatenated on each rank.
 
-    Positions travel with their tokens, so that the order of the joined keys changes the result of attention in its
-    rounding only. by_stream: whether the keys are held stream after stream, as on one rank, [t0 t1 ... i0 i1 ...];
-    otherwise they are held rank after rank, [t0 i0 t1 i1 ...], as they arrive. padding: how many tokens at the end of
-    the first stream are padding that attention reads at another weight (`seqpar.attention._by_padding`).
+    by_stream: the keys are held stream after stream, as on one rank, [t0 t1 ... i0 i1 ...]; otherwise rank after rank,
+    as they arrive, [t0 i0 t1 i1 ...], which changes the rounding of attention only. padding: tokens at the end of the
+    first stream that attention reads at another weight (`seqpar.attention._by_padding`).
     """
 
     streams: tuple[Shard, ...]
@@ -66,22 +65,22 @@ class JointShard:
 
     @property
     def parts(self) -> int:
-        """Return the number of ranks over which the streams are split."""
+        """Number of ranks."""
         return self.streams[0].parts
 
     @property
     def total(self) -> int:
-        """Return the number of tokens of all streams together."""
+        """Number of tokens of all streams."""
         return sum(stream.total for stream in self.streams)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of tokens of each part, for all streams together."""
+        """Number of tokens of each part, over all streams."""
         return tuple(map(sum, zip(*(stream.sizes for stream in self.streams), strict=True)))
 
     @cached_property
     def arrivals(self) -> tuple[slice, ...]:
-        """Return where in stream order the tokens are that arrive rank after rank, for each stream of each rank."""
+        """Places in stream order of tokens that arrive rank after rank: a slice for each stream of each rank."""
         firsts = starts([stream.total for stream in self.streams])
         return tuple(
             slice(first + stream.starts[part], first + stream.starts[part] + stream.sizes[part])
@@ -95,22 +94,22 @@ Tokens = Shard | JointShard
 
 
 def check_tokens(tokens: Tokens, parts: int, *, merges: bool = False) -> None:
-    """Raise `ValueError` if tokens are not sharded over `parts` ranks, or if a rank would hold none.
+    """Raise ValueError if tokens are not sharded over `parts` ranks, or if a rank would hold none.
 
-    Attention kernels do not accept empty inputs. merges: whether the strategy merges results of the ranks' keys, which
-    then cannot be held stream after stream.
+    Attention kernels do not accept empty inputs. merges: the strategy merges results of each rank's keys, which then
+    cannot be held stream after stream.
     """
     if tokens.parts != parts:
         raise ValueError(
-            f"got tokens sharded over {tokens.parts} ranks, expected {parts}: the sequence axis of the mesh"
+            f"got tokens sharded over {tokens.parts} ranks, expected {parts}, the size of the sequence axis"
         )
     if min(tokens.sizes) < 1:
         raise ValueError(
-            f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token a rank; "
-            f"use fewer ranks on the sequence or a larger image"
+            f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token per rank; use fewer "
+            f"ranks on the sequence axis or a larger size"
         )
     if merges and isinstance(tokens, JointShard) and (tokens.padding or (tokens.by_stream and parts > 1)):
         raise ValueError(
-            "got keys that are held stream after stream, or of which padding is known, for a strategy that merges the "
-            "results of ranks, expected keys rank after rank; use ulysses, kv_gather or kv_first"
+            "this strategy merges the results of ranks, so it supports neither keys in the order of one rank (exact "
+            "mode) nor weighted padding; use ulysses, kv_gather or kv_first"
         )

@@ -132,7 +132,7 @@ def test_kernels_weigh_padding(ranks: Pool, strategy: str) -> None:
 
 def refusal(rank: int, world: int, device: torch.device, strategy: str) -> None:
     tokens = JointShard((Shard(3, world), Shard(5, world)), padding=1)
-    with pytest.raises(ValueError, match="of which padding is known, for a strategy that merges the results of ranks"):
+    with pytest.raises(ValueError, match="merges the results of ranks, so it supports neither"):
         build(strategy, mesh_for(strategy, world, device), tokens, row_by_row)
 
 

@@ -296,7 +296,7 @@ def refused_tokens(rank: int, world: int, device: torch.device, strategy: str, t
             for n, parts in ((1, 2), (2, 1), (2, 3), (4, 2), (4, 8))
         ),
         (2, JointShard((Shard(12, 3), Shard(9, 3))), "tokens sharded over 3 ranks, expected 2"),
-        (4, Shard(3, 4), "got 3 tokens for 4 ranks, expected at least one token a rank"),
+        (4, Shard(3, 4), "got 3 tokens for 4 ranks, expected at least one token per rank"),
         (2, Shard(12, 2), "nothing"),
         (4, JointShard((Shard(3, 4), Shard(4, 4))), "nothing"),
     ],

@@ -230,7 +230,7 @@ def alone(
         ran, single = [], dict[int, Tensor]()
         for round_, index in ((0, 1), (0, 0), (1, 1), (1, 0)):
             if case.tokens[index] < world:
-                with pytest.raises(ValueError, match="expected at least one token a rank"):
+                with pytest.raises(ValueError, match="expected at least one token per rank"):
                     attend(streams[index : index + 1], only=index)
                 continue
             beside = (lambda ran=ran: ran.append(None)) if round_ else None

@@ -182,6 +182,6 @@ def test_a_rank_that_ends_on_one_host_ends_the_job_on_both(tmp_path: Path, numbe
         codes = [host.process.wait(LIMIT_S) for host in hosts]
     assert codes == [1, 1]
     told = hosts[0].errors.read_text()
-    assert ("for rank 1" in told and "no sign of life" in told) == (number == signal.SIGKILL)
+    assert ("for rank 1" in told and "no heartbeat" in told) == (number == signal.SIGKILL)
     assert ("\nstopped\n" in told) == (number == signal.SIGINT)
     assert not (tmp_path / "two.png").exists()

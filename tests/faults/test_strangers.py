@@ -147,7 +147,7 @@ def test_an_impostor_that_joins_first_ends_the_job_with_one_message_and_runs_not
             assert code == 1, (name, lines)
             (line,) = lines
             if name == "promised":
-                assert re.search(r"in vain for (rank 1|another rank of \[0, 1\]) \(small values of all ranks\)", line)
+                assert re.search(r"waiting for (rank 1|one of ranks \[0, 1\]) \(small values of all ranks\)", line)
             else:
                 assert line.startswith("error: malformed message from rank 1 (small values of all ranks): not a "), name
                 assert "another process took the place of a rank (docs/reliability.md)" in line

@@ -71,7 +71,7 @@ def test_exact_mode_is_off_where_nobody_asked() -> None:
 
 def test_exact_mode_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="without a GPU, expected one"):
+    with pytest.raises(ValueError, match="exact mode requires a GPU"):
         exact.turn_on()
 
 

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from seqpar.kernels.flags import Late
 from seqpar.loop.loop import begin
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.mesh.processes import _gather_all
+from seqpar.mesh.processes import _wait_for_all
 from seqpar.mesh.watch import (
     BEAT_S,
     KINDS,
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 10**7, True, "30", None])
 def test_a_deadline_that_is_no_number_of_seconds_is_refused(value: Any) -> None:
     for name in ("first_s", "later_s", "host_s"):
-        with pytest.raises(ValueError, match=f"got a deadline {name}="):
+        with pytest.raises(ValueError, match=f"got deadline {name}="):
             Deadlines(**{name: value})
 
 
@@ -80,9 +80,9 @@ class Ranks:
         while self.now < end:
             self.now = min(end, self.now + BEAT_S)
             for rank in sorted(self.alive):
-                heartbeats_of(self.watches[rank])._tell()
+                heartbeats_of(self.watches[rank])._write()
             for rank in sorted(self.alive):
-                heartbeats_of(self.watches[rank])._every()
+                heartbeats_of(self.watches[rank])._check()
 
     def leave(self) -> None:
         """End the other rank by itself."""
@@ -95,9 +95,8 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
     """Return a function that makes two ranks; time is theirs, and their threads do nothing."""
     pairs: list[Ranks] = []
     monkeypatch.setattr(Heartbeats, "_run", lambda self: None)
-    for module in ("seqpar.mesh.watch", "seqpar.mesh.watch"):
-        clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
-        monkeypatch.setattr(f"{module}.time", clock)
+    clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
+    monkeypatch.setattr("seqpar.mesh.watch.time", clock)
 
     def make() -> Ranks:
         (folder := tmp_path / str(len(pairs))).mkdir()
@@ -170,28 +169,32 @@ def test_a_host_exchange_that_ends_between_two_looks_is_not_lost(two: Callable[.
     with pytest.raises(RuntimeError, match="shape"):
         hosted(ranks, "shape '[3]' is invalid")()
     text = in_vain(hosted(ranks, "Connection closed by peer"))
-    assert text.endswith("in vain for rank 1 (an exchange); it lives, but has not begun this call; see its output")
+    assert text.endswith(
+        "waiting for rank 1 (an exchange): it is alive but has not entered this call. See the output of rank 1."
+    )
     ranks.alive.discard(1)
     text = in_vain(hosted(ranks, "Connection closed by peer"))
-    assert "in vain for rank 1 (an exchange); it has shown no sign of life for 2 s: it died or is stopped" in text
+    assert "waiting for rank 1 (an exchange): no heartbeat for 2 s, so it crashed or is stopped." in text
 
 
 def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(two: Callable[..., Ranks]) -> None:
     ranks = two()
     start = ranks.now
     text = in_vain(hosted(ranks))
-    assert text.endswith("in vain for rank 1 (an exchange); it lives, but has not begun this call; see its output")
+    assert text.endswith(
+        "waiting for rank 1 (an exchange): it is alive but has not entered this call. See the output of rank 1."
+    )
     assert SHORT.host_s < ranks.now - start <= SHORT.host_s + SLICE_S
     start = ranks.now
     ranks.alive.discard(1)
     text = in_vain(hosted(ranks))
-    assert text.startswith("rank 0 waited 2 s in vain for rank 1 (an exchange); it has shown no sign of life for 2 s")
+    assert text.startswith("rank 0: timed out after 2 s waiting for rank 1 (an exchange): no heartbeat for 2 s")
     assert SHORT.first_s < ranks.now - start <= SHORT.first_s + SLICE_S
     ranks = two()
     start = ranks.now
     ranks.leave()
     text = in_vain(hosted(ranks))
-    assert text.endswith("in vain for rank 1 (an exchange); its process has ended by itself; see its output")
+    assert text.endswith("waiting for rank 1 (an exchange): its process has exited. See the output of rank 1.")
     assert ranks.now - start <= SLICE_S
 
 
@@ -219,17 +222,17 @@ def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(
         before = seen(mine, lambda sign: True)
         files = shared()
         with other._lock:
-            sign = '{"beat": 1, "left": false, "begun": {}'
+            sign = '{"beat": 1, "left": false, "entered": {}'
             files.set("seqpar/heartbeat/2", sign + "}")  # of another rank, which a bad sign must not hide
             deep = sign + ', "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
             before = mine.read((1,))[1]
-            for text in (" ", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5, deep):
+            for text in (" ", "{", '{"beat": "x", "left": false, "entered": {}}', '{"beat": 1}', "[" * 10**5, deep):
                 files.set("seqpar/heartbeat/1", text)
                 assert mine.read((1, 2)) == {1: before, 2: Heartbeat(1, False, {})}
         assert not seen(mine, lambda sign, beat=before.beat: sign.beat > beat).left
-        other.begin("calls of x")
+        other.enter("calls of x")
         other.leave()
-        assert seen(mine, lambda sign: sign.left).begun == {"calls of x": 1}
+        assert seen(mine, lambda sign: sign.left).entered == {"calls of x": 1}
         mine.leave()
 
 
@@ -262,7 +265,7 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
 ) -> None:
     aborted, words = queue.Queue[str](), queue.Queue[str]()
     monkeypatch.setattr("seqpar.mesh.watch._abort", aborted.put)
-    reasons = {"late": "it lives, but has not begun this call", "stopped": "it has shown no sign of life"}
+    reasons = {"late": "it is alive but has not entered this call", "stopped": "no heartbeat for"}
     for name in ("computes", *reasons):
         ranks = two()
         mine, other = ranks.watches
@@ -284,8 +287,8 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
             continue
         assert aborted.get(timeout=60) == name  # the group whose exchanges were aborted
         text = words.get(timeout=60)  # nothing had raised the error in the time of grace
-        assert "rank 0 waited" in text
-        assert f"in vain for rank 1 (step 7); {reasons[name]}" in text
+        assert text.startswith("rank 0: timed out after")
+        assert f"waiting for rank 1 (step 7): {reasons[name]}" in text
         assert in_vain(mine.raise_if_failed) == text
         assert in_vain(mine.call("step 8", (0, 1), False, GPU).__enter__) == text
     assert aborted.empty()
@@ -300,7 +303,7 @@ def test_a_device_that_hangs_is_noticed_though_all_ranks_live(two: Callable[...,
     ranks.sleep(SHORT.host_s - BEAT_S)
     ranks.mine.raise_if_failed()
     ranks.sleep(3 * BEAT_S)
-    assert "(step 7); all show signs of life, so a device may hang" in in_vain(ranks.mine.raise_if_failed)
+    assert "(step 7): all send heartbeats, so a device may hang" in in_vain(ranks.mine.raise_if_failed)
 
 
 def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(
@@ -312,7 +315,7 @@ def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(
     ranks.alive.discard(1)
     with ranks.mine.call("step 1", (0, 1), False, GPU):
         ranks.sleep(SHORT.later_s + 2 * BEAT_S)
-    assert "in vain for rank 1 (step 1); it has shown no sign of life" in words.get(timeout=60)
+    assert "waiting for rank 1 (step 1): no heartbeat for" in words.get(timeout=60)
 
 
 def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., Ranks], gpu: list[Event]) -> None:
@@ -328,8 +331,12 @@ def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., R
 
 def test_a_store_that_does_not_answer_is_named(two: Callable[..., Ranks]) -> None:
     ranks = two()
-    heartbeats_of(ranks.mine).silent_since = ranks.now
-    assert "the store of the process group does not answer, either" in in_vain(hosted(ranks))
+
+    def unreachable(*_: object) -> NoReturn:
+        raise OSError("connection reset")
+
+    heartbeats_of(ranks.mine)._store = SimpleNamespace(set=unreachable, check=unreachable)  # pyright: ignore
+    assert "the store of the process group does not answer either" in in_vain(hosted(ranks))
 
 
 def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
@@ -360,8 +367,8 @@ def test_only_errors_of_lost_ranks_are_taken_for_those() -> None:
 def test_a_rank_that_never_starts_is_named() -> None:
     store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
     store.set("seqpar/started/0/2", "1")
-    text = in_vain(lambda: _gather_all(store, 0, 3, 0.5))
-    assert text.startswith("rank 0 waited 0.5 s in vain for rank 1 of 3 to start")
+    text = in_vain(lambda: _wait_for_all(store, 0, 3, 0.5))
+    assert text.startswith("rank 0: timed out after 0.5 s waiting for rank 1 of 3 to start")
 
 
 def left_alone(rank: int, world: int, device: torch.device, transport: str, port: int, way: str) -> tuple[str, float]:
@@ -431,9 +438,9 @@ def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(
     (text, seconds), (other, _) = ranks.run(2, left_alone, transport, port, way)
     if transport == "collective":
         ranks.close()  # the group of an exchange that timed out is not used again
-    assert text.startswith("rank 0 waited ")
+    assert text.startswith("rank 0: timed out after ")
     nccl = ranks.device == "cuda" and transport == "collective"
     what = ("step 4 of 5" if way == "steps" else "a call of the transformer") if nccl else "axis ulysses, "
-    assert f"in vain for rank 1 ({what}" in text
+    assert f"waiting for rank 1 ({what}" in text
     assert 3 <= seconds < 50  # not the first deadline
     assert other == "nothing"

@@ -78,7 +78,7 @@ def test_ranks_that_do_different_things_are_told_which(ranks: Pool, how: str) ->
     here, there = (calls, decodes) if how == "interrupt" else (decodes, calls)
     if how == "latents" and ranks.device == "cuda":  # where sizes are checked before the first step
         there = "prepares latents"
-    assert messages[0].startswith(f"got ranks that do different things: rank 0 {here}, rank 1 {there}, expected")
+    assert messages[0].startswith(f"ranks do different things: rank 0 {here}, rank 1 {there}. All")
 
 
 def lonely(rank: int, world: int, device: torch.device) -> str:

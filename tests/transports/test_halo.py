@@ -197,7 +197,9 @@ def test_a_neighbour_that_does_not_come_is_named(ranks: Pool, world: int) -> Non
     """Neighbours meet even if they have nothing to swap; ranks that are not neighbours do not wait for each other."""
     for rank, told in enumerate(ranks.run(world, left_alone)):
         late = {0: 1, 2: 1}.get(rank)
-        assert told.startswith(f"rank {rank} waited 2 s in vain for rank {late} ") if late else told == "nothing"
+        assert (
+            told.startswith(f"rank {rank}: timed out after 2 s waiting for rank {late} ") if late else told == "nothing"
+        )
 
 
 def captured(rank: int, world: int, device: torch.device, name: str, swaps: int) -> int:

@@ -174,9 +174,9 @@ class Transport(_contract.Transport):
         peers = exchange.all_flags[(number - 1) % 2].ranks
         late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
         return (
-            f"rank {_world_rank(axis, axis.rank)} waited {self._record.deadline_s:g} s in vain for rank "
-            f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}); it died or is stuck: see its "
-            f"output"
+            f"rank {_world_rank(axis, axis.rank)}: timed out after {self._record.deadline_s:g} s waiting for rank "
+            f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}): it crashed or hangs. See its "
+            f"output."
         )
 
     def _release(self) -> None:

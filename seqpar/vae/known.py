@@ -1,7 +1,7 @@
-"""What is known about VAEs: the types of modules that were tested on strips, and the functions that are local.
+"""Facts about VAEs: types of modules tested on strips, local functions, and bytes per pixel.
 
 A function is local if its result on a strip is the strip of its result: pointwise functions, views, and joining or
-splitting along channels and time. What joins along the cut dim is found by the check at the next convolution.
+splitting along channels and time. The check at the next convolution finds joins along the cut dim.
 """
 
 from __future__ import annotations
@@ -72,27 +72,24 @@ PROCESSORS = frozenset(f"diffusers.models.attention_processor.{name}AttnProcesso
 
 
 def why_untested(vae: nn.Module) -> str | None:
-    """Return why the strips of a VAE's modules were not tested, or None: the type of one, or what `why_changed` finds.
-
-    It names the first such module.
-    """
+    """Return why strips do not support a VAE, or None: the first module of another type, or `why_changed`."""
     for name, module in vae.named_modules():
         kind = _kind(module)
         if kind not in MODULES:
             return (
-                f"got a VAE whose module {name or '(the VAE itself)'} is a {kind}, expected types whose strips were "
-                f"tested; decode whole pictures, or add rules and a test for it"
+                f"its module {name or '(the VAE itself)'} is a {kind}, which was not tested on strips; decode whole "
+                f"images, or add rules and a test for it"
             )
         if getattr(module, "per_channel_scale1", None) is not None:
             return (
-                f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
-                f"draw differently; decode whole pictures"
+                f"its module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would draw "
+                f"differently; decode whole images"
             )
     return why_changed(vae)
 
 
 def why_unknown(vae: Any) -> str | None:
-    """Return why a VAE is never cut into strips, or None: a type of module, or a decode that is not diffusers' own."""
+    """Return why a VAE is never cut into strips, or None: `why_untested`, or a method that is not diffusers' own."""
     for name in filter(partial(hasattr, vae), METHODS):
         if getattr(own(vae, name), "__func__", None) is not getattr(type(vae), name):
             return f"its {name} was replaced by another function"
@@ -100,30 +97,29 @@ def why_unknown(vae: Any) -> str | None:
 
 
 def why_changed(vae: nn.Module) -> str | None:
-    """Return why a VAE of known modules has no strips as it is now, or None.
+    """Return why a VAE of tested modules cannot be cut into strips at the moment, or None.
 
-    Users switch these on and off at any time: hooks that move or convert the weights of single modules when they are
-    called (offloading of groups, sequential offloading, layerwise casting), and other attention processors. The hook of
-    offloading the whole VAE is none of them. This takes less than a millisecond.
+    Users switch on and off: hooks that move or convert the weights of single modules (group and sequential offloading,
+    layerwise casting), and other attention processors. The hook that offloads the whole VAE does not matter.
     """
     for name, module in vae.named_modules():
         names = vars(module)
         registry, processor = names.get("_diffusers_hook"), names.get("processor", names["_modules"].get("processor"))
         hooked = names["_forward_hooks"] or names["_forward_pre_hooks"] or ("forward" in names and registry is None)
         if name and ("_hf_hook" in names or hooked):
-            fault = "has a hook, or another forward than its own, expected neither"
+            fault = "has a hook or a replaced forward"
         elif registry is not None and registry.hooks:
-            fault = "has a hook (offloading or layerwise casting), expected none"
+            fault = "has a hook (offloading or layerwise casting)"
         elif processor is not None and _kind(processor) not in PROCESSORS:
-            fault = f"has the attention processor {_kind(processor)}, expected one whose strips were tested"
+            fault = f"has the attention processor {_kind(processor)}, which was not tested on strips"
         else:
             continue
-        return f"got a VAE whose module {name or '(the VAE itself)'} {fault}; decode whole pictures, or remove it"
+        return f"its module {name or '(the VAE itself)'} {fault}; decode whole images, or remove it"
     return None
 
 
-def _kind(one: object) -> str:
-    return f"{type(one).__module__}.{type(one).__qualname__}"
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _getters(*names: str) -> list[Any]:
@@ -148,9 +144,9 @@ LOCAL = frozenset(
 )
 """Functions whose result on a strip is the strip of their result.
 
-Of some this is true only as the modules in `MODULES` call them: `arange`, `meshgrid` and the indexing of rows depend
-on positions, and views, `cat` and `linear` on the dims. Nothing here checks their arguments. They are safe because a
-type of module is listed only after its strips were compared with whole pictures; look at them when you list another.
+Some are local only as the modules in `MODULES` call them: `arange`, `meshgrid` and the indexing of rows depend on
+positions; views, `cat` and `linear` on the dims. Arguments are not checked. A type of module is listed only after its
+strips were compared with whole images; check these functions when you add one.
 """
 
 

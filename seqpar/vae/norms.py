@@ -1,7 +1,7 @@
-"""Rules of norms: statistics over the strips of all ranks, and one kernel for a norm and the SiLU that follows it.
+"""Norms on strips: statistics over all ranks, and modules that compute a norm and the SiLU after it in one kernel.
 
-Moments of groups are combined in the order of the ranks, so that all ranks get the same bits. `normed` and `sum_of` are
-what `seqpar.vae.norms` calls in place of several functions of torch; the function mode sees them like those.
+Moments of groups are combined in the order of the ranks, so that all ranks get the same bits. `normed` and `sum_of`
+stand for several functions of torch; `StripMode` sees them like those.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from seqpar.vae.strips import Strip
 def fewer_passes(vae: nn.Module) -> Iterator[None]:
     """While it is entered, modules of a VAE compute by the functions below.
 
-    Modules of which one has another `forward` by somebody else, to load its weights for example, are left alone. The
-    VAE object itself is changed meanwhile (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one
-    VAE at the same time.
+    Modules whose `forward` was replaced, to load weights for example, are left alone. The VAE object changes meanwhile
+    (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one VAE at the same time.
     """
     changed: list[nn.Module] = []
     try:
-        for module in vae.modules():
-            for each, forward in _forwards(module).items():
-                each.forward = forward
-                changed.append(each)
+        for owner in vae.modules():
+            for module, forward in _forwards(owner).items():
+                module.forward = forward
+                changed.append(module)
         yield
     finally:
         for module in changed:
@@ -44,14 +43,14 @@ def fewer_passes(vae: nn.Module) -> Iterator[None]:
 
 
 def _forwards(module: Any) -> dict[nn.Module, Callable[..., Tensor]]:
-    """Return modules, this one or children of it, with what takes the place of their `forward`."""
+    """Return this module or children of it, each with the function in place of its `forward`."""
     name = type(module).__name__
     if name in FORWARDS and not _replaced(module.modules()):
         return {module: partial(FORWARDS[name], module)}
     if name in ACTIVATED:
-        activation, *before = (getattr(module, each) for each in ACTIVATED[name])
+        activation, *before = (getattr(module, child) for child in ACTIVATED[name])
         if not _replaced((activation, *before)):
-            return {activation: _unchanged, **{norm: partial(_normed, norm, True) for norm in before}}
+            return {activation: lambda x: x, **{norm: partial(_activated, norm) for norm in before}}
     return {}
 
 
@@ -60,7 +59,7 @@ def _replaced(modules: Iterable[nn.Module]) -> bool:
 
 
 def picture_block(block: Any, input_tensor: Tensor, temb: None = None) -> Tensor:
-    """Return what a ResnetBlock2D of a VAE, which has no embedding of a timestep, makes of a picture (N, C, H, W)."""
+    """`forward` of a VAE's ResnetBlock2D, without a timestep, for an image (N, C, H, W)."""
     hidden, bias = _without_bias(block.conv1, normed(input_tensor, block.norm1, True))
     hidden = block.dropout(normed(hidden, block.norm2, True, bias))
     hidden, bias = _without_bias(block.conv2, hidden)
@@ -72,7 +71,7 @@ def picture_block(block: Any, input_tensor: Tensor, temb: None = None) -> Tensor
 
 
 def video_block(block: Any, x: Tensor, feat_cache: list[Any] | None = None, feat_idx: Any = None) -> Tensor:
-    """Return what a residual block of Wan or Qwen-Image makes of some frames (N, C, T, H, W).
+    """`forward` of a residual block of Wan or Qwen-Image for some frames (N, C, T, H, W).
 
     feat_cache: the last frames of the input of each convolution. feat_idx: a list of one number, the next convolution.
     """
@@ -85,7 +84,6 @@ def video_block(block: Any, x: Tensor, feat_cache: list[Any] | None = None, feat
 
 
 def _without_bias(conv: nn.Conv2d, x: Tensor) -> Biased:
-    """Return the convolution of x, and its bias if that is still to be added."""
     if not adds_apart(x, conv.bias):
         return conv(x), None
     y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
@@ -93,7 +91,6 @@ def _without_bias(conv: nn.Conv2d, x: Tensor) -> Biased:
 
 
 def _causal(conv: Any, x: Tensor, before: Tensor | None) -> Biased:
-    """Return a causal convolution after the frames `before`, and its bias if that is still to be added."""
     if not adds_apart(x, conv.bias):
         return conv(x, before), None
     frames, rows, columns = conv.kernel_size
@@ -107,7 +104,7 @@ def _causal(conv: Any, x: Tensor, before: Tensor | None) -> Biased:
 
 
 def _cached(x: Tensor, feat_cache: list[Any] | None, feat_idx: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the input of a convolution and the frames before it; the last frames of x are kept for the next call."""
+    """Return the input of a convolution and the frames before it; the cache takes the last frames of x."""
     if feat_cache is None:
         return x, None
     index, last = feat_idx[0], x[:, :, -CACHED:].clone()
@@ -118,12 +115,8 @@ def _cached(x: Tensor, feat_cache: list[Any] | None, feat_idx: Any) -> tuple[Ten
     return x, before
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def _normed(norm: Any, silu: bool, x: Tensor) -> Tensor:
-    return normed(x, norm, silu)
+def _activated(norm: Any, x: Tensor) -> Tensor:
+    return normed(x, norm, True)
 
 
 def _rms_norm(norm: Any, x: Tensor) -> Tensor:
@@ -147,7 +140,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("WanRMS_norm", "QwenImageRMS_norm"), _rms_norm),
     **dict.fromkeys(("WanUpsample", "QwenImageUpsample"), _upsample),
 }
-"""Class of diffusers -> what takes the place of its `forward`, with the module as the first argument."""
+"""Class of diffusers -> the function in place of its `forward`, with the module as the first argument."""
 ACTIVATED = {
     **dict.fromkeys(
         ("Encoder", "Decoder", "HunyuanVideoEncoder3D", "HunyuanVideoDecoder3D"), ("conv_act", "conv_norm_out")
@@ -157,15 +150,15 @@ ACTIVATED = {
     ),
     "HunyuanVideoResnetBlockCausal3D": ("nonlinearity", "norm1", "norm2"),
 }
-"""Class of diffusers -> the name of its SiLU, and those of the norms that are the only ones before it."""
+"""Class of diffusers -> the name of its SiLU, and the names of the only norms before it."""
 
 
 Biased = tuple[Tensor, Tensor | None]
-"""A picture (N, C, ...), and a bias (C,) that is still to be added to it, or None."""
+"""An image (N, C, ...), and a bias (C,) that is still to be added to it, or None."""
 
 
 def normed(x_NC: Tensor, norm: nn.Module, silu: bool = False, shift_C: Tensor | None = None) -> Tensor:
-    """Return the norm of x + shift, (N, C, ...), by diffusers' module of a norm, followed by SiLU if `silu`.
+    """Apply a norm of diffusers to x + shift, (N, C, ...), then SiLU if `silu`.
 
     norm: a GroupNorm, or an RMSNorm over channels with `gamma` and `bias`, which takes no shift.
     """
@@ -173,14 +166,14 @@ def normed(x_NC: Tensor, norm: nn.Module, silu: bool = False, shift_C: Tensor | 
 
 
 def sum_of(first: Biased, second: Biased) -> Tensor:
-    """Return the sum of two pictures and their biases, rounded once."""
+    """Return the sum of two images and their biases, rounded once."""
     return handle_torch_function(sum_of, (first[0],), first, second)
 
 
 def apply_normed(
     strip: Strip, function: Any, x_NC: Tensor, norm: Any, silu: bool = False, shift_C: Tensor | None = None
 ) -> Tensor:
-    """Apply the rule of `normed`."""
+    """Rule of `normed`."""
     if isinstance(norm, nn.GroupNorm):
         affine = kernels.Affine(norm.weight, norm.bias, norm.eps, shift_C)
         return _group_norm(strip, x_NC, norm.num_groups, affine, silu)
@@ -197,7 +190,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Apply the rule of `torch.nn.functional.group_norm` to a strip (N, C, ...)."""
+    """Rule of `group_norm` on a strip (N, C, ...)."""
     return _group_norm(strip, input, num_groups, kernels.Affine(weight, bias, eps), silu=False)
 
 
@@ -210,7 +203,7 @@ def _group_norm(strip: Strip, x_NC: Tensor, groups: int, affine: kernels.Affine,
 
 
 def apply_sum(strip: Strip, function: Any, first: Biased, second: Biased) -> Tensor:
-    """Apply the rule of `sum_of`, which is local."""
+    """Rule of `sum_of`, which is local."""
     (x, _), (y, _) = first, second
     if (first[1] is None and second[1] is None) or x.stride() != y.stride() or x.dtype != y.dtype:
         return with_bias(*first) + with_bias(*second)
@@ -218,15 +211,15 @@ def apply_sum(strip: Strip, function: Any, first: Biased, second: Biased) -> Ten
 
 
 def adds_apart(x: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a kernel of ours adds the bias of a convolution of x: in channels-last memory.
+    """Return whether seqpar's kernel adds the bias of a convolution of x: in channels-last memory.
 
-    cuDNN's convolutions as torch calls them add no bias, so torch needs a pass of its own, too.
+    cuDNN's convolutions as torch calls them add no bias, so torch needs a separate pass, too.
     """
     return bias is not None and bias.dtype == x.dtype and kernels.places_last(x) is False
 
 
 def with_bias(y_NC: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Return the output y of a convolution with its bias, which is added in place."""
+    """Add a bias to the output y of a convolution, in place."""
     if bias_C is None:
         return y_NC
     if kernels.places_last(y_NC) is False:
@@ -235,7 +228,7 @@ def with_bias(y_NC: Tensor, bias_C: Tensor | None) -> Tensor:
 
 
 def over_channels(strip: Strip, x: Tensor, dims: Any) -> None:
-    """Refuse a reduction over rows or columns. The last dim is channels if the two before it are the strip."""
+    """Raise for a reduction over rows or columns. The last dim is channels if the two before it are the strip."""
     dims = {dim - x.ndim if dim >= 0 else dim for dim in dims}
     if dims == {-1} and x.ndim >= 4 and strip.cut.fits(x[..., 0]):
         return
@@ -244,20 +237,20 @@ def over_channels(strip: Strip, x: Tensor, dims: Any) -> None:
 
 
 def normalize(
-    strip: Strip, function: Any, input: Tensor, p: float = 2.0, dim: int = 1, *more: Any, **named: Any
+    strip: Strip, function: Any, input: Tensor, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Apply the rule of `torch.nn.functional.normalize`, which is local over channels."""
+    """Rule of `normalize`, which is local over channels."""
     over_channels(strip, input, (dim,))
-    return function(input, p, dim, *more, **named)
+    return function(input, p, dim, *args, **kwargs)
 
 
-def layer_norm(strip: Strip, function: Any, input: Tensor, normalized_shape: Any, *more: Any, **named: Any) -> Tensor:
-    """Apply the rule of `torch.nn.functional.layer_norm`, which is local over channels in the last dim."""
+def layer_norm(strip: Strip, function: Any, input: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Rule of `layer_norm`, which is local over channels in the last dim."""
     over_channels(strip, input, range(-len(normalized_shape), 0))
-    return function(input, normalized_shape, *more, **named)
+    return function(input, normalized_shape, *args, **kwargs)
 
 
-def mean(strip: Strip, function: Any, input: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
-    """Apply the rule of `Tensor.mean`, which is local over channels and frames."""
+def mean(strip: Strip, function: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Rule of `Tensor.mean`, which is local over channels and frames."""
     over_channels(strip, input, range(input.ndim) if dim is None else dim if isinstance(dim, tuple) else (dim,))
-    return function(input, dim, *more, **named)
+    return function(input, dim, *args, **kwargs)

@@ -1,8 +1,7 @@
-"""Decodes and encodes one picture (or video) on all ranks: each rank computes a strip of it, exactly.
+"""Decoding and encoding of one image or video on all ranks: each rank computes a strip of it.
 
 diffusers' own VAE runs on this rank's strip inside `StripMode`. Convolutions get the neighbours' rows, norms the
 statistics of all strips, and attention all keys.
-When it wins: with fewer pictures than ranks, and where one device cannot hold the activations of a picture.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from seqpar.vae.strips import Cut, Exchanges, Strip, channels_last, pixels_last,
 
 
 class ParallelVAE:
-    """One VAE of diffusers on one mesh. The ranks of a replica call its methods at the same time, with equal inputs.
+    """A VAE of diffusers on a mesh. Inference only; collective over the ranks of a replica, with equal inputs.
 
-    transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
+    transport: moves edge rows and sums; not shared with others, because `release` frees its memory. channels_last:
     compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
-    ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
+    ValueError for a VAE with a type of module whose strips were not tested.
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
@@ -38,19 +37,19 @@ class ParallelVAE:
         self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
         self._exchanges = Exchanges(self._axis, transport)
         self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._factor, self._told = spatial_factor(vae), set[str]()
+        self._factor, self._printed = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
+        """Return the result of `vae.decode` for full latents (N, C, ..., h, w), full on every rank.
 
-        If `why_whole` has a reason, every rank decodes whole latents, and rank 0 prints the reason once. Tiling
-        (`use_tiling`) is off while strips are decoded, because tiles make another picture; that is printed, too.
+        If `why_whole` has a reason, every rank decodes full latents, and rank 0 prints the reason once. Tiling
+        (`use_tiling`) is off while strips are decoded, because tiles leave seams; rank 0 prints that, too.
         """
         cut = self._cut(z, encode=False)
         if cut is None:
             return self._own("decode")(z, *args, **kwargs)
-        strip, decode = self._formatted(cut.take(z)), self._unwrapped("decode")
+        strip, decode = self._take(cut, z), self._unwrapped("decode")
         with self._on_strips(cut):
             result = decode(strip, *args, **kwargs)
         sample = _whole(cut, result[0])
@@ -60,11 +59,11 @@ class ParallelVAE:
         return result
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.encode` returns for whole pictures (N, C, ..., H, W), whole on every rank; see `decode`."""
+        """Return the result of `vae.encode` for full images (N, C, ..., H, W), full on every rank, as `decode` does."""
         cut = self._cut(x, encode=True)
         if cut is None:
             return self._own("encode")(x, *args, **kwargs)
-        strip, encode = self._formatted(cut.take(x, self._factor)), self._unwrapped("encode")
+        strip, encode = self._take(cut, x, self._factor), self._unwrapped("encode")
         with self._on_strips(cut):
             result = encode(strip, *args, **kwargs)
         posterior = result[0]
@@ -75,7 +74,7 @@ class ParallelVAE:
         return result
 
     def why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
-        """Return the reason why latents (or, with `encode`, pictures) of this shape are not cut; None if they are."""
+        """Return why latents (or, with `encode`, images) of this shape are not cut into strips, or None."""
         rows, columns = shape[-2:]
         factor = self._factor if encode else 1
         if rows % factor or columns % factor:
@@ -85,7 +84,7 @@ class ParallelVAE:
         return None
 
     def release(self) -> None:
-        """Free the memory of all exchanges and put the weights' format back; every rank must call this."""
+        """Free the memory of all exchanges and put the weights' format back. Collective."""
         self._exchanges.release()
         if self._restore is not None:
             self._restore()
@@ -93,15 +92,16 @@ class ParallelVAE:
 
     def _cut(self, whole: Tensor, encode: bool) -> Cut | None:
         if torch.is_grad_enabled() and whole.requires_grad:
-            raise ValueError("got an input that requires gradients, expected inference; call it inside torch.no_grad()")
+            raise ValueError("The VAE's input requires grad, but strips support inference only; use torch.no_grad()")
         reason = self.why_whole(whole.shape, encode)
         if reason is not None:
-            self._tell(f"the VAE {'encodes' if encode else 'decodes'} whole pictures on every rank, because {reason}")
+            self._say(f"the VAE {'encodes' if encode else 'decodes'} whole images on every rank, because {reason}")
             return None
         factor = self._factor if encode else 1
         return Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
 
-    def _formatted(self, strip: Tensor) -> Tensor:
+    def _take(self, cut: Cut, whole: Tensor, factor: int = 1) -> Tensor:
+        strip = cut.take(whole, factor)
         return strip if self._restore is None else pixels_last(strip)
 
     @contextmanager
@@ -111,7 +111,7 @@ class ParallelVAE:
         self._arrive()
         tiled = getattr(self._vae, "use_tiling", False)
         if tiled:
-            self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
+            self._say("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
             self._vae.use_tiling = False
         try:
             mode = StripMode(Strip(cut, self._exchanges, channels_last(self._vae), self._side))
@@ -122,7 +122,7 @@ class ParallelVAE:
                 self._vae.use_tiling = True
 
     def _arrive(self) -> None:
-        """Do what diffusers' `apply_forward_hook` does around decode and encode, where no rules of strips hold.
+        """Run the hook that diffusers' `apply_forward_hook` runs around decode and encode, outside `StripMode`.
 
         The hook of `enable_model_cpu_offload` moves the weights to the device.
         """
@@ -138,15 +138,15 @@ class ParallelVAE:
         """Return a method of the VAE's class, also where the instance's was replaced."""
         return getattr(type(self._vae), method).__get__(self._vae)
 
-    def _tell(self, message: str) -> None:
+    def _say(self, message: str) -> None:
         """Print a message once."""
-        if self._main and message not in self._told:
-            self._told.add(message)
+        if self._main and message not in self._printed:
+            self._printed.add(message)
             print(f"seqpar: {message}", flush=True)
 
 
 def _whole(cut: Cut, strip: Tensor) -> Tensor:
-    """Return the strips of all ranks side by side."""
+    """Join the strips of all ranks."""
     if cut.axis.size == 1:
         return strip.contiguous()
     return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

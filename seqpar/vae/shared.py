@@ -1,8 +1,7 @@
-"""Shares a VAE among the ranks of a mesh, in place: its `decode` and `encode` take rank 0's input.
+"""A VAE shared among the ranks of a mesh, in place: `decode` and `encode` take rank 0's input.
 
 A diffusers pipeline steps its own latents on every rank. If noise or generators differ between ranks, these latents
-differ, although the transformer uses rank 0's. Every rank must call a shared method at the same time.
-When it wins: it is how all ranks of a diffusers pipeline end with one picture.
+differ although the transformer uses rank 0's. Shared methods are collective, and return one image on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NoReturn, TypeVar
@@ -24,8 +23,8 @@ T = TypeVar("T")
 Look = tuple[Callable[[], None], Callable[[Any], None]]
 
 HALF = 2  # bytes of a 16-bit weight
-METHODS = ("decode", "encode")  # those of a VAE that are shared
-SHARED = "_seqpar_"  # how the names of a VAE's attributes begin that hold them, because users wrap `vae.decode`
+METHODS = ("decode", "encode")  # of a VAE that are shared
+SHARED = "_seqpar_"  # prefix of the VAE's attributes that hold them, because users wrap `vae.decode`
 
 
 def _nothing() -> None:
@@ -36,8 +35,8 @@ def _nothing() -> None:
 class User:
     """A pipeline that shares a VAE among the ranks of its mesh.
 
-    check: called before each call. decode, encode: called in place of the VAE's own on every rank, with this rank's
-    input. Without `decode` the VAE's own takes rank 0's input; without `encode` the VAE's own is not replaced.
+    check: called before each call. decode, encode: replace the VAE's own and take this rank's input. Without `decode`
+    the VAE's own takes rank 0's input; without `encode` the VAE's own stays.
     """
 
     mesh: Mesh
@@ -47,31 +46,23 @@ class User:
 
 
 def share(vae: Any, user: User) -> Callable[[], None]:
-    """Change a VAE in place, so that its `decode` takes rank 0's input on every rank; return what ends that.
+    """Let a VAE's methods take rank 0's input on every rank, in place; return a function that ends this.
 
-    Its `encode` does so, too, for a user that has one.
-    Pipelines may share a VAE: the mesh of the first one computes, and the VAE's own methods are put back when the last
-    of them ends it.
+    Pipelines may share a VAE: the mesh of the first one computes, and the last one to end restores the VAE's methods.
     """
     names = METHODS if user.encode is not None else METHODS[:1]
-    ends = [_shared(vae, name).join(user) for name in names]
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    ends = ExitStack()
+    for name in names:
+        method = _shared(vae, name)
+        ends.callback(method.add(method.users, user))
+    return ends.close
 
 
 @contextmanager
 def looked_at(vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Call `begin` before each call of a VAE's `decode` or `encode`, and `look` with its result.
-
-    An error that they raise ends the call.
-
-    The method stays the one that `own` finds, so that the VAE may be shared before, and ranks may call it alone.
-    """
-    end = _shared(vae, name).look((begin, look))
+    """Call `begin` before each call of a VAE's `decode` or `encode`, and `look` with its result; both may raise."""
+    method = _shared(vae, name)
+    end = method.add(method.looks, (begin, look))
     try:
         yield
     finally:
@@ -93,35 +84,38 @@ def _shared(vae: Any, name: str) -> Shared:
 
 
 def _narrowed(x: Any, vae: Any) -> Any:
-    """Return an input as it is, or in the dtype of the weights if these have 16 bits and would not take more."""
+    """Return an input in the dtype of the weights if these have 16 bits and the input has more."""
     dtype = next((weight.dtype for weight in vae.parameters() if weight.is_floating_point()), x.dtype)
     return x.to(dtype) if dtype.itemsize == HALF and x.is_floating_point() and x.itemsize > HALF else x
 
 
 class Shared:
-    """A method of a VAE whose input is shared among ranks. alone: the VAE's own, which takes this rank's input."""
+    """A method of a VAE that takes rank 0's input.
+
+    alone: the VAE's own, which takes this rank's input. users, looks: see `add`.
+    """
 
     def __init__(self, vae: Any, name: str) -> None:
         self.alone: Callable[..., Any] = getattr(vae, name)
         self._vae, self._name = vae, name
         self._before = {key: x for key, x in vars(vae).items() if key == name}
         self._first = next(iter(inspect.signature(self.alone).parameters), "")  # the input, which may come by its name
-        self._users: dict[object, User] = {}
-        self._looks: dict[object, Look] = {}
+        self.users: dict[object, User] = {}
+        self.looks: dict[object, Look] = {}
         update_wrapper(self, self.alone)  # pyright: ignore[reportArgumentType]
 
     @torch.compiler.disable  # of a user's torch.compile(vae.decode)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the VAE makes of rank 0's input."""
-        for begin, _ in self._looks.values():
+        """Return the VAE's result for rank 0's input."""
+        for begin, _ in self.looks.values():
             begin()
         result = self._compute(args, kwargs)
-        for _, look in self._looks.values():
+        for _, look in self.looks.values():
             look(result)
         return result
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        users = [*self._users.values()]
+        users = [*self.users.values()]
         for user in users:
             user.check()
         if not users:
@@ -130,38 +124,31 @@ class Shared:
         x = _narrowed(x, self._vae)
         if (compute := getattr(users[0], self._name)) is not None:
             return compute(x, *rest, **kwargs)
-        rank_0s = from_rank_0(users[0].mesh, {self._first: x}, {CALL: f"calls the VAE's {self._name}"})
-        return self.alone(rank_0s[self._first], *rest, **kwargs)
+        shared = from_rank_0(users[0].mesh, {self._first: x}, {CALL: f"calls the VAE's {self._name}"})
+        return self.alone(shared[self._first], *rest, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled with the VAE or its pipeline."""
-        raise ValueError("got a VAE that ranks share to pickle, expected a plain one; call seqpar.release first")
+        """Raise ValueError: the VAE, or its pipeline, is being pickled."""
+        raise ValueError("A VAE that ranks share cannot be pickled; call seqpar.release first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the own method of the VAE's copy, which no mesh shares and which has weights of its own."""
+        """Return the method of the VAE's copy, which no mesh shares."""
         return copy.deepcopy(self.alone, memo)
 
-    def join(self, user: User) -> Callable[[], None]:
-        """Add a user; return what takes it away again."""
-        return self._add(self._users, user)
-
-    def look(self, look: Look) -> Callable[[], None]:
-        """Call the first function before each call, and the second with each result; return what ends that."""
-        return self._add(self._looks, look)
-
-    def _add(self, to: dict[object, T], one: T) -> Callable[[], None]:
+    def add(self, to: dict[object, T], value: T) -> Callable[[], None]:
+        """Add a value to `users` or `looks`; return a function that removes it, and at last restores the VAE."""
         key = object()
-        to[key] = one
+        to[key] = value
 
         def end() -> None:
             to.pop(key, None)
-            if self._users or self._looks:
+            if self.users or self.looks:
                 return
             vars(self._vae).pop(SHARED + self._name, None)
             if vars(self._vae).get(self._name) is self:
                 delattr(self._vae, self._name)
                 vars(self._vae).update(self._before)
-            elif isinstance(one, User) and one.mesh.is_main:
+            elif isinstance(value, User) and value.mesh.is_main:
                 print(f"seqpar: the {self._name} that was set on the {type(self._vae).__name__} stays", flush=True)
 
         return end

@@ -1,4 +1,4 @@
-"""How a latent is cut into strips, and what the rules of functions know about this rank's strip.
+"""The cut of a latent into strips, the exchanges between them, and how images are spread over ranks.
 
 A strip keeps its share at every resolution of the decoder, so its bounds follow from the latent's by proportion.
 """
@@ -29,10 +29,7 @@ class Exchanges:
         self._halos: dict[tuple[object, ...], Halo] = {}
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before`, `after`.
-
-        See `seqpar.transports._exchanges.Halo.swap`; all ranks call, in the same order, with blocks of any size.
-        """
+        """Send `first` to the previous rank and `last` to the next; receive `before` and `after` from them."""
         blocks = [block for block in (first, last, before, after) if block is not None]
         if self._axis.size == 1 or not blocks:
             return
@@ -44,7 +41,7 @@ class Exchanges:
         self._halos[key].swap(first, last, before, after)
 
     def every(self, block: Tensor) -> Tensor:
-        """Return the blocks of all ranks, stacked in a new first dim; valid until the next call with this shape."""
+        """Stack the blocks of all ranks in a new first dim; valid until the next call with this shape."""
         key = (block.shape, block.dtype, block.device)
         if key not in self._gathers:
             sizes = (1,) * self._axis.size
@@ -59,22 +56,22 @@ class Exchanges:
         return CollectiveGather(self._axis, sizes, shape, like)
 
     def release(self) -> None:
-        """Free the buffers of all exchanges; every rank must call this."""
+        """Free the buffers of all exchanges. Collective."""
         self._gathers.clear()
         self._halos.clear()
         self._transport.release()
 
 
-WISHES = ("auto", "strips", "pictures", "tiled")  # how a caller may ask for pictures to be decoded
+WISHES = ("auto", "strips", "pictures", "tiled")  # a caller's choices
 SEAMS = "in diffusers' tiles, which leave seams"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How pictures are decoded: "pictures" (whole, some on each rank), "strips" (each on `ranks`) or "whole".
+    """How images are decoded: "pictures" (whole, some on each rank), "strips" (each on `ranks`) or "whole".
 
-    axis: the one that divides the pictures. why: why there are no strips, where there would be. tiled: whether whole
-    pictures are decoded by diffusers' tiling.
+    axis: divides the images. why: the reason against strips, or for tiles. tiled: whether diffusers' tiling decodes
+    whole images.
     """
 
     name: str
@@ -84,31 +81,31 @@ class Spread:
     tiled: bool = False
 
     def shard(self, count: int) -> Shard:
-        """Return the pictures of each rank of the axis."""
+        """Return the images of each rank of the axis."""
         return Shard(count, self.axis.size)
 
     @property
     def explained(self) -> str | None:
-        """Return the sentence that says why there are no strips, or None."""
+        """Return the line that rank 0 prints if there is a reason."""
         return None if self.why is None else f"the VAE computes {self}"
 
     def __str__(self) -> str:
         groups = f", in each of {self.axis.size} groups" if self.axis.size > 1 else ""
         shown = {
-            "pictures": f"whole pictures, some on each of {self.ranks} ranks",
+            "pictures": f"whole images, some on each of {self.ranks} ranks",
             "strips": f"strips on {self.ranks} ranks{groups}",
-            "whole": "whole pictures on every rank" if self.ranks > 1 else "whole pictures",
+            "whole": "whole images on every rank" if self.ranks > 1 else "whole images",
         }[self.name]
         shown += f", {SEAMS}" if self.tiled else ""
         return shown if self.why is None else f"{shown}, because {self.why}"
 
 
 def spread_of(count: int, wish: str, world: Axis, groups: Axis, why_whole: Callable[[], str | None]) -> Spread:
-    """Return how `count` pictures are decoded on all ranks.
+    """Return how `count` images are decoded on all ranks.
 
-    wish: one of `WISHES`; "auto" decodes by pictures where each rank gets one, and in exact mode, because that has the
-    bits of one rank, and otherwise by strips. groups: the axis of the groups of ranks that share a picture.
-    why_whole: returns why a picture cannot be cut into strips, or None.
+    wish: one of `WISHES`; "auto" gives each rank whole images where there are enough, and in exact mode, because these
+    have the bits of one rank; otherwise strips. groups: the axis of the groups of ranks that share an image. why_whole:
+    returns why an image cannot be cut into strips, or None.
     """
     tiled = wish == "tiled"
     if world.size == 1:
@@ -121,7 +118,7 @@ def spread_of(count: int, wish: str, world: Axis, groups: Axis, why_whole: Calla
     return Spread("pictures", world.size, world, reason)
 
 
-VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # convolve over frames, and are faster in channels-last memory
+VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # video VAEs that are faster in channels-last memory
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -139,7 +136,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def wins(vae: nn.Module, device: torch.device) -> bool:
-    """Return whether a VAE should compute in channels-last memory: on GPUs, if it makes pictures or is known to win.
+    """Return whether channels-last memory is faster: on GPUs, for VAEs of images and the `VIDEOS`.
 
     On an H200 HunyuanVideo's decoder took 967 ms for 81 frames of 256 x 448, and 666 ms contiguously; LTX-Video's 159
     ms for 81 frames of 480 x 704, and 102 ms.
@@ -154,10 +151,9 @@ def channels_last(vae: nn.Module) -> bool:
 
 
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
-    """Change the memory of the weights of convolutions to channels-last; return what makes them contiguous again.
+    """Make the weights of convolutions channels-last, in place; return a function that makes them contiguous again.
 
-    Values stay, and so do the parameters, also if they are moved to another device in between. Weights that lie so
-    already, as for another user of the VAE, are left to whom changed them.
+    Weights that are channels-last already, as for another user of the VAE, are left alone.
     """
     changed = [module for module in _convolutions(vae) if module.weight.is_contiguous()]
 
@@ -179,10 +175,10 @@ ROWS, COLUMNS = -2, -1
 
 @dataclass(frozen=True)
 class Cut:
-    """The strips of one latent. `dim` is counted from the end: -2 cuts rows, -1 cuts columns.
+    """The strips of one latent. dim: -2 cuts rows, -1 cuts columns.
 
     axis: the ranks that share the latent. sizes: latent rows (or columns) of each rank. other: the latent's size along
-    the dim that is not cut, which is the measure of resolution.
+    the dim that is not cut.
     """
 
     axis: Axis
@@ -200,7 +196,7 @@ class Cut:
         return None
 
     @property
-    def mine(self) -> int:
+    def local(self) -> int:
         """Return the latent rows (or columns) of this rank."""
         return self.sizes[self.axis.rank]
 
@@ -214,35 +210,26 @@ class Cut:
         """Return whether this rank's strip ends at the outer edge."""
         return self.axis.rank == self.axis.size - 1
 
-    @property
-    def across(self) -> int:
-        """Return the dim of the two that is not cut."""
-        return ROWS + COLUMNS - self.dim
-
     def take(self, whole: Tensor, factor: int = 1) -> Tensor:
-        """Return this rank's strip of a whole tensor with `factor` pixels for each latent pixel, as a view."""
+        """Return this rank's strip of a full tensor with `factor` pixels for each latent pixel, as a view."""
         start = sum(self.sizes[: self.axis.rank])
-        return whole.narrow(self.dim, start * factor, self.mine * factor)
+        return whole.narrow(self.dim, start * factor, self.local * factor)
 
     def fits(self, strip_NCHW: Tensor) -> bool:
-        """Return whether the last two dims of a tensor are this rank's strip at some resolution.
-
-        Then rows of the strip / latent rows of the strip = columns / latent columns.
-        """
-        rows, columns = strip_NCHW.shape[self.dim], strip_NCHW.shape[self.across]
-        return rows > 0 and rows * self.other == columns * self.mine
+        """Return whether the last two dims of a tensor are this rank's strip at some resolution."""
+        rows, columns = strip_NCHW.shape[self.dim], strip_NCHW.shape[ROWS + COLUMNS - self.dim]
+        return rows > 0 and rows * self.other == columns * self.local
 
     def shares(self, count: int) -> tuple[int, ...]:
-        """Return what every rank has of something of which this rank has `count`, such as tokens or rows."""
-        return tuple(count * size // self.mine for size in self.sizes)
+        """Return every rank's number of tokens or rows where this rank has `count`."""
+        return tuple(count * size // self.local for size in self.sizes)
 
 
 class Strip:
     """The strip of this rank during one call of a VAE.
 
-    channels_last: whether edges travel with the channels of a pixel together, which is fastest where tensors lie so.
-    Ranks must agree, and the memory format of one strip does not tell: strips of one pixel lie both ways. side: the
-    stream on which edges travel while a convolution runs.
+    channels_last: whether edges are sent with the channels of a pixel together. Ranks must agree, and a strip of one
+    pixel has both memory formats. side: the stream on which edges are sent while a convolution runs.
     """
 
     def __init__(
@@ -252,21 +239,21 @@ class Strip:
         self._halos = WeakTensorKeyDictionary()
 
     def has_halo(self, padded: Tensor) -> None:
-        """Say that a tensor is a strip with rows of its neighbours, or of the outer padding."""
+        """Mark a strip that includes rows of its neighbours, or of the outer padding."""
         self._halos[padded] = True
 
     def is_padded(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a strip that has rows of its neighbours already."""
+        """Return whether a strip includes rows of its neighbours."""
         return tensor in self._halos
 
     def check(self, tensor: Tensor) -> None:
         """Raise ValueError unless the last two dims are this rank's strip at some resolution."""
         if not self.cut.fits(tensor):
             self.refuse(
-                f"got a tensor {tuple(tensor.shape)} that is no strip of {self.cut.mine} of the latent's "
+                f"got a tensor {tuple(tensor.shape)} that is no strip of {self.cut.local} of the latent's "
                 f"{sum(self.cut.sizes)} rows or columns (dim {self.cut.dim}, {self.cut.other} along the other)"
             )
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise ValueError with a reason; the traceback shows the line of diffusers that is running."""
-        raise ValueError(f"{reason}; decode whole pictures, or add a rule to seqpar/vae/rules.py")
+        """Raise ValueError with a reason; the traceback shows the line of diffusers."""
+        raise ValueError(f"{reason}; decode whole images, or add a rule to seqpar/vae/rules.py")

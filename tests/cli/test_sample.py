@@ -138,7 +138,7 @@ def test_a_flag_says_how_pictures_are_decoded_and_it_is_told(ranks: Pool, tmp_pa
     for wish, classes, way in (("strips", two, "strips"), ("auto", one, "strips"), ("pictures", one, "")):
         args = Args(classes=classes, steps=2, vae=wish, out=tmp_path / f"{wish}.png")  # pyright: ignore
         first, second = ranks.run(2, printed, args)
-        assert f"decoder   {'strips on 2 ranks' if way else 'whole pictures, some on each of 2 ranks'}" in first
+        assert f"decoder   {'strips on 2 ranks' if way else 'whole images, some on each of 2 ranks'}" in first
         assert second == ""
         assert parameters(args.out)["chosen"]["vae"] == (way or "pictures")
         made.append(args.out)

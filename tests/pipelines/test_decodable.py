@@ -47,4 +47,4 @@ def test_a_plan_and_a_run_say_how_pictures_are_decoded(tmp_path: Path) -> None:
     lines = [line for line in shown.getvalue().splitlines() if line.startswith(("decoding: ", "decoder "))]
     assert len(lines) == 3
     assert "unless the loaded weights leave too little memory for it" in lines[0]
-    assert lines[2] == "decoder   whole pictures, in diffusers' tiles, which leave seams"
+    assert lines[2] == "decoder   whole images, in diffusers' tiles, which leave seams"

@@ -56,7 +56,7 @@ def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:
 def test_every_rank_raises_for_one_bad_value(ranks: Pool, world: int) -> None:
     for spoil in (float("nan"), float("inf"), -float("inf")):
         for told in ranks.run(world, decoded, spoil):
-            assert told.startswith("the decoder made pixels that are not finite in 1 of 3 pictures (the first is pict")
+            assert told.startswith("the decoder made pixels that are not finite in 1 of 3 images (the first is image")
     assert set(ranks.run(world, decoded, 9.0)) == {"nothing"}  # a negative control: a large value is white
 
 

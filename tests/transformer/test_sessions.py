@@ -125,7 +125,7 @@ def with_another_vae(rank: int, world: int, device: torch.device, on: tuple[int,
     for _ in range(2):
         if rank in on:
             pipe.vae = pipelines.decoder(9).to(device)
-        with pytest.raises(ValueError, match="got another VAE") as raised:
+        with pytest.raises(ValueError, match="VAE was replaced after parallelize") as raised:
             picture()
         messages.append(str(raised.value))
     for pipe.vae in (shared, Around(shared), torch.compile(shared)):

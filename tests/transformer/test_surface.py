@@ -402,12 +402,12 @@ def wrapped_pipeline(rank: int, world: int, device: torch.device, wrap: Any) -> 
 @pytest.mark.parametrize("wrap", [with_wraps, with_partial, with_compile, with_nothing_copied])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_methods_of_a_pipelines_parts_may_be_wrapped(ranks: Pool, world: int, wrap: Any) -> None:
-    """A wrapper stays after the release; a VAE that is shared with a decode of its own decodes whole pictures."""
+    """A wrapper stays after the release; a VAE that is shared with a decode of its own decodes whole images."""
     for rank, (errors, said) in enumerate(ranks.run(world, wrapped_pipeline, wrap)):
         assert max(errors) < PICTURE
         assert said.count("stays the forward of the released FluxTransformer2DModel") == (rank == 0)
         assert said.count("the decode that was set on the AutoencoderKL stays") == (rank == 0)
-        whole = "every rank decodes whole pictures, because its decode was replaced by another function"
+        whole = "every rank decodes whole images, because its decode was replaced by another function"
         assert said.count(whole) == (rank == 0 and world > 1)
 
 

@@ -52,9 +52,7 @@ def test_ranks_decide_by_the_smallest_of_them_and_the_largest_strip(ranks: Pool)
     first, second = ranks.run(2, on_ranks, {"cfg": 1})
     assert first == second
     assert first[:2] == ["strips on 2 ranks"] * 2
-    assert first[2].startswith(
-        "whole pictures, some on each of 2 ranks, in diffusers' tiles, which leave seams, because"
-    )
+    assert first[2].startswith("whole images, some on each of 2 ranks, in diffusers' tiles, which leave seams, because")
     assert first[3] == "strips on 2 ranks"  # whole images do not fit
 
 
@@ -81,7 +79,7 @@ def test_one_rank_counts_rows_and_prints_tiles_once(capsys: pytest.CaptureFixtur
     assert (made().decode(z).sample - truth).abs().max() < CLOSE
     left["bytes"] = 0.0
     vae.use_tiling = True  # a user's tiles need no decision
-    assert str(made().spread(1, LATENT)) == "whole pictures"
+    assert str(made().spread(1, LATENT)) == "whole images"
     assert capsys.readouterr().out == ""
 
 

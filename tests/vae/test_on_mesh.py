@@ -42,12 +42,12 @@ def reason() -> str | None:
 @pytest.mark.parametrize(
     ("count", "wish", "why", "told"),
     [
-        (4, "auto", None, "whole pictures, some on each of 4 ranks"),
+        (4, "auto", None, "whole images, some on each of 4 ranks"),
         (3, "auto", None, "strips on 4 ranks"),
         (9, "strips", None, "strips on 4 ranks"),
-        (1, "pictures", None, "whole pictures, some on each of 4 ranks"),
-        (3, "auto", reason, "whole pictures, some on each of 4 ranks, because it is small"),
-        (1, "tiled", reason, "whole pictures, some on each of 4 ranks, in diffusers' tiles, which leave seams"),
+        (1, "pictures", None, "whole images, some on each of 4 ranks"),
+        (3, "auto", reason, "whole images, some on each of 4 ranks, because it is small"),
+        (1, "tiled", reason, "whole images, some on each of 4 ranks, in diffusers' tiles, which leave seams"),
     ],
 )
 def test_pictures_are_decoded_by_strips_where_they_are_fewer_than_ranks(

@@ -204,8 +204,8 @@ def test_settings_of_the_vae_and_what_is_said(ranks: Pool) -> None:
     told = [text for _, text in first]
     assert "tiling is off" in told[0]
     assert told[1] == told[4] == ""
-    assert "decodes whole pictures on every rank, because 1 x 1 latent pixels are fewer than 2 ranks" in told[2]
-    assert "encodes whole pictures on every rank, because 19 x 12 pixels are no multiples of the VAE's 4" in told[3]
+    assert "decodes whole images on every rank, because 1 x 1 latent pixels are fewer than 2 ranks" in told[2]
+    assert "encodes whole images on every rank, because 19 x 12 pixels are no multiples of the VAE's 4" in told[3]
     assert [text for _, text in second] == [""] * 5
 
 

@@ -27,8 +27,8 @@ from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from seqpar.families._cuts import JOINED
 from seqpar.families._find import CUTS, WORK
+from seqpar.families._masks import JOINED
 from seqpar.loop.loop import digest
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh, default_dtype

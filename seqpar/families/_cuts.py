@@ -10,23 +10,17 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
-FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
-PADDING = "weighed_padding"  # another one: how many tokens at the end of a text are padding that attention weighs
+from seqpar.families._masks import Keys, Prepared
 
-
+NOTE = "seqpar_note"  # an argument besides the transformer's own: `Prepared.note`
 HOME = "diffusers.models."  # where classes are defined whose arithmetic and construction functions know
-
-
-JOINED = ""
-"""In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
 
 
 @dataclass(frozen=True)
@@ -104,28 +98,8 @@ class Joint:
     skipped_by: str = ""
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Padding of a text, which nothing but the keys of attention has; it is left out before a call computes.
-
-    text: the argument of the transformer, (B, tokens, ...), that gets shorter. least: how many tokens stay in any case.
-    on_ranks: whether as many stay as there are ranks, if these are more, because each needs one. rows: the name of an
-    argument (tokens, ...) that has the text's rows first. If all of these are equal, a token's place means nothing, and
-    padding is left out wherever it lies; otherwise none is. "" leaves out padding at the end alone.
-    """
-
-    text: str
-    least: int = 0
-    on_ranks: bool = False
-    rows: str = ""
-
-
 def _no_reason(module: nn.Module) -> None:
     return None
-
-
-def _no_masks(arguments: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -138,20 +112,14 @@ class Cuts:
     local: paths of attention modules whose keys every rank has whole (cross-attention to text, parts before the first
     cut); they exchange nothing. Where tokens are split, an attention module in neither of the two is a ValueError.
     masks: argument of the transformer -> the stream whose keys it masks, or `JOINED`, (B, tokens), nonzero for tokens;
-    one without zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in
-    `kept`; one in `passed` masks a text that is whole on every rank: the forward applies it itself, and gets None if it
-    masks nothing; one in `at_end` gives diffusers' result only if its padding is at the end, which is said otherwise;
-    one in `bools` may not hold floating numbers, which the forward would add to scores. A mask of
-    `JOINED` tokens of floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two
-    tokens whose numbers are both 1.
-    weighed: such a mask -> the arguments (B, tokens, ...) of the streams that attention joins, in order. Padding at the
-    end of the first one, as long in all rows, is told from tokens by its length, so that attention needs no mask.
-    padding: argument of the transformer -> the text that it masks, of which padding is left out. The mask is (B,
-    tokens), or the text itself, which is then valid unless all of it is zeros; it may be among `masks`, too.
-    key_masks: returns stream -> mask of its keys, (B, tokens) bool, for the arguments of a call, where no argument
-    alone is a stream's mask. It is asked where a mask of `padding` leaves keys out.
+    one without zeros masks nothing. The transformer's own forward gets None in its place. A mask of `JOINED` tokens of
+    floating numbers, 0 and 1, leaves no key out: as in torch, attention adds 1 to the score of two tokens whose numbers
+    are both 1.
+    prepare: does on the host what a call needs before it is computed; None drops `masks` that leave no key out.
+    keys: returns what attention leaves out, on the device, for the arguments of a call and `Prepared.note`; it puts
+    None in the place of arguments that the transformer's own forward must not get. None does so with `masks`.
     forward: returns what computes (transformer, **arguments) in place of a forward of diffusers that reads values on
-    the host or copies them from it, or None; one more argument is `seqpar.families._cuts.FULL`.
+    the host or copies them from it, or None; one more argument is `NOTE`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
@@ -160,14 +128,9 @@ class Cuts:
     places: Mapping[str, Boundary]
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
-    weighed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    padding: Mapping[str, Padding] = field(default_factory=dict)
-    key_masks: Callable[[Mapping[str, Any]], Mapping[str, Tensor]] = _no_masks
+    prepare: Callable[[Prepared], None] | None = None
+    keys: Callable[[dict[str, Any], Hashable], Keys] | None = None
     forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
-    passed: tuple[str, ...] = ()
-    bools: tuple[str, ...] = ()
-    at_end: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason
@@ -252,23 +215,13 @@ def check(module: nn.Module, cuts: Cuts) -> None:
             check_joined(module, cuts, wrapped=True)  # where a wrapper hides all of them, it says which
             submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
-    for path, name in [
-        *((path, None) for path in cuts.places),
-        *named,
-        *(("", name) for name in (*cuts.masks, *cuts.padding, *chain(*cuts.weighed.values()))),
-    ]:
+    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one) and (path or parameters(one)):
                 raise ValueError(
                     f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
                     f"of {type(one).__name__}: {', '.join(parameters(one))}; a wrapper must hold its block as .module"
                 )
-    for name in cuts.weighed:
-        if len(cuts.weighed) > 1 or cuts.masks.get(name) != JOINED or name in cuts.padding:
-            raise ValueError(
-                f"got cuts that weigh padding by {', '.join(cuts.weighed)}, expected one mask of the joined tokens, of "
-                f"which no padding is left out"
-            )
 
 
 def check_joined(module: nn.Module, cuts: Cuts, wrapped: bool = False) -> None:

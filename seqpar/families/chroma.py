@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqpar.families import flux
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import JOINED, Boundary, Cuts
+from seqpar.families._cuts import Boundary, Cuts
 from seqpar.families._double import NAMES, by_head, checked, of_both, pairs, two_streams
+from seqpar.families._masks import JOINED, MOST, Keys, Prepared, keys_of, mask_code
 from seqpar.families._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Work
@@ -30,10 +32,43 @@ def _chroma() -> Cuts:
     cuts = flux.CUTS["FluxTransformer2DModel"]
     zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
     joint = {path: replace(joint, masked=True) for path, joint in cuts.attention.items()}
-    mask = "attention_mask"
-    return Cuts(
-        {**cuts.places, **zeros}, joint, {mask: JOINED}, weighed={mask: ("encoder_hidden_states", "hidden_states")}
-    )
+    return Cuts({**cuts.places, **zeros}, joint, {MASK: JOINED}, prepare=_prepare, keys=_keys)
+
+
+MASK = "attention_mask"
+
+
+def _prepare(call: Prepared) -> None:
+    """Drop a full mask. Note how many tokens at the end of the text are padding, where attention can weigh it so."""
+    batch, text = call.arguments["encoder_hidden_states"].shape[:2]
+    tokens, mask = text + call.arguments["hidden_states"].shape[1], call.mask(MASK)
+    weighs = call.moves_only and mask is not None and mask.shape[1] == tokens and len(mask) in (1, batch)
+    code = mask_code(call, MASK, lambda mask: weighs and _padding(mask, text), (weighs, text))
+    if code:
+        call.drop(MASK)
+        call.note = code >> 2
+
+
+def _padding(mask: Tensor, text: int) -> int:
+    """Return how many zeros a mask has, if they are one run that ends where the text ends, identical in all rows.
+
+    mask: (B, L) floating ones and zeros; others return 0, because bools leave padding out, so that it has no weight. So
+    does a single zero: not every kernel attends to one key.
+    """
+    if not mask.is_floating_point() or mask.dim() > 2:
+        return 0
+    zeros = (mask[0] == 0).byte()
+    first, count = torch.stack([zeros.argmax(), zeros.sum()]).tolist()
+    place = torch.arange(mask.shape[1], device=mask.device)
+    alike = bool(((mask == 0) == ((place >= first) & (place < first + count))).all())
+    return count if alike and first + count == text and 1 < count < MOST else 0
+
+
+def _keys(arguments: dict[str, Any], padding: Any) -> Keys:
+    if (mask := arguments.get(MASK)) is None:
+        return Keys(padding=padding or 0)
+    arguments[MASK] = None
+    return Keys({JOINED: keys_of(mask, JOINED)})
 
 
 CUTS = {"ChromaTransformer2DModel": _chroma()}

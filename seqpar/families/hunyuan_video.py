@@ -11,7 +11,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import FULL, HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, Padding
+from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import by_head, modulations, pairs, two_streams
+from seqpar.families._masks import Keys, Prepared, first_keys, shorten
 from seqpar.families._parallel import apart, branch, joined
 from seqpar.families._pipelines import Pipelines
 from seqpar.families.mochi import MochiProcessor
@@ -44,7 +45,7 @@ def _hunyuan_video() -> Cuts:
     }
     joint = Joint(("image", "text"), masked=True)
     both = {"transformer_blocks.*.attn": joint, "single_transformer_blocks.*.attn": joint}
-    return Cuts(places, both, padding=PADDING, key_masks=key_masks, why_not=_replaces_tokens, local=REFINER)
+    return Cuts(places, both, prepare=_prepare, keys=_keys, why_not=_replaces_tokens, local=REFINER)
 
 
 def _replaces_tokens(module: Any) -> str | None:
@@ -67,8 +68,8 @@ def _hunyuan_video15() -> Cuts:
     return Cuts(
         places,
         {"transformer_blocks.*.attn": Joint(("image", "text"), masked=True, processor=HunyuanVideo15Processor)},
-        padding=PADDING_15,
-        key_masks=key_masks_15,
+        prepare=_prepare_15,
+        keys=_keys_15,
         forward=lambda module: forward_15,
         why_eager=_picks_by_value,
         local=REFINER,
@@ -85,12 +86,29 @@ def _picks_by_value(module: Any) -> str | None:
 LLM, BYT5, PICTURE = range(3)  # rows of the embedding that tells the encoders apart
 
 
-PADDING = {"encoder_attention_mask": Padding("encoder_hidden_states", least=4, on_ranks=True)}
-PADDING_15 = {
-    "encoder_attention_mask": Padding("encoder_hidden_states", least=2),
-    "encoder_attention_mask_2": Padding("encoder_hidden_states_2"),
-    "image_embeds": Padding("image_embeds"),
-}
+def _prepare(call: Prepared) -> None:
+    """Leave padding of the text out; note whether nothing is masked then. The forward gets the mask in any case."""
+    call.note = shorten(call, "encoder_attention_mask", "encoder_hidden_states", max(4, call.ranks))
+
+
+def _prepare_15(call: Prepared) -> None:
+    """Leave padding of both texts, and a picture that is none, out; note whether nothing is masked then."""
+    parts = (
+        ("encoder_attention_mask", "encoder_hidden_states", 2),
+        ("encoder_attention_mask_2", "encoder_hidden_states_2", 0),
+        ("image_embeds", "image_embeds", 0),
+    )
+    full = [shorten(call, *part) for part in parts]
+    call.note = all(full)
+
+
+def _keys(arguments: dict[str, Any], is_full: Hashable) -> Keys:
+    """Return the text's mask: diffusers takes as many first tokens as the call's mask has tokens."""
+    return Keys() if is_full else Keys({"text": first_keys(arguments["encoder_attention_mask"])})
+
+
+def _keys_15(arguments: dict[str, Any], is_full: Hashable) -> Keys:
+    return Keys() if is_full else Keys({"text": first_keys(_masks(arguments))})
 
 
 @apply_lora_scale("attention_kwargs")
@@ -105,25 +123,6 @@ def forward_15(module: Any, **arguments: Any) -> tuple[Tensor]:
     patch = config.patch_size_t, config.patch_size, config.patch_size
     frames, height, width = (side // own * own for side, own in zip(video.shape[2:], patch, strict=True))
     return (from_patches(module.proj_out(module.norm_out(x, temb)), patch, (frames, height, width)),)
-
-
-def key_masks(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.0, for a call's arguments.
-
-    diffusers takes as many first tokens as the call's mask has tokens.
-    """
-    return {"text": _first(arguments["encoder_attention_mask"])}
-
-
-def key_masks_15(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mask (B, L) bool of the text's keys in HunyuanVideo 1.5, for a call's arguments."""
-    return {"text": _first(_masks(arguments))}
-
-
-def _first(mask_BL: Tensor) -> Tensor:
-    """Return a mask of as many first tokens as another one has tokens, (B, L) bool."""
-    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
-    return places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]
 
 
 def _masks(arguments: Mapping[str, Any]) -> Tensor:
@@ -147,11 +146,11 @@ def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | N
     )
     named = [x + module.cond_type_embed(x.new_full(x.shape[:2], kind, dtype=torch.long)) for kind, x in parts]
     text_BLE = torch.cat(named, dim=1)
-    if PADDING_15.keys() <= set(arguments[FULL]):
+    if arguments[NOTE]:  # nothing is masked
         return text_BLE, None
     masks_BL = _masks(arguments)
     order = masks_BL.byte().argsort(dim=1, descending=True, stable=True)
-    mask_BL = _first(masks_BL)
+    mask_BL = first_keys(masks_BL)
     return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask_BL[..., None], 0), mask_BL
 
 

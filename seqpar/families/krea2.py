@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint, Padding
+from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, pairs
+from seqpar.families._masks import Prepared, shorten
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.sigmoid_gate import sigmoid_gate
 from seqpar.types.facts import Blocks, Work
@@ -35,10 +36,36 @@ def _krea2() -> Cuts:
         "text_fusion.refiner_blocks.*.attn": Joint(("text",), masked=True),
         "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
     }
-    mask = "encoder_attention_mask"
-    padding = {mask: Padding("encoder_hidden_states", 4, on_ranks=True, rows="position_ids")}  # a text's rows are 0
     places, local = {"": Boundary(inputs), "final_layer": OUT}, ("text_fusion.layerwise_blocks.*.attn",)
-    return Cuts(places, joint, {mask: "text"}, padding=padding, bools=(mask,), local=local)
+    return Cuts(places, joint, {MASK: "text"}, prepare=_prepare, local=local)
+
+
+MASK = "encoder_attention_mask"
+
+
+def _prepare(call: Prepared) -> None:
+    """Leave padding out wherever it lies, if the rows of the text's places are all equal, and drop a full mask."""
+    if (mask := call.arguments.get(MASK)) is None:
+        return
+    if mask.is_floating_point():
+        raise ValueError(f"{MASK} is floating, and attention would add its numbers to scores; pass a mask of bool")
+    total, rows = mask.shape[1] if mask.dim() > 1 else 0, call.arguments.get("position_ids")
+
+    def are_equal() -> bool:
+        if not isinstance(rows, Tensor) or len(rows) < total:
+            return False
+        return bool(call.read(rows, lambda: _are_equal(rows[:total]), total))
+
+    full = shorten(call, MASK, "encoder_hidden_states", max(4, call.ranks), are_equal)
+    tokens = call.arguments[MASK].shape[1] if mask.dim() > 1 else 0
+    if tokens < total and isinstance(rows, Tensor):
+        call.cut(position_ids=torch.cat([rows[:tokens], rows[total:]]))
+    if full:
+        call.drop(MASK)
+
+
+def _are_equal(rows: Tensor) -> int:
+    return int((rows == rows[:1]).all().item())
 
 
 CUTS = {"Krea2Transformer2DModel": _krea2()}

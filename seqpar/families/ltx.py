@@ -11,7 +11,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from seqpar.families import _work
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
+from seqpar.families._masks import Keys, Prepared
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.masks import aligned_bias
@@ -34,7 +35,23 @@ def _ltx() -> Cuts:
     }
     masks = {"encoder_attention_mask": "text"}
     attention, local = {"transformer_blocks.*.attn1": ALONE}, ("transformer_blocks.*.attn2",)
-    return Cuts(places, attention, masks, passed=tuple(masks), local=local)
+    return Cuts(places, attention, masks, prepare=prepare_whole, keys=no_keys, local=local)
+
+
+def prepare_whole(call: Prepared) -> None:
+    """Drop masks of texts that are whole on every rank, which the forward applies itself, if they mask nothing.
+
+    They are 1 for a token, or what is added to scores, if there is a dim for queries.
+    """
+    for name in ("encoder_attention_mask", "audio_encoder_attention_mask"):
+        mask = call.mask(name)
+        if mask is not None and call.read(mask, lambda mask=mask: bool((mask == (mask.dim() == 2)).all())):
+            call.drop(name)
+
+
+def no_keys(arguments: dict[str, Any], note: Hashable) -> Keys:
+    """Return that attention over the ranks leaves nothing out."""
+    return Keys()
 
 
 CUTS = {"LTXVideoTransformer3DModel": _ltx()}

@@ -23,7 +23,7 @@ from seqpar.families import ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
-from seqpar.families.ltx import by_head, by_vector, key_bias, why_not_of
+from seqpar.families.ltx import by_head, by_vector, key_bias, no_keys, prepare_whole, why_not_of
 from seqpar.kernels.adaln import Norm, Vectors, by_token, gate_norm_modulate, norm_modulate
 from seqpar.kernels.prepare import prepare, prepare_one
 from seqpar.types.facts import Work
@@ -43,7 +43,7 @@ def _ltx2() -> Cuts:
     attention = {"transformer_blocks.*.attn1": own, "transformer_blocks.*.video_to_audio_attn": sound}
     masks = {"encoder_attention_mask": "text", "audio_encoder_attention_mask": "text of the sound"}
     local = [f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn")]
-    return Cuts(places, attention, masks, passed=tuple(masks), local=tuple(local))
+    return Cuts(places, attention, masks, prepare=prepare_whole, keys=no_keys, local=tuple(local))
 
 
 Rotary = tuple[Tensor, Tensor]

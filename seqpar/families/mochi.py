@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
 from seqpar.families._processors import _heads, rotated
 
 
@@ -21,9 +23,33 @@ def _mochi() -> Cuts:
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
-    mask = "encoder_attention_mask"
-    # diffusers' processor adds the outputs of a text's tokens to its first places, wherever the tokens are
-    return Cuts(places, joint, masks={mask: "text"}, kept=(mask,), at_end=(mask,))
+    return Cuts(places, joint, {MASK: "text"}, prepare=_prepare, keys=_keys)
+
+
+MASK = "encoder_attention_mask"
+EARLY = (
+    f"{MASK} has padding before tokens of the text: diffusers' MochiTransformer3DModel adds the attention outputs of "
+    f"tokens to the first places of the text, seqpar to the tokens' own, so that results differ; put padding at the "
+    f"end for the same results"
+)
+
+
+def _prepare(call: Prepared) -> None:
+    """Note whether the mask leaves no key out. The forward gets it in any case."""
+    code = mask_code(call, MASK, _is_early)
+    call.note = code == FULL
+    if code >> 2:
+        call.say(EARLY)
+
+
+def _is_early(mask_BL: Tensor) -> int:
+    """Return whether a row of a mask has padding before a token."""
+    return int((mask_BL != 0).byte().diff(dim=1).eq(1).any().item())
+
+
+def _keys(arguments: dict[str, Any], is_full: Hashable) -> Keys:
+    mask = arguments.get(MASK)
+    return Keys() if mask is None or is_full else Keys({"text": keys_of(mask, "text")})
 
 
 class MochiProcessor:

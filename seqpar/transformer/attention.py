@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.attention._streams import given
-from seqpar.families._cuts import JOINED, Joint
+from seqpar.families._cuts import Joint
+from seqpar.families._masks import JOINED, is_by_key
 from seqpar.families._processors import OWN, own_of
 from seqpar.mesh.exact import linear
 from seqpar.mesh.shard import JointShard, Shard
@@ -73,7 +74,7 @@ class SplitAttention:
         nothing is split. The next call may overwrite the result.
         """
         forward = self.ranks.now
-        if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
+        if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
         if self.joint.whole_queries:
             return self._of_whole(forward, q, k, v, mask, scale)
@@ -523,7 +524,7 @@ class Exactly(TorchFunctionMode):
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         """Return attention (B, l, H, D), or None for a mask that differs between queries, which then are whole, too."""
-        if mask is None or (mask.dim() > 2 and masks.is_by_key(mask, len(q))):
+        if mask is None or (mask.dim() > 2 and is_by_key(mask, len(q))):
             return self._attended(q, k, v, mask, scale)
         if mask.dim() != 4 or mask.shape[2] > 1:
             return None

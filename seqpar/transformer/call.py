@@ -21,7 +21,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
 from torch import Tensor, nn
 
-from seqpar.families._cuts import FULL, HOME, PADDING, Boundary, Cuts, forward_of
+from seqpar.families._cuts import HOME, NOTE, Boundary, Cuts, forward_of
 from seqpar.graphs.deferred import plain
 from seqpar.graphs.graphs import Capture, Graphs
 from seqpar.graphs.signature import Form, form_of
@@ -35,7 +35,7 @@ from seqpar.transformer.foreign import Foreign, is_offloaded, name_of, own_forwa
 from seqpar.transformer.forward import Forward, Ranks
 from seqpar.transformer.guidance import STATE, Branches, Split, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import Cutter, Installed
-from seqpar.transformer.masks import FullMasks, keys_of
+from seqpar.transformer.masks import Preparation, keys_for
 from seqpar.types.arguments import is_not_finite
 
 
@@ -62,7 +62,7 @@ class Body:
 
         arguments: those of the transformer's own forward by their names, without `return_dict`; tensors are complete
         and on the mesh's device, and all values are equal on all ranks of the sequence axis. An argument that is left
-        out has its default; there may be `FULL` and `PADDING` (`families._names`), too. The outputs are those
+        out has its default; there may be `NOTE` (`families._cuts`), too. The outputs are those
         of `forward(..., return_dict=False)`; the next call may overwrite them. The first call of a kind builds
         exchanges; a later call with tensors of the same shapes and dtypes, the same other values and the same `state()`
         can be captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that cannot be
@@ -151,15 +151,9 @@ class Body:
     def _unmasked(self, now: Forward, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Note the key masks of a call, and return its arguments as the forward takes them."""
         given = dict(arguments)
-        full = given.pop(FULL, ())
-        now.padding = given.pop(PADDING, 0) if self._cuts.weighed else 0
-        for name, stream in self._cuts.masks.items():
-            if (mask := given.get(name)) is not None and name not in (*full, *self._cuts.passed):
-                now.masks[stream] = keys_of(mask, stream)
-                given[name] = mask if name in self._cuts.kept else None
-        if set(self._cuts.padding) - set(full):
-            now.masks |= self._cuts.key_masks(arguments)
-        return {**given, FULL: full} if self._ours else given
+        note = given.pop(NOTE, None)
+        now.masks, now.padding = keys_for(self._cuts, given, note)
+        return {**given, NOTE: note} if self._ours else given
 
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
@@ -215,21 +209,12 @@ class Body:
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self.module).__name__
-        for key in self._cuts.bools:
-            if (mask := arguments.get(key)) is not None and mask.is_floating_point():
-                raise ValueError(
-                    f"got a floating {key} for {name}, expected bool: attention adds its numbers to scores"
-                )
         for key, reason in self._cuts.refused.items():
             if arguments.get(key) is not None:
                 raise ValueError(f"got {key} for {name} on several ranks, expected None: {reason}")
 
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
-EARLY = (
-    "{name} has padding before tokens of the text: diffusers' {kind} adds the attention outputs of tokens to the first "
-    "places of the text, seqpar to the tokens' own, so that results differ; put padding at the end for the same results"
-)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -269,8 +254,9 @@ class Call:
         self._branches = Branches(mesh, self._computed, self._compare_alone, self._say, exact)
         self._said: set[str] = set()
         cuts = cuts or Cuts({}, {})
-        weighs = bool(cuts.weighed) and body.ranks.moves_only
-        self._masks, self._full = FullMasks(cuts, mesh.sequence.size, exact, weighs), 0
+        moves_only = cuts.prepare is not None and body.ranks.moves_only
+        self._preparation = Preparation(cuts, mesh.sequence.size, exact, moves_only)
+        self._changes: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
         self._narrow: torch.dtype | None = None
         self.boundary: Callable[[], None] | None = None  # passed before each call, see `seqpar.mesh.boundary`
         self._aside: Callable[..., Any] | None = None  # what is called after the release
@@ -400,14 +386,14 @@ class Call:
         state = state if isinstance(state, ValueError) else _not_finite(arguments) or state
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
         shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
-        full = self._masks.among(form.tensors) if self.mesh.is_main else 0
-        self._full = self._compare({**shapes(form.tensors), **shown}, state, full)
-        for name in self._masks.early(self._full):
-            self._say(EARLY.format(name=name, kind=type(self._module).__name__))
+        numbers = self._preparation.read(form) if self.mesh.is_main else 0
+        numbers = self._compare({**shapes(form.tensors), **shown}, state, numbers)
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
-        form = self._masks.cut(form, self._full)
+        form, self._changes, messages = self._preparation.apply(form, numbers)
+        for message in messages:
+            self._say(message)
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
 
     def _converted(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -418,17 +404,17 @@ class Call:
 
     def computed(self, form: Form) -> Form:
         """Return the arguments with which the body computes: those of the last `rank_0s` without full masks."""
-        return self._masks.dropped(form, self._full)
+        return form_of(form.whole | self._changes) if self._changes else form
 
-    def _compare(self, form: Mapping[str, object], state: Hashable, full: int = 0) -> int:
+    def _compare(self, form: Mapping[str, object], state: Hashable, numbers: int = 0) -> int:
         """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
 
-        state: what `_looked` returned. full: which masks of the call are full; rank 0's number is returned.
+        state: what `_looked` returned. numbers: what `Preparation.read` returned; rank 0's are returned.
         """
         is_first = self._state is None
         waits = self._branches.waiting
         moved = waits and not isinstance(state, ValueError) and self.body.version() != self._branches.version
-        every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, full])
+        every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, numbers])
         ends = any(lacks for _, lacks, _ in every)
         if ends or any(changed for changed, *_ in every):
             self.mesh.on_all_ranks(lambda: _raised(state))

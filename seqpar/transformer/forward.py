@@ -8,7 +8,7 @@ and the same errors, without talking to each other.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import seqpar.local
-from seqpar.families._cuts import JOINED, CutJoined, CutTokens, GatherTokens
+from seqpar.families._cuts import CutJoined, CutTokens, GatherTokens
+from seqpar.families._masks import JOINED
 from seqpar.graphs.exchanges import Keeper
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Shard
@@ -64,7 +65,7 @@ class Forward:
 
     lengths: dict[str, int] = field(default_factory=dict)
     of_one: set[str] = field(default_factory=set)
-    masks: dict[str, Tensor] = field(default_factory=dict)
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
     padding: int = 0
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict)

@@ -114,8 +114,6 @@ def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> 
             "expected one of the inputs of PatchEmbed",
         ),
         (Cuts({}, {}, masks={"mask": "text"}), "got cuts of the input 'mask' of the transformer"),
-        (Cuts({}, {}, {"timestep": "text"}, weighed={"timestep": ("hidden_states",)}), "one mask of the joined tokens"),
-        (Cuts({}, {}, {"timestep": ""}, weighed={"timestep": ("image",)}), "got cuts of the input 'image'"),
         ({"proj_out": 3}, "expected ContextParallelOutput"),
         ({"pos_embed": {0: 3}}, "expected a ContextParallelInput"),
     ],

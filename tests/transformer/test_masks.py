@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar.families import krea2
 from seqpar.families._find import CUTS, cuts_of
 from seqpar.graphs.deferred import Promise
 from seqpar.graphs.signature import form_of
 from seqpar.local import reference, sdpa
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.call import Call
-from seqpar.transformer.masks import FullMasks
+from seqpar.transformer.masks import Preparation
 from seqpar.types.masks import key_bias
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat, padded
@@ -175,9 +176,9 @@ def by_one(name: str, full: bool, device: str) -> Outputs:
     return tuple(x.cpu() for x in MODELS[name].whole(arguments=arguments, device=device))
 
 
-FAULTS: dict[str, Callable[[FullMasks, str, Tensor], int]] = {
-    "every mask is full": lambda self, name, mask: 1,
-    "writes are not seen": lambda self, name, mask: self._known.setdefault(mask, (0, int(bool(mask.all()))))[1],
+FAULTS: dict[str, Callable[..., int]] = {
+    "every mask is full": lambda self, mask, read, key: 1,
+    "writes are not seen": lambda self, mask, read, key: self._cached.setdefault(mask, int(bool(mask.all()))),
 }
 
 
@@ -185,7 +186,7 @@ FAULTS: dict[str, Callable[[FullMasks, str, Tensor], int]] = {
 def planted(fault: str | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
-            patch.setattr(FullMasks, "_known_code", FAULTS[fault])
+            patch.setattr(Preparation, "_read", FAULTS[fault])
         yield
 
 
@@ -339,7 +340,7 @@ def test_padding_between_tokens_that_have_places_stays(monkeypatch: pytest.Monke
     arguments["position_ids"][:7, 1] = torch.arange(7)
     module = tiny.build()
     if fault:
-        monkeypatch.setattr(FullMasks, "_equal_rows", lambda self, rows: 7)
+        monkeypatch.setattr(krea2, "_are_equal", lambda rows: 1)
     body = body_of(module, 1, torch.device("cpu"), "ulysses")
     call = Call(module, Mesh.single(), InDouble(body), Captures(), cuts_of(module))  # pyright: ignore[reportArgumentType]
     wrong = error(flat(call(**arguments, return_dict=False)), tiny.whole(None, arguments))
@@ -357,8 +358,8 @@ def test_as_many_tokens_of_a_text_stay_as_ranks_need(name: str) -> None:
         arguments["position_ids"] = torch.zeros(tokens + 15, 3)
     form, cuts = form_of(arguments), CUTS[MODELS[name].kind]
     for ranks, exact in ((1, False), (6, False), (1, True), (6, True)):
-        masks, stay = FullMasks(cuts, ranks, exact), tokens if exact else max(5, ranks)
-        short = masks.cut(form, masks.among(form.tensors)).whole
+        preparation, stay = Preparation(cuts, ranks, exact), tokens if exact else max(5, ranks)
+        short = preparation.apply(form, preparation.read(form))[0].whole
         assert short["encoder_hidden_states"].shape[1] == stay
         assert short["encoder_attention_mask"].tolist() == [[True] * 5 + [False] * (stay - 5)]
         assert name != "krea2" or len(short["position_ids"]) == stay + 15
@@ -384,7 +385,7 @@ def test_floating_masks_whose_padding_would_be_left_out_are_refused(padding: flo
     valid = arguments["encoder_attention_mask"]
     arguments["encoder_attention_mask"] = torch.where(valid, float(padding == 0), padding).double()
     seqpar.parallelize(module, Mesh.single())
-    with pytest.raises(ValueError, match="got a floating encoder_attention_mask"):
+    with pytest.raises(ValueError, match="encoder_attention_mask is floating"):
         module(**arguments, return_dict=False)
     seqpar.release(module)
 
@@ -401,8 +402,8 @@ def numbered(name: str) -> tuple[str, Tensor]:
     [
         ("ltx", None),
         ("ltx2", None),
-        ("chroma", "got attention_mask with numbers other than 0 and 1"),
-        ("krea2", "got a floating encoder_attention_mask"),
+        ("chroma", "attention_mask has numbers other than 0 and 1"),
+        ("krea2", "encoder_attention_mask is floating"),
     ],
 )
 def test_masks_of_other_numbers_are_right_or_refused(name: str, told: str | None) -> None:

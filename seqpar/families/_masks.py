@@ -1,0 +1,195 @@
+"""What families do with a call's masks: on the host before the call (`Prepared`), and on the device (`Keys`).
+
+A mask that leaves no key out is dropped: attention without one computes the same, by faster kernels. Padding of a text
+that nothing but attention's keys reads is left out of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+JOINED = ""
+"""In `Cuts.masks`: all tokens of the streams that attention joins, one stream after the other."""
+
+MOST = 1 << 14  # tokens of a text that may be counted: numbers that are read have 16 bits
+
+
+class Prepared(Protocol):
+    """A call before it is computed, for `Cuts.prepare`. Rank 0's values decide for all ranks.
+
+    The function runs on every rank, and on rank 0 once before. What it does may depend on names, shapes, dtypes and
+    `read`, which are equal on all ranks, and on no other value. Its ValueErrors are raised on all ranks.
+    """
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Return the arguments, after what `cut` replaced. Those that are left out are missing."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Return how many tokens give every rank one: in exact mode the same number on up to 16 ranks."""
+        ...
+
+    @property
+    def moves_only(self) -> bool:
+        """Return whether the strategy only moves keys, so that attention can weigh padding (`Keys.padding`)."""
+        ...
+
+    note: Hashable
+    """A plain value, None unless set, for `Cuts.keys` and `Cuts.forward`. Calls with other notes are other graphs."""
+
+    def mask(self, name: str) -> Tensor | None:
+        """Return the argument if it is a tensor of at least two dims."""
+        ...
+
+    def read(self, tensor: Tensor, read: Callable[[], int], key: Hashable = None) -> int:
+        """Return what `read` returns on rank 0, below 2^16: a number that it reads from the tensor's values.
+
+        It waits for the device, and is called once per tensor and key, and again after a write to the tensor. 0 for
+        tensors of torch's inference mode, whose writes are not counted. At most three per call.
+        """
+        ...
+
+    def cut(self, **arguments: Tensor) -> None:
+        """Replace arguments."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Compute with None in place of an argument."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Let rank 0 print a message once."""
+        ...
+
+
+class Keys(NamedTuple):
+    """What attention leaves out. masks: stream, or `JOINED` -> its mask, as `keys_of` returns it.
+
+    padding: how many tokens at the end of the first stream are padding that attention weighs (`JointShard.padding`).
+    """
+
+    masks: Mapping[str, Tensor] = {}
+    padding: int = 0
+
+
+# On the host ---------------------------------------------------------------------------------------------------
+
+FULL, ODD = 1, 2  # a mask leaves no key out; it has other numbers than 0 and 1
+
+
+def mask_code(call: Prepared, name: str, other: Callable[[Tensor], int] = lambda mask: 0, key: Hashable = None) -> int:
+    """Return `FULL` for a mask that leaves no key out, else 4 times the number that `other` reads of it.
+
+    key: see `Prepared.read`. Raises ValueError for a mask with other numbers than 0 and 1.
+    """
+    if (mask := call.mask(name)) is None:
+        return 0
+    code = call.read(mask, lambda: _full_or_odd(mask) or other(mask) << 2, key)
+    if code == ODD:
+        raise ValueError(f"{name} has numbers other than 0 and 1; pass a mask of 0 and 1, or of bool")
+    return code
+
+
+def drop_full(call: Prepared, *names: str) -> None:
+    """Drop the masks of these names that leave no key out; see `mask_code`."""
+    for name in names:
+        if mask_code(call, name) == FULL:
+            call.drop(name)
+
+
+def _full_or_odd(mask: Tensor) -> int:
+    if mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any()):
+        return ODD
+    return FULL * bool((mask != 0).all())
+
+
+def shorten(call: Prepared, name: str, text: str, least: int = 0, places: Callable[[], bool] | None = None) -> bool:
+    """Leave the padding of a text out, and return whether its mask then leaves no key out.
+
+    The text becomes as long as the longest row of the batch, and its mask too. name: the argument with the mask,
+    (B, L); if it is the text itself, (B, L, C), its tokens are all valid unless all are zeros. text: the argument
+    (B, L, ...). least: how many tokens stay in any case. places: returns whether tokens may move closer together, so
+    that padding is left out wherever it lies, and the others keep their order; None leaves out padding at the end.
+    """
+    if (mask := call.mask(name)) is None:
+        return False
+    total = mask.shape[1]
+    if not 0 < total < MOST or (mask.dim() > 2 and name != text):
+        return call.read(mask, lambda: _full_or_odd(mask)) == FULL
+    code = call.read(mask, lambda: _count(mask, least, at_end=places is None))
+    tokens, full = (code >> 1) - 1, bool(code & 1)
+    if places is not None and code and not places():
+        return full and tokens == total
+    if 0 <= tokens < total and places is None:
+        call.cut(**{key: call.arguments[key][:, :tokens] for key in (name, text)})
+    elif 0 <= tokens < total:
+        x = call.arguments[text]
+        order_Bl = (mask != 0).byte().argsort(dim=1, descending=True, stable=True)[:, :tokens]  # valid tokens first
+        like_text = order_Bl.view(*order_Bl.shape, *[1] * (x.dim() - 2)).to(x.device)
+        call.cut(**{name: mask.take_along_dim(order_Bl, dim=1), text: x.take_along_dim(like_text, dim=1)})
+    return full
+
+
+def _count(mask: Tensor, least: int, at_end: bool) -> int:
+    """Return twice (the tokens that stay, plus 1), plus whether all of them are valid."""
+    total = mask.shape[1]
+    if mask.dim() > 2:
+        needed = total if bool((mask != 0).any()) else 0
+        count = len(mask) * needed
+    else:
+        valid, places = mask != 0, torch.arange(1, total + 1, device=mask.device)
+        each = (valid * places).amax() if at_end else valid.sum(dim=1).amax()
+        needed, count = torch.stack((each, valid.sum())).tolist()
+    tokens = max(needed, min(least, total))
+    return (tokens + 1) * 2 + (count == len(mask) * tokens)
+
+
+# On the device -------------------------------------------------------------------------------------------------
+
+
+def is_by_key(mask: Tensor | None, rows: int) -> bool:
+    """Return whether a mask is the same for every head and query of `rows` batch rows, so that it can be split.
+
+    It is (B, L), (B, 1, L) or (B, 1, 1, L); longer dims in between must be expanded ones. Two dims that do not begin
+    with the batch are queries and keys, as in torch.
+    """
+    if mask is None or mask.dim() < 2:
+        return mask is None
+    between = list(zip(mask.shape, mask.stride(), strict=True))[1:-1]
+    return len(mask) in (1, rows) and all(size == 1 or stride == 0 for size, stride in between)
+
+
+def key_rows(mask: Tensor, rows: int) -> Tensor:
+    """Return a mask's row of keys for each of `rows` batch rows, (B, L): bool, or numbers to add to the scores.
+
+    Integers are nonzero for the keys to attend to. Raises ValueError for masks that differ between queries or heads.
+    """
+    if not is_by_key(mask, rows):
+        raise ValueError(
+            f"got an attention mask of shape {tuple(mask.shape)}, expected one row of keys for each batch row "
+            f"(B, 1, 1, L): a mask that differs between queries or heads cannot be split"
+        )
+    while mask.dim() > 2:
+        mask = mask[:, 0]
+    return mask if mask.dtype == torch.bool or mask.is_floating_point() else mask != 0
+
+
+def keys_of(mask: Tensor, stream: str) -> Tensor:
+    """Return which keys of a stream are to be attended to, (B, L) bool, by an argument of the transformer.
+
+    Of `JOINED` tokens floating numbers stay such, ones and zeros: they are added to scores.
+    """
+    kept = key_rows(mask, len(mask)) != 0
+    return kept.to(mask.dtype) if stream == JOINED and mask.is_floating_point() else kept
+
+
+def first_keys(mask_BL: Tensor) -> Tensor:
+    """Return a mask of as many first keys as a mask has tokens, (B, L) bool."""
+    places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    return places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]

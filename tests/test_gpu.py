@@ -194,7 +194,7 @@ def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, 
 def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many labels the modulation table holds one step at a time, and the warm-up must not read past it."""
     whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
-    monkeypatch.setattr("seqpar.loop.segment.TABLE_BYTES", 1)
+    monkeypatch.setattr("seqpar.loop.run.TABLE_BYTES", 1)
     by_steps = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
     # the products that make the table then have another number of rows, and round differently
     assert (by_steps - whole).norm() < 1e-2 * whole.norm()

@@ -19,7 +19,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import _quack
 from seqpar.loading.names import preset_of
-from seqpar.loop.loop import why_not_captured
+from seqpar.loop.request import why_not_captured
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh

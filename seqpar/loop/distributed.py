@@ -1,17 +1,15 @@
-"""`DistributedDiT`: a diffusion transformer that runs on a mesh and is called like the diffusers model.
+"""`DistributedDiT`: a diffusion transformer on a mesh, called like the diffusers model.
 
 It shards the inputs, runs the model on this rank's tokens with a sharded `attend`, and gathers the outputs. A diffusers
-pipeline runs sharded after `pipe.transformer = DistributedDiT(pipe.transformer, mesh)`.
-When it wins: on several GPUs; our own loop (`seqpar.loop.loop`) is faster than a diffusers pipeline, because it
-gathers once at the end instead of once a step.
+pipeline runs sharded after `pipe.transformer = DistributedDiT(pipe.transformer, mesh)`; our own loop
+(`seqpar.loop.loop`) is faster, because it gathers once at the end instead of once per step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from seqpar.graphs.exchanges import Keeper
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
-from seqpar.loop.interface import Condition, Encoded, SequenceModel, Split, completed
+from seqpar.loop.interface import Encoded, SequenceModel, Split, checked_prompt
 from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard, check_tokens
@@ -38,22 +36,22 @@ SCALARS = ("timestep", "guidance")  # inputs that may be one number for all imag
 
 
 class Inputs:
-    """The inputs of a model's calls; it remembers which prompt was found right last."""
+    """The inputs of a model's calls; caches which prompt was checked last."""
 
     def __init__(self, mesh: Mesh, model: SequenceModel) -> None:
         self._mesh, self._model = mesh, model
-        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was found right last
+        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was checked last
 
     def of_rank_0(self, inputs: Mapping[str, Tensor | float | None]) -> dict[str, Tensor]:
-        """Return rank 0's inputs on every rank; inputs of None are left out.
+        """Rank 0's inputs on every rank, without those that are None. Collective: call on all ranks.
 
-        Raises the same ValueError on every rank for inputs that the model does not take. Every rank must call this.
+        Raises the same ValueError on every rank for inputs that the model does not take.
         """
         tensors, refused = {}, {}
         for name, value in inputs.items():
             try:
                 tensors |= {} if value is None else {name: torch.as_tensor(value)}
-            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error, so all must be told
+            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error
                 refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
         unusable, latents = _unusable(tensors), tensors.get("hidden_states")
         wants_gradients = latents is not None and latents.requires_grad
@@ -64,9 +62,7 @@ class Inputs:
             name, got = next(iter(refused.items()))
             raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
         if wants_gradients:
-            raise ValueError(
-                "got hidden_states that require gradients, expected none: a sharded model is for inference"
-            )
+            raise ValueError("hidden_states requires grad, but a sharded model supports inference only; detach it")
         for reason in (*unusable.values(), wrong):
             if reason is not None:
                 raise ValueError(reason)
@@ -75,13 +71,12 @@ class Inputs:
         return shared
 
     def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return why the values of a prompt have no meaning, or None; a tensor that was found right is not read again.
-
-        A pipeline passes the same labels at every step, and reading them waits for the device.
+        """Why the values of a prompt are invalid, or None. A pipeline passes the same labels at every step, and
+        reading them waits for the device, so unchanged tensors are checked once.
         """
         prompt = {name: x for name, x in tensors.items() if name in self._model.PROMPT}
         if set(prompt) != set(self._model.PROMPT) or _unusable(prompt):
-            return None  # another check refuses it
+            return None  # another check raises
         seen = [x() for x, _ in self._right]
         same = len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True))
         if same and [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
@@ -95,7 +90,7 @@ class Inputs:
 
 
 def repeated(inputs: Mapping[str, Tensor], parts: int, device: torch.device) -> dict[str, Tensor]:
-    """Move inputs to a device with one row an image, and repeat rows until there are `parts`."""
+    """Move inputs to a device with one row per image, and repeat rows until there are `parts`."""
     rows, whole = len(inputs["hidden_states"]), {name: x.to(device) for name, x in inputs.items()}
     whole |= {name: whole[name].reshape(-1).expand(rows) for name in SCALARS if name in whole}
     if rows >= parts:
@@ -112,7 +107,7 @@ def _check(model: SequenceModel, inputs: Mapping[str, Tensor]) -> None:
     if x.dim() not in (4, 5) or x.shape[1] != channels:
         raise ValueError(f"got hidden_states of shape {tuple(x.shape)}, expected (B, {channels}, H, W)")
     wanted = {*model.PROMPT}
-    if "timestep" not in inputs or not wanted - set(model.MASKS) <= labels <= wanted:
+    if "timestep" not in inputs or labels != wanted:
         names = ", ".join(("timestep", *sorted(wanted)))
         raise ValueError(f"got arguments timestep={'timestep' in inputs}, {sorted(labels)}, expected {names}")
     for name, value in inputs.items():
@@ -125,12 +120,12 @@ def _check(model: SequenceModel, inputs: Mapping[str, Tensor]) -> None:
 
 
 def _version(x: Tensor) -> object:
-    """Return what changes when a tensor is written to; a tensor of inference mode does not count writes."""
+    """A value that changes when a tensor is written to; inference tensors do not count writes."""
     return object() if x.is_inference() else x._version
 
 
 def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return why tensors of a call cannot be used, by name."""
+    """Why tensors of a call are invalid, by name."""
     reasons = {}
     for name, x in tensors.items():
         try:
@@ -144,67 +139,27 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {f"use of {name}": why for name, why in reasons.items()}
 
 
-Positions = Callable[[Split], Mapping[str, Tensor]]
-"""Returns this rank's position rows of each stream that has positions, (l, ...) each."""
-StepInputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Condition, Attend]
-"""The arguments of a model's `forward_tokens`."""
-
-
 @dataclass(frozen=True)
 class Share:
-    """What does not change between the predictions for one prompt, on this rank.
+    """The inputs of a batch that stay the same between steps, on this rank.
 
-    constant: this rank's tokens of the streams that are not denoised, (B, l, ...) each. positions: its position rows.
-    mask: the key mask of all ranks' tokens, (B, L) bool, or None. attend: the attention that serves them.
+    constant: tokens of the streams that are not denoised, (B, l, ...) each. positions: position rows of each stream
+    that has positions, (l, ...) each. attend: the attention over all streams.
     """
 
-    model: SequenceModel
     split: Split
     constant: Mapping[str, Tensor]
     positions: Mapping[str, Tensor]
-    mask: Tensor | None
     attend: Attend
 
-    @staticmethod
-    def of(
-        model: SequenceModel,
-        keeper: Keeper,
-        encoded: Encoded,
-        lengths: Mapping[str, int],
-        positions: Positions,
-        batch: int,
-        index_B: Tensor | None = None,
-        user: object | None = None,
-    ) -> Share:
-        """Return the share of a batch. lengths: the number of tokens of each stream that `encoded` does not hold.
 
-        index_B: the row of `encoded` for each row of the batch; None means that they are the same rows, which are then
-        not copied. user: what needs the exchanges as long as it exists.
-        """
-        counts = {**lengths, **{name: x.shape[1] for name, x in encoded.streams.items()}}
-        split = Split.of(model, counts, keeper.axis, keeper.plan.exact)
-        constant, mask = rows_of(encoded, split, index_B)
-        attend = keeper.attend(batch, split.tokens, user=user)
-        return Share(model, split, constant, positions(split), mask, attend)
-
-    def inputs(self, tokens: Mapping[str, Tensor], conditioning: Condition) -> StepInputs:
-        """Return the arguments of the model's `forward_tokens` for this rank's tokens of the denoised streams.
-
-        conditioning: what the model's `modulate` returns, with a row for each row of the batch.
-        """
-        masked = conditioning if self.mask is None else {**conditioning, "mask": self.mask}
-        return {**self.constant, **tokens}, self.positions, masked, self.attend
+def tokens_of(encoded: Encoded, split: Split, index_B: Tensor | None) -> dict[str, Tensor]:
+    """This rank's tokens of the constant streams, copied to the rows of a batch unless `index_B` is None."""
+    streams = {name: split.mine(name, x) for name, x in encoded.streams.items()}
+    return streams if index_B is None else {name: x[index_B].contiguous() for name, x in streams.items()}
 
 
-def rows_of(encoded: Encoded, split: Split, index_B: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return this rank's tokens of the constant streams and the key mask, with a row for each row of a batch."""
-    streams, mask = {name: split.mine(name, x) for name, x in encoded.streams.items()}, split.mask(encoded)
-    if index_B is None:
-        return streams, mask
-    return {name: x[index_B].contiguous() for name, x in streams.items()}, None if mask is None else mask[index_B]
-
-
-SIZES = 8  # tables of positions that are kept: new sizes must not fill the memory
+SIZES = 8  # cached tables of positions: new sizes must not fill the memory
 
 
 class DistributedDiT(nn.Module):
@@ -277,17 +232,17 @@ class DistributedDiT(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Return the config; it has sample_size, patch_size, in_channels and out_channels, as in diffusers."""
+        """The config; it has sample_size, patch_size, in_channels and out_channels, as in diffusers."""
         return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
+        """The dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which this rank computes."""
+        """The device on which this rank computes."""
         return next(self.model.parameters()).device
 
     @torch.no_grad()
@@ -298,7 +253,7 @@ class DistributedDiT(nn.Module):
         return_dict: bool = True,
         **labels: Tensor | None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """Return the prediction (B, C_out, H, W) on every rank, without gradients.
+        """Predict (B, C_out, H, W) on every rank, without gradients.
 
         hidden_states: (B, C, H, W). timestep: () or (B,). labels: (B,) each. Every rank uses rank 0's inputs; those of
         other ranks must have the same shapes and dtypes. The data and cfg axes split the batch; if it has fewer rows
@@ -323,7 +278,7 @@ class DistributedDiT(nn.Module):
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
-        """Return this rank's rows of each stream's positions for a latent of this size, kept for the last sizes."""
+        """This rank's rows of each stream's positions for a latent of this size, cached for the last sizes."""
         if (size, split) not in self._positions:
             for oldest in [*self._positions][: max(0, len(self._positions) + 1 - SIZES)]:
                 del self._positions[oldest]
@@ -331,22 +286,42 @@ class DistributedDiT(nn.Module):
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
+    def share(
+        self,
+        encoded: Encoded,
+        lengths: Mapping[str, int],
+        size: tuple[int, ...],
+        batch: int,
+        index_B: Tensor | None = None,
+        user: object | None = None,
+    ) -> Share:
+        """This rank's share of a batch.
+
+        lengths: tokens of each stream that `encoded` does not hold. size: of the first stream's latent. index_B: the
+        row of `encoded` for each row of the batch; None means the same rows. user: the object that needs the exchanges,
+        as long as it exists.
+        """
+        counts = {**lengths, **{name: x.shape[1] for name, x in encoded.streams.items()}}
+        split = Split.of(self.model, counts, self.keeper.axis, self.keeper.plan.exact)
+        attend = self.keeper.attend(batch, split.tokens, user=user)
+        return Share(split, tokens_of(encoded, split, index_B), self.positions(size, split), attend)
+
     def check_delivered(self) -> None:
-        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        """Raise TimeoutError if a rank timed out waiting for another; this waits for the device."""
         self.keeper.check()
 
     def wait(self) -> None:
-        """Wait for the device, and raise TimeoutError as soon as it is known that a rank waits in vain."""
+        """Wait for the device; raise TimeoutError as soon as a rank is known to have timed out."""
         self.keeper.wait(self.device)
 
     def release(self) -> None:
-        """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""
+        """Free the buffers of all exchanges; the next call makes new ones. Collective: call on all ranks."""
         self._positions.clear()
         self.keeper.release()
 
     @property
     def state(self) -> object:
-        """Return a key that stays equal while exchanges and weights keep their addresses, so that a graph is valid."""
+        """A key that is equal while exchanges and weights keep their addresses, so that a graph is valid."""
         return self.keeper.releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
 
     def check_size(self, *size: int) -> None:
@@ -358,26 +333,23 @@ class DistributedDiT(nn.Module):
             check_tokens(Shard(tokens, parts), parts)
 
     def _predict(self, x: Tensor, t_B: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the predictions of all tokens for this batch, (B, L, C_out*p*p)."""
+        """Predict all tokens of this batch, (B, L, C_out*p*p)."""
         model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
         if others:
             raise ValueError(
                 f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
             )
-        encoded, tokens = model.encode(**completed(model, inputs)), model.patchify(x)
-        where = partial(self.positions, tuple(x.shape[2:]))
-        share = Share.of(model, self.keeper, encoded, {name: tokens.shape[1]}, where, len(x))
+        encoded, tokens = model.encode(**checked_prompt(model, inputs)), model.patchify(x)
+        share = self.share(encoded, {name: tokens.shape[1]}, tuple(x.shape[2:]), len(x))
+        streams = {**share.constant, name: share.split.mine(name, tokens)}
         conditioning = model.modulate(t_B, **encoded.pooled)
-        out = model.forward_tokens(*share.inputs({name: share.split.mine(name, tokens)}, conditioning))[name]
+        out = model.forward_tokens(streams, share.positions, conditioning, share.attend)[name]
         self.check_delivered()
         return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
 
 
 def _ranks_of(mesh: object, plan: object) -> Mesh:
-    """Return the mesh, or one on which all ranks can learn that it is none; ValueError if only some ranks have one.
-
-    The same for a plan, which ranks without one would make together.
-    """
+    """The mesh, or one of all ranks; ValueError if only some ranks pass a mesh or a plan."""
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     given = ranks.collect((mesh is None, plan is None), tuple[bool, bool])
     for name, have in zip(("mesh", "plan"), zip(*given, strict=True), strict=True):
@@ -389,7 +361,7 @@ def _ranks_of(mesh: object, plan: object) -> Mesh:
 def _checked(
     mesh: Mesh | str | None, preferences: Preferences, plan: object, path: object = "", dtype: object = torch.float32
 ) -> tuple[Mesh | None, Preferences]:
-    """Return what `named_mesh` does, and refuse a mesh, plan, path, name or dtype that is none."""
+    """The result of `named_mesh`; ValueError for an invalid mesh, plan, path, name or dtype."""
     check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
     check_dtype(dtype)
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
@@ -398,13 +370,13 @@ def _checked(
 
 
 def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences) -> Plan:
-    """Return the planner's plan for a model with as many parameters as this one; it is the same on every rank."""
+    """The planner's plan for a model with as many parameters as this one, the same on every rank."""
     count = sum(x.numel() for x in model.parameters())
     return for_library(config, count, dtype, mesh, preferences, TABLE_BYTES)
 
 
 def alone(plan: Plan, preferences: Preferences) -> Plan:
-    """Return the caller's plan; `ValueError` if names are given as well, because the plan already decides them."""
+    """The caller's plan; ValueError if names are given as well, because the plan decides them."""
     if preferences != Preferences():
         raise ValueError("got a plan and names of mesh, strategy, local or transport, expected one: a plan has all")
     return plan

@@ -1,10 +1,9 @@
-"""Steps a stream of the state by a diffusers scheduler, in one of three ways that `decide` chooses from.
+"""Steps a denoised stream by a diffusers scheduler, in one of three ways that `decide` chooses.
 
-DDIM, and DDPM with the model's variances, have a kernel of their own, with clipping. Any other linear scheduler steps
-on local tokens, too, by the coefficients that `seqpar.loop.schedules` traces. All others gather the prediction (of
-the latent's size), step the whole latents identically on every rank and split them again; they win only where a
-scheduler is not linear. Noise is drawn whole on the CPU, in the order of the steps, and every rank keeps its share, so
-that any number of ranks has the same noise.
+DDIM, and DDPM with the model's variances, have a kernel with clipping. Other linear schedulers step on local tokens,
+too, by the coefficients that `seqpar.loop.schedules` traces. For all others the prediction is gathered, every rank
+steps the full latents identically, and they are sharded again. Noise is drawn for full latents on the CPU, in the order
+of the steps, and every rank keeps its share, so it is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
@@ -40,121 +39,15 @@ from seqpar.mesh.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.types.protocols import state_dtype
 
-
-class State:
-    """This rank's images and tokens of one stream.
-
-    tokens: the model's input, (n, l, C*p*p) fp32 (fp64 for an fp64 model). shape: that of the whole latent.
-    """
-
-    tokens: Tensor
-
-    def __init__(self, model: SequenceModel, mesh: Mesh, whole: Tensor, channels: int | None) -> None:
-        """Split the whole latent (or tokens), which every rank has. channels: number of guided ones, None for all."""
-        self._model, self._mesh, self._size = model, mesh, tuple(whole.shape[2:]) if whole.dim() > 3 else None
-        self.shape = tuple(whole.shape)
-        patch = prod(model.patch)
-        count = whole.shape[1] if self._size is None else prod(self._size) // patch
-        width = whole.shape[2] if self._size is None else whole.shape[1] * patch
-        self._dtype = state_dtype(next(model.parameters()).dtype)
-        self.shard, self._mine = Shard(count, mesh.sequence.size), Shard(len(whole), mesh.data.size)
-        self.guided_width = width if channels is None else channels * (1 if self._size is None else patch)
-        self.tokens = self.slice(whole).clone()  # a copy, because steps write here
-
-    def slice(self, whole: Tensor) -> Tensor:
-        """Return this rank's images and tokens of a tensor of the latent's shape that every rank has whole."""
-        mine = whole[self._mine.slice(self._mesh.data.rank)].to(self._mesh.device, self._dtype)
-        mine = mine if self._size is None else self._model.patchify(mine)
-        return mine[:, self.shard.slice(self._mesh.sequence.rank)].contiguous()
-
-    def gather(self, tokens: Tensor | None = None) -> Tensor:
-        """Return the whole latent on every rank, gathered from the state or from tokens of its shape."""
-        tokens = self.tokens if tokens is None else tokens
-        if self._mesh.sequence.size > 1:
-            tokens = gather(tokens, self._mesh.sequence, self.shard.sizes, dim=1)
-        if self._mesh.data.size > 1:
-            tokens = gather(tokens, self._mesh.data, self._mine.sizes)
-        return tokens if self._size is None else self._model.unpatchify(tokens, *self._size)
-
-
-NOISE_BYTES = 256 * 2**20  # most that a rank keeps of a run's noise at a time
-
-
-class OneStep:
-    """Steps whose result depends on the state before them alone.
-
-    A long run of large latents draws its noise in chunks, before the first step of each.
-    """
-
-    def __init__(
-        self, state: State, coefficients: Coefficients, guidance_S: Tensor, generator: torch.Generator
-    ) -> None:
-        like, learned, noise = state.tokens, coefficients.learned, None
-        table = coefficients.table_SK.to(like.device, torch.float64 if learned else like.dtype)
-        if learned or any(coefficients.noisy):
-            steps = NOISE_BYTES // max(1, like.numel() * like.element_size())
-            noise = like.new_zeros((max(1, min(len(table), steps)), *like.shape))
-        first = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._state = state
-        self._update = Update(table, guidance_S, state.guided_width, noise, first, coefficients.clipped, learned)
-        self._begin(coefficients, generator)
-
-    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """Step the state; see `Stepper`. `step` selects coefficients and noise on the device."""
-        guided_step(self._state.tokens, cond, uncond, self._update, step, bad)
-
-    def restart(self, coefficients: Coefficients, guidance_S: Tensor, generator: torch.Generator) -> None:
-        """Copy another run's coefficients and noise into the buffers that a captured step reads."""
-        self._update.coefficients_SK.copy_(coefficients.table_SK)
-        self._update.guidance_S.copy_(guidance_S)
-        self._begin(coefficients, generator)
-
-    def load(self, index: int) -> None:
-        """Draw the noise of the chunk of steps that holds this one, unless it is loaded already.
-
-        Chunks are drawn in order; the first one starts the same sequence again.
-        """
-        noise, first = self._update.noise_TnlC, self._update.first
-        if noise is None or first is None or (start := index // len(noise) * len(noise)) == self._loaded:
-            return
-        if start == 0:
-            self._generator.set_state(self._before)
-        for row, noisy in zip(noise, self._noisy[start : start + len(noise)], strict=False):
-            if noisy:
-                row.copy_(self._drawn())
-            else:
-                row.zero_()
-        first.fill_(start)
-        self._loaded = start
-
-    def _drawn(self) -> Tensor:
-        """Return this rank's share of the next noise of the whole latents."""
-        state = self._state
-        return state.slice(randn_tensor(state.shape, generator=self._generator, dtype=state.tokens.dtype))
-
-    def _begin(self, coefficients: Coefficients, generator: torch.Generator) -> None:
-        self._generator, self._before, self._loaded = generator, generator.get_state(), -1
-        self._noisy = coefficients.noisy
-        self.load(0)
-
-
-class Stepper(Protocol):
-    """Steps a stream of the state by the model's outputs with and without the prompt (None if there is one branch).
-
-    index: the step's number on the host. step: the same number on the device. bad: a device scalar that is lowered to
-    the step at which the state stops being finite.
-    """
-
-    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None: ...
+NOISE_BYTES = 256 * 2**20  # most of a run's noise that a rank holds at a time
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The way in which a scheduler steps.
+    """How a scheduler steps: exactly one of schedule, one_step and whole is given.
 
-    One of three is given: schedule, traced coefficients; one_step, those of DDIM or DDPM; whole, the reason why the
-    whole latents are stepped. options: the keyword arguments of the scheduler's step. begin: index of the first
-    evaluation.
+    schedule: traced coefficients. one_step: those of DDIM or DDPM. whole: the reason why full latents are stepped.
+    options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
     """
 
     schedule: Schedule | None = None
@@ -165,12 +58,12 @@ class Decision:
 
     @property
     def learned(self) -> bool:
-        """Return whether this is DDPM with the model's variances, the second half of the model's output."""
+        """Whether this is DDPM with the model's variances, the second half of the model's output."""
         return self.one_step is not None and self.one_step.learned
 
     @property
     def local(self) -> bool:
-        """Return whether steps run on local tokens, so that they can be a CUDA graph."""
+        """Whether steps run on local tokens, so that they can be a CUDA graph."""
         return self.whole is None
 
     def __str__(self) -> str:
@@ -183,10 +76,10 @@ class Decision:
 
 
 def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int = 0) -> Decision:
-    """Return the way in which a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
+    """Decide how a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
 
-    options: keyword arguments for its step (eta, use_clipped_model_output), without those that are None or that the
-    step does not accept. Raises ValueError, with the reason, if the scheduler does not work with its settings.
+    options: keyword arguments for its step (eta, use_clipped_model_output); None and unknown ones are left out. Raises
+    ValueError, with the reason, if the scheduler does not work with its settings.
     """
     name = type(scheduler).__name__
     if (reason := why_not_driven(scheduler)) is not None:
@@ -200,65 +93,173 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     try:
         try:
             return Decision(trace(scheduler, drawn, begin), None, accepted, begin)
-        except NotLinearError as reason:
+        except NotLinearError as error:
             check_whole(scheduler, drawn, begin)
-            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", accepted, begin)
+            causes = [flag for flag in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(flag)]
+            reason = f"because of its {' and '.join(causes)}" if causes else str(error)
+            return Decision(None, f"{name} is not traced, {reason}", accepted, begin)
     except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
 
 
-def _why(scheduler: Any, reason: str) -> str:
-    known = [name for name in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(name)]
-    return f"because of its {' and '.join(known)}" if known else reason
+class State:
+    """This rank's images and tokens of one stream.
+
+    tokens: the model's input, (n, l, C*p*p) fp32 (fp64 for an fp64 model). shape: of the full latent.
+    """
+
+    tokens: Tensor
+
+    def __init__(self, model: SequenceModel, mesh: Mesh, latent: Tensor, channels: int | None) -> None:
+        """Shard a latent (or tokens) that every rank has. channels: number of guided channels, None for all."""
+        self._model, self._mesh, self._size = model, mesh, tuple(latent.shape[2:]) if latent.dim() > 3 else None
+        self.shape = tuple(latent.shape)
+        patch = prod(model.patch)
+        count = latent.shape[1] if self._size is None else prod(self._size) // patch
+        width = latent.shape[2] if self._size is None else latent.shape[1] * patch
+        self._dtype = state_dtype(next(model.parameters()).dtype)
+        self.shard, self._images = Shard(count, mesh.sequence.size), Shard(len(latent), mesh.data.size)
+        self.guided_width = width if channels is None else channels * (1 if self._size is None else patch)
+        self.tokens = self.slice(latent).clone()  # a copy, because steps write here
+
+    def slice(self, latent: Tensor) -> Tensor:
+        """This rank's images and tokens of a tensor of the latent's shape that every rank has."""
+        local = latent[self._images.slice(self._mesh.data.rank)].to(self._mesh.device, self._dtype)
+        local = local if self._size is None else self._model.patchify(local)
+        return local[:, self.shard.slice(self._mesh.sequence.rank)].contiguous()
+
+    def gather(self, tokens: Tensor | None = None) -> Tensor:
+        """The full latent on every rank, gathered from the state or from tokens of its shape."""
+        tokens = self.tokens if tokens is None else tokens
+        if self._mesh.sequence.size > 1:
+            tokens = gather(tokens, self._mesh.sequence, self.shard.sizes, dim=1)
+        if self._mesh.data.size > 1:
+            tokens = gather(tokens, self._mesh.data, self._images.sizes)
+        return tokens if self._size is None else self._model.unpatchify(tokens, *self._size)
 
 
-class Traced:
+class Stepper:
+    """Steps the state of one stream."""
+
+    history_tensors: tuple[Tensor, ...] = ()
+    """The tensors that a step changes besides the state's tokens."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
+        """Step by the model's outputs with and without the prompt (None if there is one branch).
+
+        index, step: the step's number on the host and on the device. bad: a device scalar that is lowered to the step
+        at which the state stops being finite.
+        """
+        raise NotImplementedError
+
+    def load(self, index: int) -> None:
+        """Prepare the step of this number on the host, before it is queued."""
+
+    def restart(self, decision: Decision, guidance_S: Tensor, generator: torch.Generator) -> None:
+        """Copy another run's schedule and noise into the buffers of a captured step; the state's tokens are new."""
+        raise NotImplementedError
+
+    def latents(self) -> Tensor:
+        """The current full latents on every rank."""
+        return self.state.gather()
+
+
+class OneStep(Stepper):
+    """Steps whose result depends only on the state before them.
+
+    A long run of large latents draws its noise in chunks, before the first step of each.
+    """
+
+    def __init__(
+        self, state: State, coefficients: Coefficients, guidance_S: Tensor, generator: torch.Generator
+    ) -> None:
+        super().__init__(state)
+        like, learned, noise = state.tokens, coefficients.learned, None
+        table = coefficients.table_SK.to(like.device, torch.float64 if learned else like.dtype)
+        if learned or any(coefficients.noisy):
+            steps = NOISE_BYTES // max(1, like.numel() * like.element_size())
+            noise = like.new_zeros((max(1, min(len(table), steps)), *like.shape))
+        first = torch.zeros((), dtype=torch.int64, device=like.device)
+        self._update = Update(table, guidance_S, state.guided_width, noise, first, coefficients.clipped, learned)
+        self._begin(coefficients, generator)
+
+    def _begin(self, coefficients: Coefficients, generator: torch.Generator) -> None:
+        self._generator, self._before, self._loaded = generator, generator.get_state(), -1
+        self._noisy = coefficients.noisy
+        self.load(0)
+
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
+        guided_step(self.state.tokens, cond, uncond, self._update, step, bad)
+
+    def restart(self, decision: Decision, guidance_S: Tensor, generator: torch.Generator) -> None:
+        coefficients = decision.one_step
+        assert coefficients is not None
+        self._update.coefficients_SK.copy_(coefficients.table_SK)
+        self._update.guidance_S.copy_(guidance_S)
+        self._begin(coefficients, generator)
+
+    def load(self, index: int) -> None:
+        """Draw the noise of the chunk that holds this step; the first chunk starts the same sequence again."""
+        noise, first = self._update.noise_TnlC, self._update.first
+        if noise is None or first is None or (start := index // len(noise) * len(noise)) == self._loaded:
+            return
+        if start == 0:
+            self._generator.set_state(self._before)
+        for row, noisy in zip(noise, self._noisy[start : start + len(noise)], strict=False):
+            if noisy:
+                shape, dtype = self.state.shape, self.state.tokens.dtype
+                row.copy_(self.state.slice(randn_tensor(shape, generator=self._generator, dtype=dtype)))
+            else:
+                row.zero_()
+        first.fill_(start)
+        self._loaded = start
+
+
+class Traced(Stepper):
     """Any linear scheduler on tokens, by its coefficients, with the history in ring buffers on the device.
 
-    The tokens of its `State` are the model's input: the state times the next step's input scale (1 after the last).
+    The state's tokens are the model's input: the state times the next step's input scale (1 after the last).
     """
 
     def __init__(self, state: State, schedule: Schedule, steps: Steps) -> None:
+        super().__init__(state)
         states, outputs = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1]
-        tokens, self._steps, self._state = state.tokens, steps, state
+        tokens, self._steps = state.tokens, steps
         past = tokens.new_zeros((outputs - 1, *tokens.shape)) if outputs > 1 else None
         if states == 1 and bool((schedule.inputs_S == 1).all()):
             self.history = History(tokens[None], past, None)
         else:
             self.history = History(tokens.new_zeros((states, *tokens.shape), dtype=torch.float64), past, tokens)
+        self.history_tensors = tuple(x for x in (self.history.states_PnlC, self.history.outputs_QnlC) if x is not None)
         self._show(schedule)
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """Step the state; see `Stepper`. `step` selects coefficients and slots of the history on the device."""
         guided_multistep(self.history, cond, uncond, self._steps, step, bad)
 
-    def restart(self, schedule: Schedule, guidance_S: Tensor, generator: torch.Generator) -> None:
-        """Copy another run's coefficients, noise and first state into the buffers that a captured step reads.
-
-        The history is not cleared, even of NaN, because a step reads only slots that this run has written.
-        """
-        steps = traced_steps(self._state, schedule, guidance_S, generator)
+    def restart(self, decision: Decision, guidance_S: Tensor, generator: torch.Generator) -> None:
+        # the history is not cleared, even of NaN, because a step reads only slots that this run has written
+        schedule = decision.schedule
+        assert schedule is not None
+        steps = traced_steps(self.state, schedule, guidance_S, generator)
         self._steps.table_SK.copy_(steps.table_SK)
         self._steps.guidance_S.copy_(steps.guidance_S)
         if self._steps.noise_SnlC is not None and steps.noise_SnlC is not None:
             self._steps.noise_SnlC.copy_(steps.noise_SnlC)
         self._show(schedule)
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """Return the tensors that a step changes besides the state's tokens."""
-        return [x for x in (self.history.states_PnlC, self.history.outputs_QnlC) if x is not None]
-
     def _show(self, schedule: Schedule) -> None:
-        """Keep the first state, and put the model's input, which is scaled, into the state's tokens."""
+        """Save the first state, and scale the state's tokens to the model's input."""
         if self.history.seen_nlC is not None:
-            self.history.states_PnlC[0].copy_(self._state.tokens)
-            self._state.tokens.mul_(float(schedule.inputs_S[0]))
+            self.history.states_PnlC[0].copy_(self.state.tokens)
+            self.state.tokens.mul_(float(schedule.inputs_S[0]))
 
 
-class Replicated:
-    """Any diffusers scheduler: gathers the prediction, steps the whole latents alike on every rank, splits them."""
+class Replicated(Stepper):
+    """Any diffusers scheduler: gathers the prediction, steps the full latents identically on all ranks, shards them."""
 
     def __init__(
         self,
@@ -269,58 +270,52 @@ class Replicated:
         guidance_S: Tensor,
         generator: torch.Generator,
     ) -> None:
-        """Set up the scheduler. start: the whole latents before the first step."""
-        self._scheduler, self._guidance_S, self._state = scheduler, guidance_S, state
+        """Set up the scheduler. start: the full latents before the first step."""
+        super().__init__(state)
+        self._scheduler, self._guidance_S = scheduler, guidance_S
         self._options = {**decision.options, **step_options(scheduler, generator=generator)}
         self._timesteps = scheduler.timesteps[decision.begin :]
         if decision.begin and hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(decision.begin)
-        self.latents = start.to(state.tokens.device, state.tokens.dtype)
+        self._latents = start.to(state.tokens.device, state.tokens.dtype)
         self._show(0)
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """Step the state; see `Stepper`. It reads the timestep by `index`, because diffusers needs it on the host."""
-        scale = self._guidance_S.index_select(0, step.view(1))[0]
-        whole = self._state.gather(guide(self._state.tokens, cond, uncond, scale, self._state.guided_width))
-        timestep = self._timesteps[index]
-        self.latents = self._scheduler.step(whole, timestep, self.latents, **self._options).prev_sample
+        state, scale = self.state, self._guidance_S.index_select(0, step.view(1))[0]
+        prediction = state.gather(guide(state.tokens, cond, uncond, scale, state.guided_width))
+        timestep = self._timesteps[index]  # diffusers needs it on the host
+        self._latents = self._scheduler.step(prediction, timestep, self._latents, **self._options).prev_sample
         if index + 1 < len(self._timesteps):
             self._show(index + 1)
         else:
-            self._state.tokens.copy_(self._state.slice(self.latents))
-        torch.where(self.latents.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
+            state.tokens.copy_(state.slice(self._latents))
+        torch.where(self._latents.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
 
     def _show(self, index: int) -> None:
-        """Put the model's input at a step into the state's tokens."""
-        seen = self.latents
+        """Copy the model's input at a step into the state's tokens."""
+        seen = self._latents
         if hasattr(self._scheduler, "scale_model_input"):  # flow matching schedulers lack it
             seen = self._scheduler.scale_model_input(seen, self._timesteps[index])
-        self._state.tokens.copy_(self._state.slice(seen))
+        self.state.tokens.copy_(self.state.slice(seen))
+
+    def latents(self) -> Tensor:
+        return self._latents
 
 
 def make_stepper(
     decision: Decision, scheduler: Any, state: State, start: Tensor, guidance_S: Tensor, generator: torch.Generator
 ) -> Stepper:
-    """Return the stepper of one stream of the state. start: the whole latents before the first step."""
-    if not decision.local:
-        own = copy.deepcopy(scheduler)  # each stream needs the scheduler's history of its own
-        return Replicated(own, decision, state, start, guidance_S, generator)
+    """The stepper of one stream. start: the full latents before the first step."""
+    if not decision.local:  # each stream needs its own scheduler, which holds its history
+        return Replicated(copy.deepcopy(scheduler), decision, state, start, guidance_S, generator)
     if decision.one_step is not None:
         return OneStep(state, decision.one_step, guidance_S, generator)
     assert decision.schedule is not None
     return Traced(state, decision.schedule, traced_steps(state, decision.schedule, guidance_S, generator))
 
 
-def restart_stepper(stepper: Stepper, decision: Decision, guidance_S: Tensor, generator: torch.Generator) -> None:
-    """Copy a run's schedule and noise into the buffers of a stepper of the same kind; the state is new already."""
-    if isinstance(stepper, OneStep) and decision.one_step is not None:
-        stepper.restart(decision.one_step, guidance_S, generator)
-    elif isinstance(stepper, Traced) and decision.schedule is not None:
-        stepper.restart(decision.schedule, guidance_S, generator)
-
-
 def traced_steps(state: State, schedule: Schedule, guidance_S: Tensor, generator: torch.Generator) -> Steps:
-    """Return all steps of a run by a traced schedule."""
+    """All steps of a run by a traced schedule."""
     like = state.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
     table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.loop import Run, begin
 from seqpar.loop.request import Request, rank_0s
+from seqpar.loop.run import Run, begin
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
@@ -56,7 +56,7 @@ class _Loop:
 
     def __init__(self, dit: DistributedDiT, request: Request, measured: Comparison) -> None:
         self._dit, self._request, self._measured = dit, request, measured
-        self._models = [dit.model, *(each.model for each in request.segments.values())]
+        self._models = [dit.model]
         self.ranks = begin(dit, _again(request))
         self._alone = held(dit.mesh, lambda: begin(*_by_one(dit, request)))
 
@@ -145,9 +145,7 @@ def _once_more(dit: DistributedDiT, request: Request, evaluations: int, measured
 
 def _by_one(dit: DistributedDiT, request: Request) -> tuple[DistributedDiT, Request]:
     """Return the engine and the request of one rank alone, on the same weights."""
-    mesh, local = Mesh.single(dit.device), dit.local.name
-    segments = {first: DistributedDiT(each.model, mesh, local=local) for first, each in request.segments.items()}
-    return DistributedDiT(dit.model, mesh, local=local), replace(_again(request), segments=segments)
+    return DistributedDiT(dit.model, Mesh.single(dit.device), local=dit.local.name), _again(request)
 
 
 def _again(request: Request) -> Request:

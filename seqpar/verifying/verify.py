@@ -109,8 +109,7 @@ def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdi
     started = time.perf_counter()
     check_request(dit, request)
     measured = own_loop.measure(dit, request, evaluations)
-    models = [dit.model, *(each.model for each in request.segments.values())]
-    return _judged(dit.mesh, measured, models, dit.plan, started)
+    return _judged(dit.mesh, measured, [dit.model], dit.plan, started)
 
 
 def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evaluations: int) -> tuple[Mesh, Verdict]:

@@ -8,8 +8,8 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.loop.loop import begin
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.transports.collective.point_to_point import gather

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from seqpar import DistributedDiT, Guidance, parallelize, release, sample
 from seqpar.loading.schedulers import pass_variances, respace, spaced
 from seqpar.loop import steppers as one_step
-from seqpar.loop.loop import Sampler, begin, draw_noise
+from seqpar.loop.loop import Sampler, draw_noise
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from seqpar.loop.schedules import ddim_coefficients, ddpm_coefficients
 from seqpar.loop.steppers import OneStep
 from seqpar.mesh.mesh import Mesh
@@ -107,7 +108,7 @@ def test_every_step_is_the_originals(kind: str, respacing: str, clip: bool) -> N
     how: dict[str, Any] = {"respacing": respacing, "clip_denoised": clip, "generator": torch.Generator().manual_seed(5)}
     how |= {} if kind == "ddpm" else {"eta": eta}
     run = begin(dit, Request(scheduler, noise().double(), {"class_labels": torch.tensor(LABELS)}, 9, THREE, **how))
-    assert all(isinstance(stepper, OneStep) for stepper in run._steppers.values())
+    assert all(isinstance(stepper, OneStep) for stepper in run.steppers.values())
     timesteps, generator = run.timesteps.tolist(), torch.Generator().manual_seed(5)
     process, found, truth = Process(timesteps[::-1]), [], []
     assert scheduler.config.clip_sample is False  # the caller's scheduler is not changed

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler, sample
 from seqpar.loop import loop
-from seqpar.loop.loop import begin, draw_noise
+from seqpar.loop.loop import draw_noise
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh_for
@@ -126,9 +127,9 @@ def test_a_graph_is_not_replayed_after_its_buffers_were_freed() -> None:
     dit = DistributedDiT(diffusers_dit())
     (schedule, noise, prompt), guidance = order(*FIRST)
     run = begin(dit, Request(schedule, noise, prompt, STEPS, guidance))
-    run._segment.graph = graph = Mock()
+    run._graph = graph = Mock()
     run.step()
     dit.release()
-    with pytest.raises(ValueError, match=r"got a step after .*release, expected a new run"):
+    with pytest.raises(ValueError, match=r"cannot step after DistributedDiT\.release"):
         run.step()
     assert graph.replay.call_count == 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.loop import segment
-from seqpar.loop.loop import Run, begin, draw_noise
+from seqpar.loop.loop import draw_noise
 from seqpar.loop.request import Request
+from seqpar.loop.run import Run, begin
 from seqpar.loop.steppers import State
 from seqpar.mesh.mesh import Mesh
 from tests.conftest import DEVICE
@@ -227,7 +227,7 @@ def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> 
 def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
     rows = 3 * (3 * 6 + 2) * 24 * 8  # bytes: distinct labels (two and null) x modulation of one row
-    monkeypatch.setattr(segment, "TABLE_BYTES", 2 * rows + 1)
+    monkeypatch.setattr("seqpar.loop.run.TABLE_BYTES", 2 * rows + 1)
     made = []
     modulate = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.modulate
     monkeypatch.setattr(

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.loop import steppers
-from seqpar.loop.loop import Run, Sampler, draw_noise
+from seqpar.loop.loop import Sampler, draw_noise
 from seqpar.loop.request import Course, Request, course, why_not_captured
+from seqpar.loop.run import Run
 from seqpar.loop.schedules import Schedule
 from seqpar.loop.steppers import OneStep, Replicated, Traced, decide, traced_steps
 from seqpar.mesh.mesh import Mesh
@@ -142,7 +143,7 @@ def alone(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Tens
 
 
 def stepper(run: Run) -> steppers.Stepper:
-    (only,) = run._steppers.values()
+    (only,) = run.steppers.values()
     return only
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.kernels.flags import Late
-from seqpar.loop.loop import begin
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.processes import _wait_for_all
 from seqpar.mesh.watch import (

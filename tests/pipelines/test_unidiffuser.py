@@ -418,4 +418,4 @@ def test_drawn_streams_of_the_unconditional_branch_are_checked() -> None:
     ):
         request = Request(None, torch.zeros(1), {}, 2, ON, drawn=drawn, negative_drawn=wrong)
         with pytest.raises(ValueError, match=message):
-            checks._check_drawn(request, 2, 1)
+            checks.check_drawn(request, 2, 1)

@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "guidance branches are swapped on the cfg axis",
-        "seqpar/loop/segment.py",
+        "seqpar/loop/run.py",
         "cond, uncond = keeper.gathered(",
         "uncond, cond = keeper.gathered(",
         "tests/loop/test_sampling.py::test_sampling_is_the_same_on_every_mesh[2-('ulysses', 2, 1)-guided]",
@@ -275,9 +275,11 @@ FAULTS = (
     ),
     Fault(
         "positions are off by one in the loop",
-        "seqpar/loop/segment.py",
-        "where = {**lengths, **others}, partial(dit.positions, size)",
-        "where = {**lengths, **others}, lambda split: {k: x.roll(1, 0) for k, x in dit.positions(size, split).items()}",
+        "seqpar/loop/run.py",
+        "forward_tokens(streams, share.positions, conditioning, share.attend)",
+        "forward_tokens(\n"
+        "            streams, {k: x.roll(1, 0) for k, x in share.positions.items()}, conditioning, share.attend\n"
+        "        )",
         "tests/loop/test_sampling.py::test_sampling_equals_diffusers_by_hand"
         "[Guidance(scale=1.0, channels=None, scales=None, rescale=0.0)-0.0]",
         "every token has its neighbour's position",

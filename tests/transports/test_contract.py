@@ -17,8 +17,9 @@ from seqpar import DistributedDiT, Guidance
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
 from seqpar.local import reference
-from seqpar.loop.loop import begin, draw_noise
+from seqpar.loop.loop import draw_noise
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports import _folder

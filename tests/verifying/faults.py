@@ -24,8 +24,8 @@ from seqpar.graphs.exchanges import Keeper
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.loop import Run
 from seqpar.loop.models import dit as builtin
+from seqpar.loop.run import Run
 from seqpar.mesh.shard import JointShard
 from seqpar.transformer import lora as adapters
 from seqpar.transformer import masks

@@ -41,6 +41,14 @@ class LabelDiT(SequenceModel):
         self.final_modulation = nn.Linear(c, 2 * width)
         self.final = nn.Linear(width, config.out_channels * area)
 
+    def positions(self, *size: int) -> Tensor:
+        """The position rows (L, ...) of all tokens of a latent of this height and width."""
+        raise NotImplementedError
+
+    def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        """The position rows of the only stream."""
+        return {"image": self.positions(*size)}
+
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
         """Return {"blocks": (R, layers, 6, E), "final": (R, 2, E)}, fp32 (fp64 for an fp64 model).
 

@@ -1,4 +1,4 @@
-"""Tests of a toy model: two streams, masks, several states and segments are sharded as on one rank.
+"""Tests of a toy model: two streams and several states are sharded as on one rank.
 
 `tests/test_one_file.py` puts the same file into the folder of models.
 """
@@ -22,9 +22,8 @@ from seqpar.attention._streams import given
 from seqpar.kernels.prepare import prepare
 from seqpar.loop.blueprint import Blueprint
 from seqpar.loop.interface import Prompt, SequenceModel
-from seqpar.loop.loop import Run, begin
 from seqpar.loop.request import Request
-from seqpar.loop.segment import rescaled
+from seqpar.loop.run import Run, begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.protocols import Stream
 from tests.graphs.test_distributed import local
@@ -50,21 +49,18 @@ def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) ->
     return model
 
 
-def prompts(lengths: tuple[int, int]) -> tuple[Prompt, Prompt]:
-    """Return the prompts with and without text, of different lengths; the first has padding in its second row."""
-    texts = [random((IMAGES, length, 6), seed) for seed, length in enumerate(lengths)]
-    mask = torch.ones(IMAGES, lengths[0], dtype=torch.bool)
-    mask[1, -1] = lengths[0] == 1
-    with_text = {"text": texts[0], "text_mask": mask, "pooled": random((IMAGES, 6), 5)}
-    return with_text, {"text": texts[1], "pooled": random((IMAGES, 6), 6)}
+def prompts(length: int) -> tuple[Prompt, Prompt]:
+    """Return the prompts with and without text."""
+    texts = [random((IMAGES, length, 6), seed) for seed in (0, 1)]
+    return {"text": texts[0], "pooled": random((IMAGES, 6), 5)}, {"text": texts[1], "pooled": random((IMAGES, 6), 6)}
 
 
 def noise() -> Tensor:
     return random((IMAGES, 4, 6, 6), 9)
 
 
-def start(dit: DistributedDiT, lengths: tuple[int, int], guidance: Guidance = GUIDANCE, **more: Any) -> Run:
-    prompt, negative = prompts(lengths)
+def start(dit: DistributedDiT, length: int, guidance: Guidance = GUIDANCE, **more: Any) -> Run:
+    prompt, negative = prompts(length)
     settings: dict[str, Any] = {"negative": negative, "noise": noise(), "prompt": prompt, **more}
     return begin(dit, Request(scheduler=DDIMScheduler(clip_sample=False), steps=STEPS, guidance=guidance, **settings))
 
@@ -87,11 +83,11 @@ def sampled(
     world: int,
     device: torch.device,
     layout: tuple[str, int, int],
-    lengths: tuple[int, int],
+    length: int,
     guidance: Guidance = GUIDANCE,
 ) -> Tensor:
     """Return the latents of the model with two streams."""
-    return stepped(start(engine(rank, world, device, layout, model_of("two-streams", device)), lengths, guidance))[
+    return stepped(start(engine(rank, world, device, layout, model_of("two-streams", device)), length, guidance))[
         "image"
     ]
 
@@ -102,11 +98,11 @@ def alone(ranks: Pool, *more: Any) -> Tensor:
 
 
 def exactly(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], lengths: tuple[int, int], on: bool = True
+    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], length: int, on: bool = True
 ) -> Tensor:
     """Return the same in exact mode, by products whose rows do not depend on each other."""
     with exact_mode() if on else nullcontext(), by_rows():
-        return sampled(rank, world, device, layout, lengths)
+        return sampled(rank, world, device, layout, length)
 
 
 EXACT_LAYOUTS = [
@@ -117,14 +113,14 @@ EXACT_LAYOUTS = [
 
 @pytest.mark.parametrize(("world", "layout"), EXACT_LAYOUTS, ids=str)
 def test_in_exact_mode_latents_have_one_ranks_bits(cpu_ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
-    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
-    for got in cpu_ranks.run(world, exactly, layout, (5, 2)):
+    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), 5)
+    for got in cpu_ranks.run(world, exactly, layout, 5):
         assert torch.equal(got, wanted)
 
 
 def test_negative_control_out_of_exact_mode_bits_differ(cpu_ranks: Pool) -> None:
-    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
-    for got in cpu_ranks.run(2, exactly, ("kv_gather", 1, 1), (5, 2), False):
+    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), 5)
+    for got in cpu_ranks.run(2, exactly, ("kv_gather", 1, 1), 5, False):
         assert not torch.equal(got, wanted)
 
 
@@ -155,12 +151,11 @@ class Plain:
 
 
 def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
-    """Return the prediction for each image alone; its text has no padding, so there is no mask."""
-    made = []
+    """Return the prediction for each image alone."""
+    made, length = [], prompt["text"].shape[1]
     for image in range(IMAGES):
-        length = int(prompt["text_mask"][image].sum()) if "text_mask" in prompt else prompt["text"].shape[1]
-        text, pooled = prompt["text"][image : image + 1, :length], prompt["pooled"][image : image + 1]
-        encoded = model.encode(text=text, text_mask=torch.ones(1, length, dtype=torch.bool), pooled=pooled)
+        text, pooled = prompt["text"][image : image + 1], prompt["pooled"][image : image + 1]
+        encoded = model.encode(text=text, pooled=pooled)
         streams = {"text": encoded.streams["text"], "image": model.patchify(noise()[image : image + 1])}
         positions = model.stream_positions((6, 6), {"text": length, "image": 9})
         conditioning = model.modulate(t[None], **encoded.pooled)
@@ -168,11 +163,10 @@ def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
     return torch.cat(made)
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 1)], ids=str)
-def test_a_prediction_is_the_models_on_each_text_alone(lengths: tuple[int, int]) -> None:
-    """Padding and different text lengths in the two branches do not change the prediction."""
-    model, (prompt, negative) = model_of("two-streams", torch.device("cpu")), prompts(lengths)
-    run = start(DistributedDiT(model, Mesh.single()), lengths)
+@pytest.mark.parametrize("length", [5, 1])
+def test_a_prediction_is_the_models_on_each_text_alone(length: int) -> None:
+    model, (prompt, negative) = model_of("two-streams", torch.device("cpu")), prompts(length)
+    run = start(DistributedDiT(model, Mesh.single()), length)
     cond, uncond = (by_hand(model, given, run.timesteps[0]) for given in (prompt, negative))
     truth = uncond + GUIDANCE.scale * (cond - uncond)
     assert (run.predict()["image"] - truth).abs().max() < CLOSE
@@ -180,42 +174,38 @@ def test_a_prediction_is_the_models_on_each_text_alone(lengths: tuple[int, int])
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "lengths"),
-    covering([pytest.param(*each) for each in LAYOUTS], turns=[(4, 7), (5, 5), (2, 1)]),
-    ids=str,
+    ("world", "layout", "length"), covering([pytest.param(*each) for each in LAYOUTS], turns=[7, 5, 2]), ids=str
 )
 def test_a_new_model_is_the_same_on_every_mesh(
-    ranks: Pool, world: int, layout: tuple[str, int, int], lengths: tuple[int, int]
+    ranks: Pool, world: int, layout: tuple[str, int, int], length: int
 ) -> None:
     """Some cases have fewer text tokens than ranks."""
-    truth = alone(ranks, lengths)
-    for got in ranks.run(world, sampled, layout, lengths):
+    truth = alone(ranks, length)
+    for got in ranks.run(world, sampled, layout, length):
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 
 
 def test_negative_control_the_text_matters(ranks: Pool) -> None:
-    assert (alone(ranks, (5, 5)) - alone(ranks, (4, 7))).abs().max() > 1e-2
+    assert (alone(ranks, 5) - alone(ranks, 7)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, ("ulysses", 1, 1)), (3, ("ring", 1, 1))], ids=str)
 def test_rescaled_guidance_is_diffusers_on_every_mesh(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
     guidance = Guidance(3.0, rescale=0.7)
-    truth = alone(ranks, (5, 5), guidance)
-    for got in ranks.run(world, sampled, layout, (5, 5), guidance):
+    truth = alone(ranks, 5, guidance)
+    for got in ranks.run(world, sampled, layout, 5, guidance):
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-    assert (truth - alone(ranks, (5, 5))).abs().max() > 1e-3
+    assert (truth - alone(ranks, 5)).abs().max() > 1e-3
 
 
 def test_rescaled_guidance_has_the_deviation_that_the_paper_says() -> None:
     dit = DistributedDiT(model_of("two-streams", torch.device("cpu")), Mesh.single())
-    cond, uncond = start(dit, (5, 5)).branches()["image"]
+    cond, uncond = start(dit, 5).branches()["image"]
     assert uncond is not None
     guided = uncond + 3.0 * (cond - uncond)
     deviation = [x.std(dim=(1, 2), keepdim=True) for x in (cond, guided)]
     truth = 0.7 * guided * deviation[0] / deviation[1] + 0.3 * guided
-    run = start(dit, (5, 5), Guidance(3.0, rescale=0.7))
-    course, state = run._course, run._states["image"]
-    got, none = rescaled((cond, uncond), state, "image", torch.tensor(3.0), course, dit.keeper, run)
+    got, none = start(dit, 5, Guidance(3.0, rescale=0.7))._rescaled("image", cond, uncond)
     assert none is None
     assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 
@@ -232,7 +222,7 @@ def again(
     found = []
     with Sampler(engine(rank, world, device, ("kv_gather", 1, 1), model)) as sampler:
         for length, count in zip(lengths, rows, strict=True):
-            prompt = {name: x[torch.arange(IMAGES) % count] for name, x in prompts((length, 1))[0].items()}
+            prompt = {name: x[torch.arange(IMAGES) % count] for name, x in prompts(length)[0].items()}
             ddim, off = DDIMScheduler(clip_sample=False), Guidance(1.0)
             found.append(sampler(ddim, noise(), prompt, steps=STEPS, guidance=off))
     return found
@@ -255,7 +245,7 @@ def test_a_sampler_begins_anew_for_prompts_of_another_form(
 
 def two_states(rank: int, world: int, device: torch.device, layout: tuple[str, int, int]) -> dict[str, Tensor]:
     dit = engine(rank, world, device, layout, model_of("two-states", device))
-    return stepped(start(dit, (4, 7), noise={"image": noise(), "token": random((IMAGES, 1, 12), 3)}))
+    return stepped(start(dit, 7, noise={"image": noise(), "token": random((IMAGES, 1, 12), 3)}))
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS[:3], ids=str)
@@ -271,9 +261,7 @@ def fresh(rank: int, world: int, device: torch.device, layout: tuple[str, int, i
     dit = engine(rank, world, device, layout, model_of("fresh-text", device))
     drawn = random((STEPS, IMAGES, 5, 6), 8)
     prompt = {"pooled": random((IMAGES, 6), 5)}
-    return stepped(start(dit, (5, 5), prompt=prompt, negative=None, drawn={"text": drawn.roll(int(turned), 0)}))[
-        "image"
-    ]
+    return stepped(start(dit, 5, prompt=prompt, negative=None, drawn={"text": drawn.roll(int(turned), 0)}))["image"]
 
 
 def test_a_stream_may_have_other_tokens_at_every_step(ranks: Pool) -> None:
@@ -283,49 +271,24 @@ def test_a_stream_may_have_other_tokens_at_every_step(ranks: Pool) -> None:
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 
 
-def segments(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], first: int | None) -> Tensor:
-    """Run a second model from step `first` on; None makes two runs, the second of which starts where the first ends."""
-    dits = [engine(rank, world, device, layout, model_of("two-streams", device, seed)) for seed in (0, 1)]
-    if first is not None:
-        return stepped(start(dits[0], (4, 7), segments={first: dits[1]}))["image"]
-    run = start(dits[0], (4, 7))
-    run.step()
-    return stepped(start(dits[1], (4, 7), noise=run.latents()["image"], begin=1))["image"]
-
-
-@pytest.mark.parametrize(("world", "layout"), [(1, ("ulysses", 1, 1)), *LAYOUTS[:3]], ids=str)
-def test_another_model_takes_over_at_a_step(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
-    truth = ranks.run(1, segments, ("ulysses", 1, 1), None)[0]
-    for got in ranks.run(world, segments, layout, 1):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-    assert (ranks.run(1, segments, ("ulysses", 1, 1), 2)[0] - truth).abs().max() > 1e-3
-
-
-def test_a_run_shows_the_model_of_its_next_step() -> None:
-    cpu = torch.device("cpu")
-    dits = [engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu, seed)) for seed in (0, 1)]
-    run = start(dits[0], (4, 7), segments={1: dits[1]})
-    run.step()
-    alone = start(dits[1], (4, 7), noise=run.latents()["image"], begin=1)
-    assert torch.equal(run.predict()["image"], alone.predict()["image"])
-
-
 def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
     cpu = torch.device("cpu")
     dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu))
     with pytest.raises(ValueError, match=r"got text of shape \(1, 5, 6\), expected \(2,\), one an image"):
-        start(dit, (5, 5), negative={name: x[:1] for name, x in prompts((5, 5))[1].items()})
+        start(dit, 5, negative={name: x[:1] for name, x in prompts(5)[1].items()})
+    with pytest.raises(ValueError, match=r"got a negative text of shape \(4, 6\) per row, expected \(5, 6\)"):
+        start(dit, 5, negative=prompts(4)[1])
     dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("fresh-text", cpu))
     prompt = {"pooled": random((IMAGES, 6), 5)}
     for shape in ((STEPS - 1, IMAGES, 5, 6), (STEPS, IMAGES + 1, 5, 6)):
         drawn = {"text": random(shape, 8)}
         with pytest.raises(ValueError, match=r"got drawn text of shape .*, expected \(3, 2, tokens, width\)"):
-            start(dit, (5, 5), prompt=prompt, negative=None, drawn=drawn)
+            start(dit, 5, prompt=prompt, negative=None, drawn=drawn)
 
 
 def called(rank: int, world: int, device: torch.device) -> Tensor:
     dit = engine(rank, world, device, ("ulysses", 1, 1), model_of("two-streams", device))
-    prompt, _ = prompts((5, 5))
+    prompt, _ = prompts(5)
     return dit(noise(), timestep=torch.tensor([500, 3]), **prompt).sample
 
 

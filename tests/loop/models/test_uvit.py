@@ -27,10 +27,10 @@ from seqpar.loading.checkpoint import from_state_dict
 from seqpar.local import reference
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.interface import Split
-from seqpar.loop.loop import begin
 from seqpar.loop.models import uvit
 from seqpar.loop.models._uvit_files import TEXT_TOKENS
 from seqpar.loop.request import Request
+from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.transports.collective.point_to_point import gather
@@ -306,7 +306,7 @@ def guided(rank: int, world: int, device: torch.device, cfg: int) -> Outputs:
     request = Request(DDIMScheduler(clip_sample=False), noise, prompt, 2, Guidance(3.0), drawn=drawn)
     with StayDouble():
         run = begin(dit, request)
-        first = {f"first {name}": run._states[name].gather(x) for name, x in run.predict().items()}
+        first = {f"first {name}": run.steppers[name].state.gather(x) for name, x in run.predict().items()}
         for _ in range(2):
             run.step()
     return first | run.latents()

@@ -66,8 +66,7 @@ class Part(nn.Module):
 class Model(SequenceModel):
     """The model that the module's docstring describes."""
 
-    PROMPT = ("text", "text_mask", "pooled")
-    MASKS = {"text_mask": "text"}  # noqa: RUF012
+    PROMPT = ("text", "pooled")
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -75,7 +74,6 @@ class Model(SequenceModel):
         self.STREAMS = ("text", "image", *(["token"] if config.states else []))
         self.STATE = self.STREAMS[1:]
         self.PROMPT = ("pooled",) if config.fresh else Model.PROMPT
-        self.MASKS = {} if config.fresh else Model.MASKS
         width = config.width
         patch = self.patch[0] * self.patch[1] * self.patch[2]
         self.into = nn.ModuleDict(
@@ -98,11 +96,11 @@ class Model(SequenceModel):
         return found
 
     def encode(self, **prompt: Tensor) -> Encoded:
-        """Return the projected text with its mask."""
+        """Return the projected text."""
         if self.config.fresh:
             return Encoded(pooled=prompt)
         text = self.into["text"](prompt["text"].to(self.pooled.weight.dtype))
-        return Encoded({"text": text}, {"text": prompt["text_mask"]}, {"pooled": prompt["pooled"]})
+        return Encoded({"text": text}, {"pooled": prompt["pooled"]})
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
         """Return the modulation (R, layers, streams, 3, E)."""
@@ -128,14 +126,14 @@ class Model(SequenceModel):
                 part.stream(x[name], row, positions[name])
                 for name, part, row in zip(self.STREAMS, parts, rows, strict=True)
             ]
-            outputs = attend(tuple(given), conditioning.get("mask"))
+            outputs = attend(tuple(given))
             for name, part, row, out in zip(self.STREAMS, parts, rows, outputs, strict=True):
                 x[name] = x[name] + row[:, 2, None] * part.out(out.flatten(2))
         return {name: self.final[name](x[name]) for name in self.STATE}
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return zeros of the same length."""
-        return {name: x if name in self.MASKS else torch.zeros_like(x) for name, x in prompt.items()}
+        return {name: torch.zeros_like(x) for name, x in prompt.items()}
 
 
 def work(config: Config) -> Work:

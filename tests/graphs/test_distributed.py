@@ -240,7 +240,7 @@ def test_buffers_made_in_inference_mode_serve_outside(ranks: Pool, strategy: str
 
 def test_inputs_that_require_gradients_are_refused() -> None:
     x, t, y = latents(1, (8, 8))
-    with pytest.raises(ValueError, match="expected none: a sharded model is for inference"):
+    with pytest.raises(ValueError, match="a sharded model supports inference only"):
         DistributedDiT(diffusers_dit(), Mesh.single())(x.requires_grad_(), timestep=t, class_labels=y)
 
 

@@ -18,14 +18,12 @@ import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.loading.lora import parse as parse_lora
 from seqpar.loading.names import resolve
-from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.find import family_of
+from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture, read
 from seqpar.pipelines.images import pictures_of_rank_0
-from seqpar.pipelines.own_loop import Job, planned
 from seqpar.pipelines.pictures import check_writable, numbered
+from seqpar.pipelines.protocol import Job
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.machine import Machine
@@ -37,7 +35,7 @@ from seqpar.types.plugins import plugin
 from seqpar.vae.strips import spread_of
 
 
-def line(args: Args, job: Job | Adapted, ranking: Ranking, machine: Machine) -> str | None:
+def decoding_line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> str | None:
     """Return the line of a dry run: how pictures are decoded. None without a decoder, and where no layout fits."""
     if not job.decodes or not ranking.ranked:
         return None
@@ -47,7 +45,7 @@ def line(args: Args, job: Job | Adapted, ranking: Ranking, machine: Machine) -> 
     return f"decoding: {spread}, unless the loaded weights leave too little memory for it"
 
 
-def check_decoding(job: Job | Adapted, mesh: Mesh) -> None:
+def check_decoding(job: Job, mesh: Mesh) -> None:
     """Raise ValueError if the decoded pictures of a run, which every rank holds, exceed the memory of its device."""
     height, width = job.pixels or (1, 1)
     gpu, here = mesh.device.type == "cuda", min(mesh.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -78,7 +76,7 @@ MOST_PLANNED = (512, 1024)  # GPUs of one plan, and of all plans of a command: t
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def checked(args: Args, mesh: Mesh) -> Job | Adapted:
+def checked(args: Args, mesh: Mesh) -> Job:
     """The job that the flags describe; the same ValueError on every rank for what is wrong. Every rank calls it.
 
     Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know.
@@ -116,44 +114,33 @@ def check_flags(args: Args) -> None:
     tuple(map(parse_lora, args.lora))
 
 
-def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job | Adapted:
+def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights.
 
     path: what the model's name stands for, if that is known. pictures: those of `--image`; None reads them here.
     """
     check_flags(args)
-    family, model = family_of(args.model if path is None else str(path), args.heads)
-    request = request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
-    if family is not None:
-        job: Job | Adapted = family.check(request, model)
-    elif args.dry_run is None or not isinstance(model, Blueprint):
-        expected = "a model that a pipeline here runs; plan it (seqpar plan), or use it as a library"
-        raise ValueError(f"got {args.model}, expected {expected}")
-    else:
-        job = planned(request, model)
+    source = find(args.model if path is None else str(path), args.heads)
+    job = source.check(request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures))
     if args.dry_run is None:
-        video = isinstance(job, Adapted) and job.video
-        if video:
+        if job.why_not_run is not None:
+            raise ValueError(f"{job.why_not_run}; plan it (seqpar plan), or use it as a library")
+        if job.video:
             check_encoder()
         *others, last = outputs(args, job)
-        check_writable(last, ".mp4" if video else ".png", others)
+        check_writable(last, ".mp4" if job.video else ".png", others)
     aim, axes = parse_mesh(args.mesh)
-    planned_only = args.dry_run is not None or aim != "latency"
-    if isinstance(job, Adapted) and planned_only and not job.planned.exact:
-        flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
-        expected = "neither a plan nor throughput: the files do not tell how many tokens it has"
-        raise ValueError(f"got {flag} with {job.kind.__name__}, expected {expected}")
-    channels = job.planned.channels if isinstance(job, Adapted) else job.blueprint.config.in_channels
-    check_layout(axes.get("data", 1), axes.get("cfg", 1), job.load.images, job.guidance, channels)
+    if (args.dry_run is not None or aim != "latency") and job.why_not_planned is not None:
+        what = "no plan" if args.dry_run is not None else f"--mesh {args.mesh} is not possible"
+        raise ValueError(f"{what}: {job.why_not_planned}")
+    check_layout(axes.get("data", 1), axes.get("cfg", 1), job.load.images, job.guidance, job.channels)
     return job
 
 
-def outputs(args: Args, job: Job | Adapted) -> list[Path]:
+def outputs(args: Args, job: Job) -> list[Path]:
     """The files to write, the one with the longest name last; the default name ends in .mp4 for a video."""
-    if isinstance(job, Job):
-        return [args.out] if job.sheet else numbered(args.out, job.load.images)
     default = job.video and args.out == Args.out
-    return numbered(args.out.with_suffix(".mp4") if default else args.out, job.load.images)
+    return numbered(args.out.with_suffix(".mp4") if default else args.out, 1 if job.labels else job.load.images)
 
 
 def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> GenerationRequest:
@@ -183,15 +170,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if any(len(side) > len(str(MOST_SIDE)) or not 1 <= int(side) <= MOST_SIDE for side in sides):
         raise ValueError(f"got --size {text}, expected 1 to {MOST_SIDE} pixels along a side")
     return int(sides[0]), int(sides[-1])
-
-
-def scales(job: Job | Adapted) -> str:
-    """The guidance of a run as text: the scale that the model takes as an input, and that of two branches."""
-    guidance, embedded = job.guidance, job.embedded if isinstance(job, Adapted) else None
-    if embedded is None:
-        return f"guidance {guidance.scale:g}"
-    beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
-    return f"guidance {embedded:g} as an input{beside}"
 
 
 def _check_ranges(args: Args) -> None:

@@ -6,12 +6,10 @@ from dataclasses import fields
 
 import torch
 
-from seqpar.cli import job as decoding
 from seqpar.cli.args import Args, Options, PlanArgs
-from seqpar.cli.job import scales
+from seqpar.cli.job import decoding_line
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.protocol import Job, scales
 from seqpar.planner.explain import explain
 from seqpar.planner.machine import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.plan import parse_mesh, rank, transport_between
@@ -31,7 +29,7 @@ def preferences_of(args: Args) -> Preferences:
     return Preferences(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
-def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, hosts: int = 1, explained: bool = False) -> str:
+def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool = False) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
 
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
@@ -42,7 +40,7 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh, hosts: int = 1, explain
     if hosts > 1 and not args.dry_run:
         raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
     load = job.load
-    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
     machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:
@@ -61,9 +59,9 @@ def _running(ranks: Mesh, transport: str) -> Machine:
     return here(ranks.device, ranks.world.size, name, ranks_of_a_host(ranks))
 
 
-def _table(args: Args, job: Job | Adapted, machine: Machine, explained: bool) -> str:
+def _table(args: Args, job: Job, machine: Machine, explained: bool) -> str:
     """Return the plan for a machine, all layouts, a step's costs, how pictures are decoded, and why if asked."""
-    ranking = rank(job.work, job.load, machine, preferences_of(args), job.dtype)
+    ranking = rank(job.work, job.load, machine, preferences_of(args), job.request.dtype)
     lines = [f"{machine}: {ranking}", ranking.table()]
-    lines += filter(None, [decoding.line(args, job, ranking, machine)])
+    lines += filter(None, [decoding_line(args, job, ranking, machine)])
     return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

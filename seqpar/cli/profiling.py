@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 from seqpar.cli.args import Args, ProfileArgs
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.own_loop import Job
 from seqpar.pipelines.pictures import check_writable
+from seqpar.pipelines.protocol import Job
 from seqpar.planner.plan import Plan
 from seqpar.types.arguments import check_whole
 
@@ -17,7 +16,7 @@ MOST_STEPS = 100  # measured: a trace of more is too long to open
 OnStep = Callable[[int], None]
 
 
-def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
+def check_profile(args: Args, job: Job, ranks: Mesh) -> None:
     """Raise ValueError for a profile that cannot be made, before any weight is read."""
     if not isinstance(args, ProfileArgs):
         return
@@ -32,11 +31,11 @@ def check_profile(args: Args, job: Job | Adapted, ranks: Mesh) -> None:
             "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "
             "operations, which nobody can tell from work; leave it out"
         )
-    if isinstance(job, Adapted) and not job.counts_steps:
-        raise ValueError(f"got {job.kind.__name__}, expected a pipeline that tells of its steps (callback_on_step_end)")
-    steps, before = job.steps if isinstance(job, Adapted) else job.evaluations, steps_before(ranks)
-    if steps < steps_needed(args.profile_steps, before):
-        raise ValueError(f"{too_few(steps, args.profile_steps, before)}; change --steps or --profile-steps")
+    if job.why_no_steps is not None:
+        raise ValueError(f"no profile is possible: {job.why_no_steps}")
+    before = steps_before(ranks)
+    if job.steps < steps_needed(args.profile_steps, before):
+        raise ValueError(f"{too_few(job.steps, args.profile_steps, before)}; change --steps or --profile-steps")
 
 
 @contextmanager

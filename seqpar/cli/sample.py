@@ -1,99 +1,114 @@
-"""One run of `seqpar sample` on this rank: check, plan, encode, load, sample, decode, save."""
+"""One run of `seqpar sample` on this rank: check, plan, load, generate, write."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
-from seqpar.cli import job as decoding
 from seqpar.cli.args import Args
-from seqpar.cli.job import checked, named, outputs
+from seqpar.cli.job import check_decoding, checked, named, outputs, parse_size
 from seqpar.cli.plan import dry_run, preferences_of
-from seqpar.cli.profiling import OnStep, check_profile, profiled
+from seqpar.cli.profiling import check_profile, profiled
 from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
-from seqpar.loop.loop import digest
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.own_loop import Job
-from seqpar.pipelines.pictures import grid, save, to_pil
+from seqpar.pipelines.pictures import grid, save
+from seqpar.pipelines.protocol import Events, Job, Model, Result
+from seqpar.pipelines.videos import save_video
 from seqpar.planner.plan import Plan, make
 
 
 def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
-    """The whole path from flags to a file, or to a dry run's tables (`hosts`, `explained`). Every rank calls it."""
+    """The whole path from flags to files, or to a dry run's tables (`hosts`, `explained`). Collective."""
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
+
+    # check and plan: no weights are read
     args = named(args)
     job = checked(args, ranks)
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.on_all_ranks(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
-    plan = make(job.work, job.load, job.dtype, ranks, preferences_of(args))
-    ranks.on_all_ranks(lambda: (check_profile(args, job, ranks), decoding.check_decoding(job, ranks)))
-    if isinstance(job, Adapted):
-        from seqpar.cli.adapted import run_adapted
+    plan = make(job.work, job.load, job.request.dtype, ranks, preferences_of(args))
+    ranks.on_all_ranks(lambda: (check_profile(args, job, ranks), check_decoding(job, ranks)))
 
-        run_adapted(args, job, plan, ranks)
-        return
+    # load: prompts are encoded first
     started = time.perf_counter()
-    with Bar(len(set(job.loading.get("prompts", ()))), "prompt", ranks, "encoding") as encoded:
-        hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
-        pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
+    with Bar(job.texts, "prompt", ranks, "encoding") as encoded:
+        model = job.load_model(ranks, plan, vae=args.vae, on_encode=encoded.add)
     loaded = time.perf_counter() - started
-    _introduce(args, pipeline, job, plan)
-    with pipeline, Progress(job.evaluations, ranks) as progress, _steps(args, plan, ranks, progress) as on_step:
-        latents = pipeline.latents(**job.settings, on_step=on_step)
-        per_step = progress.finish()
-    bits = digest(latents)
-    files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
+    with model:
+        _say(ranks, summary(args, model, job))
+        if args.verify:
+            from seqpar.verifying.verify import EVALUATIONS, verify
+
+            target, arguments = model.verified(job, EVALUATIONS)
+            verify(target, **arguments)
+
+        # generate and write
+        result, per_step = _generate(args, plan, model, job, ranks)
+        paths, digest = outputs(args, job), result.digest()
+        if ranks.is_main:
+            facts = {"made": _size(args, result.images[0]), "ms_per_step": per_step, result.digest_of: digest}
+            _write(paths, job, result, parameters(args, model, job) | facts)
     speed = measured(per_step, loaded, time.perf_counter() - started)
-    _say(ranks, f"{files}: {job.load.images} pictures, {speed}, latents {bits}")
+    count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
+    _say(ranks, f"{listed(paths)}: {count}, {speed}, {result.digest_of} {digest}")
 
 
-@contextmanager
-def _steps(args: Args, plan: Plan, ranks: Mesh, progress: OnStep) -> Iterator[OnStep]:
-    """Yield what is called after each step: it shows progress, and ends the run after Ctrl-C, or makes a profile."""
-    with profiled(args, plan, ranks, progress) as on_step, stoppable(args, ranks) as boundary:
+def _generate(args: Args, plan: Plan, model: Model, job: Job, ranks: Mesh) -> tuple[Result, float | None]:
+    """Return the result, and ms per step if the pipeline reports its steps; rank 0 shows bars."""
+    unit = "video" if job.video else "picture"
+    with (
+        Bar(len(job.request.images), "picture", ranks, "encoding") as encoding,
+        Progress(job.steps, ranks) as progress,
+        Bar(job.load.images, unit, ranks, "decoding") as decoding,
+        profiled(args, plan, ranks, progress) as on_step,
+        stoppable(args, ranks) as boundary,
+    ):
 
-        def both(index: int) -> None:
+        def step(index: int) -> None:
+            encoding.close()
             on_step(index)
-            boundary()
 
-        yield both
+        def decode(done: int, total: int) -> None:
+            if not done:  # all steps are queued
+                progress.finish()
+                progress.close()
+            if total:
+                decoding.add(done, total)
 
-
-def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
-    """Choose how pictures are decoded, show what is run, and verify it if asked; see `seqpar.verifying.verify`."""
-    pipeline.set_vae(args.vae)
-    _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
-    if args.verify:
-        from seqpar.verifying.verify import verify
-
-        verify(pipeline, **job.settings)
+        result = model.generate(job, Events(step, boundary, encoding.add, decode))
+        return result, progress.finish() if job.why_no_steps is None else None
 
 
-def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[str, Any]) -> str:
-    """Decode on all ranks; rank 0 writes the files, with parameters and measurements in their metadata."""
-    mesh: Mesh = pipeline.dit.mesh
-    way = pipeline.way(len(latents), job.pixels, args.vae)
-    mine = len(latents) if way is None else way.shard(len(latents)).sizes[way.axis.rank]
-    with Bar(mine, "picture", mesh, "decoding") as bar:
-        images = pipeline.decode(latents, bar)
-    paths = outputs(args, job)
-    if mesh.is_main:
-        shown = parameters(args, pipeline, job) | measured
-        pictures = [grid(to_pil(images), job.captions)] if job.sheet else to_pil(images)
-        for path, picture in zip(paths, pictures, strict=True):
-            save(picture, path, shown)
-    return listed(paths)
+def _write(paths: Sequence[Path], job: Job, result: Result, facts: dict[str, Any]) -> None:
+    images: list[Any] = result.images if job.labels is None else [grid(result.images, job.labels)]
+    for path, image in zip(paths, images, strict=True):
+        if job.video:
+            save_video(image, path, job.fps, facts)
+        else:
+            save(image, path, facts)
+
+
+def _size(args: Args, image: Any) -> dict[str, int]:
+    """Return the size of an image or video, and print a line if it is not the one that was asked for."""
+    *frames, rows, columns, _ = np.asarray(image).shape
+    size = {"height": rows, "width": columns} | ({"frames": frames[0]} if frames else {})
+    asked: dict[str, int] = dict(zip(("height", "width"), parse_size(args.size) or (), strict=False))
+    if args.frames:
+        asked["frames"] = args.frames
+    if any(size[name] != count for name, count in asked.items()):
+        shown = ", ".join(f"{count} {name}" for name, count in size.items())
+        print(f"seqpar: output size differs from the request: {shown}", flush=True)
+    return size
 
 
 def _say(mesh: Mesh, text: str) -> None:

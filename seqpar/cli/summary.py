@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +16,11 @@ from tqdm import tqdm
 
 import seqpar
 from seqpar.cli.args import Args
-from seqpar.cli.job import DTYPES, scales
-from seqpar.kernels import _quack
+from seqpar.cli.job import DTYPES
 from seqpar.loading.names import preset_of
-from seqpar.loop.request import why_not_captured
-from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.own_loop import Job
-from seqpar.planner.plan import Plan
+from seqpar.pipelines.protocol import Job, Model, scales
 
 
 class Bar:
@@ -50,10 +45,11 @@ class Bar:
         """Count one more."""
         self.add(1)
 
-    def add(self, done: int) -> None:
-        """Count `done` more; 0 shows the bar."""
+    def add(self, done: int, total: int | None = None) -> None:
+        """Count `done` more; 0 shows the bar. total: in place of the bar's own."""
         if self._bar is None:
-            self._bar = tqdm(total=self._total, unit=self._unit, desc=self._title, disable=not self._main)
+            total = self._total if total is None else total
+            self._bar = tqdm(total=total, unit=self._unit, desc=self._title, disable=not self._main)
         self._bar.update(done)
 
 
@@ -99,52 +95,36 @@ class Progress(Bar):
         return spent / (len(marks) - 1)
 
 
-WEIGHTS = "weights   random (preset)"
-
-
-def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
+def summary(args: Args, model: Model, job: Job) -> str:
     """Lines that say what runs, where, and why."""
-    dit, decision = pipeline.dit, decide(job.scheduler, {"eta": args.eta})
+    mesh, plan = model.mesh, model.plan
     lines = [
-        *layout(args, plan, dit.mesh, str(dit.transport), str(dit.local)),
-        f"work      {_work(args, job, decision)}",
-        *_notes(args, pipeline, job, decision),
+        ("model", args.model),
+        *([] if preset_of(args.model) is None else [("weights", "random (preset)")]),
+        ("plan", plan),
+        ("mesh", f"{mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})"),
+        ("strategy", f"{plan.strategy.name} ({plan.strategy.why})"),
+        ("transport", plan.transport),
+        ("local", f"{plan.local}{', exact mode' if exact.is_on() else ''}"),
+        *model.notes(job),
     ]
-    return "\n".join(lines)
+    return "\n".join(f"{title:<9} {text}" for title, text in lines)
 
 
-def layout(args: Args, plan: Plan, mesh: Mesh, transport: str, local: str) -> list[str]:
-    """Lines that say how the ranks share the work. transport, local: with the reasons for them."""
-    return [
-        f"model     {args.model}",
-        *([] if preset_of(args.model) is None else [WEIGHTS]),
-        f"plan      {plan}",
-        f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
-        f"strategy  {plan.strategy.name} ({plan.strategy.why})",
-        f"transport {transport}",
-        f"local     {local}{', exact mode' if exact.is_on() else ''}",
-    ]
-
-
-def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
+def parameters(args: Args, model: Model, job: Job) -> dict[str, Any]:
     """The flags as given; under "chosen" the values that were used, under "versions" the packages that ran."""
-    dit = pipeline.dit
-    names = {"strategy": dit.strategy.name, "local": dit.local.name, "transport": dit.transport.name}
-    way = pipeline.way(job.load.images, job.pixels, args.vae)
-    own = {"scheduler": type(job.scheduler).__name__, "vae": None if way is None else way.name}
-    return chosen(args, job, dit.mesh, {**names, **own, **{name: list(values) for name, values in job.named.items()}})
-
-
-def chosen(args: Args, job: Job | Adapted, mesh: Mesh, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What `parameters` returns. more: values that were used, besides those of every run."""
+    plan, mesh = model.plan, model.mesh
     values = {
         "mesh": mesh.sizes,
         "world": mesh.world.size,
         "device": _device(mesh),
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
+        "strategy": plan.strategy.name,
+        "local": plan.local.name,
+        "transport": plan.transport.name,
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.request.dtype),
         "size": None if job.pixels is None else f"{job.pixels[0]}x{job.pixels[1]}",
         "guidance": scales(job),
-        **more,
+        **model.facts(job),
     }
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
     return flags | {"chosen": values, "versions": versions()}
@@ -164,37 +144,6 @@ def listed(paths: Sequence[Path]) -> str:
 def versions() -> dict[str, str]:
     """The versions of the packages that ran."""
     return {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
-
-
-def _work(args: Args, job: Job, decision: Decision) -> str:
-    """Pictures, tokens, data type, steps and guidance."""
-    steps = args.steps if args.respacing is None else job.evaluations
-    text = (
-        f"{job.load.images} pictures, {job.load.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job)}"
-    )
-    if job.evaluations != steps:
-        text += f"; the scheduler calls the model {job.evaluations} times"
-    return text
-
-
-def _notes(args: Args, pipeline: Any, job: Job, decision: Decision) -> list[str]:
-    """Lines that only some runs need, and the line about the CUDA graph."""
-    dit, mesh = pipeline.dit, pipeline.dit.mesh
-    lines = [f"{title:<9} {text}" for title, text in job.notes]
-    whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
-    if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
-        lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
-    if mesh.device.type == "cuda" and hasattr(dit.config, "feed_forward"):
-        missing = _quack.why_not()
-        fused = "fused into its product (quack) where that was faster"
-        lines.append(f"SwiGLU    {fused if missing is None else f'a kernel after cuBLAS: {missing}'}")
-    reason = why_not_captured(dit, decision)
-    lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
-    way = pipeline.way(job.load.images, job.pixels, args.vae)
-    none = "none comes with this model: pictures show the first three latent channels"
-    lines.append(f"decoder   {none if way is None else way}")
-    return lines
 
 
 def _backend(mesh: Mesh) -> str:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 import torch
-from torch import nn
 
 from seqpar.cli.args import Args, FidelityArgs, Options
-from seqpar.cli.job import DTYPES, check, scales
+from seqpar.cli.job import DTYPES, check
 from seqpar.cli.plan import preferences_of
 from seqpar.cli.summary import versions
-from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.request import Request
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.own_loop import OwnJob
 from seqpar.pipelines.pictures import written
-from seqpar.planner.plan import work_of
-from seqpar.verifying.ways import Row, judged, meshes, table, ways
+from seqpar.pipelines.protocol import scales
+from seqpar.verifying.ways import Row, judged, loaded, meshes, table, ways
 
 RANDOM = (
     "WARNING: these weights are random: a wrong position changes less with them than with trained ones; run --model "
@@ -41,12 +37,12 @@ def run_fidelity(args: FidelityArgs) -> None:
         meshes(ranks),
         args.counts or range(1, ranks.world.size + 1),
     )
-    listed, left_out = ways(ranks, counts, mesh_of, wish, work_of(job.blueprint.config), job.load)
+    listed, left_out = ways(ranks, counts, mesh_of, wish, job.work, job.load)
     head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
     _say(ranks, head)
     rows = list[Row]()
     for dtype in dtypes:
-        model, request = _loaded(job, dtype, ranks)
+        model, request = loaded(job, dtype, ranks)
         rows += judged(ranks, model, request, listed, mesh_of, wish.local)
     failures = [f"{row}: {row.finding}" for row in rows if row.finding is not None and not row.skipped]
     if all(row.skipped for row in rows):
@@ -59,7 +55,7 @@ def run_fidelity(args: FidelityArgs) -> None:
         raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
 
 
-def checked(args: FidelityArgs, ranks: Mesh) -> Job:
+def checked(args: FidelityArgs, ranks: Mesh) -> OwnJob:
     """Return the job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if any(not 1 <= count <= world for count in args.counts):
@@ -67,9 +63,9 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
         )
     job = check(_as_sample(args), ranks)
-    if not isinstance(job, Job) or not hasattr(job.pipeline, "request"):
+    if not isinstance(job, OwnJob) or not hasattr(job.pipeline, "request"):
         raise ValueError(
-            f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
+            f"--model {args.model} is not supported: all strategies are compared for models of classes only"
         )
     return job
 
@@ -90,19 +86,11 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
     return half if args.exact else (torch.float32, *half)
 
 
-def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
-    """Return the model in a data type on this rank alone, and the request of the run that is compared."""
-    alone = Mesh.single(ranks.device)
-    dit = ranks.on_all_ranks(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
-    pipeline: Any = job.pipeline(dit, job.loading["files"], None)  # without a decoder: only latents are compared
-    return dit.model, pipeline.request(**job.settings)
-
-
-def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
+def _head(args: FidelityArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
     """Return the lines that say what is compared with what, and what a reader of the table must know."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     known = {
-        RANDOM: job.blueprint.checkpoint is None,
+        RANDOM: job.source.blueprint.checkpoint is None,
         "fp16 is slow on CPUs and not compared; --dtype fp16 does so": device == "CPU" and args.dtype == "auto",
         "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -14,6 +13,7 @@ from seqpar.families import _find
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.protocol import Frames
 from seqpar.pipelines.request import FOR_CLASSES, GenerationRequest
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
@@ -21,6 +21,11 @@ NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
+# names of pipelines that pass their scheduler sigmas in equal steps from 1 to 1 / steps; a test compares diffusers
+GIVES_SIGMAS = re.compile(
+    "AuraFlow|Bria|Chroma|DreamLite|Flux(?!Prior)|Krea2|LTX2(Condition|HDR|ImageToVideo|InContext)?Pipeline|"
+    "LTX(ImageToVideo)?Pipeline|Lumina2Pipeline|MotifVideo|NucleusMoE|Ovis|QwenImage(?!Layered)|VisualClozeGeneration"
+)
 OTHERS = {
     "mask_image": "a mask, which no flag names",
     "control_image": "a picture that controls another, which no flag names",
@@ -62,6 +67,11 @@ def needs_picture(kind: Any) -> bool:
     """Return whether a pipeline makes nothing without a picture."""
     image = inspect.signature(kind.__call__).parameters.get("image")
     return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
+
+
+def gives_sigmas(name: str) -> bool:
+    """Return whether a pipeline of this name passes sigmas to its scheduler."""
+    return GIVES_SIGMAS.match(name) is not None
 
 
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -138,14 +148,6 @@ def _check_count(request: GenerationRequest, name: str) -> None:
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
 RATE = "frame_rate"  # what pipelines call the frames a second that their models are told
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
-
-
-@dataclass(frozen=True)
-class Frames:
-    """The numbers of frames that a decoder makes: `usual`, and those that differ from it by a multiple of `unit`."""
-
-    usual: int
-    unit: int
 
 
 def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:

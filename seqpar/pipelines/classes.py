@@ -22,7 +22,7 @@ from seqpar.loop.models._label_dit import LabelDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop as _files
-from seqpar.pipelines.own_loop import DDIM_DEFAULT, Job, Loaded, generated
+from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob, generated
 from seqpar.pipelines.request import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
 from seqpar.types.guidance import Guidance, check_pictures
@@ -78,10 +78,9 @@ def _and(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
 
 
-__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "check", "generate"]
+__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "generate"]
 
 PIPELINES = ("DiTPipeline",)
-ASKED = "classes"
 MODELS = (LabelDiT,)
 GUIDANCE = 4.0  # scale if the user names none
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
@@ -95,6 +94,7 @@ class Files(_files.Files):
     """
 
     labels: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    takes = "classes"
 
     @staticmethod
     def locate(name: str | Path | Blueprint, heads: int | None = None) -> Files:
@@ -119,6 +119,35 @@ class Files(_files.Files):
         numbers.
         """
         return class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """First names of all classes that have one, by number."""
+        return tuple(map(self.class_name, sorted(self.labels)))
+
+    def check(self, request: GenerationRequest) -> OwnJob:
+        """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
+        reason = "expected none: this model makes pictures of classes (--classes)"
+        texts = {"prompt": request.prompts, "negative_prompt": request.negative}
+        request.refuse(reason, **texts, true_guidance=request.true_guidance)
+        request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)
+        request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
+        request.refuse(NO_LORA, lora=request.loras)
+        guidance = request.free_guidance(GUIDANCE)
+        classes = request.classes or tuple(map(str, sorted(self.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
+        numbers = [number for number in self.class_ids(classes) for _ in range(request.repeat)]
+        scheduler = self.schedule(request.scheduler, request.steps, request.eta, request.respacing)
+        settings = {"classes": numbers, "scheduler": scheduler, "eta": request.eta, "respacing": request.respacing}
+        return self.job(
+            Pipeline,
+            request,
+            guidance,
+            scheduler,
+            numbers,
+            settings=settings,
+            named={"classes": classes},
+            labels=[self.class_name(number) for number in numbers],
+        )
 
     def class_name(self, number: int) -> str:
         """Return the first name of a class, or its number if it has no name."""
@@ -212,40 +241,5 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    request: Any = GenerationRequest(model, dtype, classes=classes, steps=steps, seed=seed)  # pyright: ignore
-    return generated(request, mesh, "classes", lambda: Guidance(guidance), _job)
-
-
-def check(request: GenerationRequest, model: Path | Blueprint | Files) -> Job:
-    """Return the job that a request describes; ValueError for whatever does not fit. Reads headers, no weights.
-
-    model: what the request's name stands for, or the files of an earlier job, which are not read again.
-    """
-    reason = "expected none: this model makes pictures of classes (--classes)"
-    request.refuse(
-        reason, prompt=request.prompts, negative_prompt=request.negative, true_guidance=request.true_guidance
-    )
-    request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)
-    request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
-    request.refuse(NO_LORA, lora=request.loras)
-    return _job(request, request.free_guidance(GUIDANCE), model)
-
-
-def _job(request: GenerationRequest, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
-    """Return the job of a request whose flags are checked."""
-    files = model if isinstance(model, Files) else Files.locate(model, request.heads)
-    classes = request.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
-    pictures = [number for number in files.class_ids(classes) for _ in range(request.repeat)]
-    scheduler = files.schedule(request.scheduler, request.steps, request.eta, request.respacing)
-    return Job.of(
-        Pipeline,
-        files,
-        request,
-        guidance or Guidance(GUIDANCE),
-        scheduler,
-        pictures,
-        settings={"classes": pictures, "scheduler": scheduler, "eta": request.eta, "respacing": request.respacing},
-        captions=[files.class_name(number) for number in pictures],
-        named={"classes": classes},
-        sheet=True,
-    )
+    given: Any = {"classes": classes, "steps": steps, "guidance": guidance, "seed": seed}
+    return generated(GenerationRequest(model, dtype, **given), mesh, "classes", Files.locate)  # pyright: ignore

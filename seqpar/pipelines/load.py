@@ -21,7 +21,6 @@ from seqpar.loading.names import resolve
 from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import Folder, load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
-from seqpar.planner.plan import Plan
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.parallelize import choices, keep_fp32, parallelize
@@ -98,15 +97,3 @@ def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: Va
     parts = parts_of_folder(path, index, file)
     check_mode(kind.__name__, parts.vae, vae)
     return Folder(path, kind, index, parts.fitted, file, _lora.check(adapters, kind, parts.models))
-
-
-def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: VaeMode = "auto") -> str | None:
-    """Let a loaded pipeline compute as planned, with its state in fp32 if it can; return why it cannot, or None.
-
-    mesh: that of the plan. Every rank must call this at the same time.
-    """
-    sequence = plan.layout.sequence > 1
-    strategy = plan.strategy.name if sequence else "auto"
-    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
-    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
-    return keep_fp32(pipe)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar.kernels import _quack
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import collect
 from seqpar.loading.errors import FAILURES
+from seqpar.loading.lora import Lora
 from seqpar.loading.schedulers import check_eta, check_steps, check_variances, respace, set_timesteps
 from seqpar.loading.vae import check_vae, load_vae, vae_factor
-from seqpar.loop.blueprint import Blueprint, check_heads
+from seqpar.loop.blueprint import Blueprint, check_heads, locate
 from seqpar.loop.distributed import DistributedDiT
-from seqpar.loop.loop import Sampler
+from seqpar.loop.loop import Sampler, digest
+from seqpar.loop.request import why_not_captured
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
+from seqpar.pipelines.protocol import NO_LORAS, DecodeMode, Events, Result, as_text, scales
 from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -98,6 +104,17 @@ class Texts:
         return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
 
 
+def native(name: str | Path, heads: int | None, families: Sequence[Any]) -> Files:
+    """Return the files of a model without a pipeline's folder: those of the family that runs it.
+
+    families: modules with `MODELS` and `Files`; heads: see `seqpar.loop.blueprint.locate`. A model that no family runs
+    can be planned.
+    """
+    blueprint = locate(name, heads)
+    family = next((family for family in families if issubclass(blueprint.module.Model, family.MODELS)), None)
+    return Files(blueprint) if family is None else family.Files.locate(blueprint)
+
+
 def described(tokens: int, source: object, before: str) -> tuple[str, str]:
     """Return title and text of the summary's line about prompts. source: of the encoders, None for random numbers."""
     if source is None:
@@ -158,6 +175,7 @@ class Files:
     source: Any = None
     vae: Any = None
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
+    takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
 
     @property
     def factor(self) -> int:
@@ -201,6 +219,65 @@ class Files:
         if timed(scheduler, steps, eta, respacing).learned:
             check_variances(self.blueprint.config)
         return scheduler
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of a model of classes."""
+        return ()
+
+    @property
+    def takes_images(self) -> bool:
+        return False
+
+    @property
+    def needs_image(self) -> bool:
+        return False
+
+    def check(self, request: GenerationRequest) -> OwnJob:
+        """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit.
+
+        Guidance over 1, or none that is named where the model's usual run has it, counts as two branches.
+        """
+        request.refuse(NO_LORA, lora=request.loras)
+        request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
+        scale = (
+            (4.0 if work_of(self.blueprint.config).guided else 1.0) if request.guidance is None else request.guidance
+        )
+        count = [name for name in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
+        return self.job(None, request, Guidance(scale), None, count, named={})
+
+    def job(
+        self,
+        pipeline: Any,
+        request: GenerationRequest,
+        guidance: Guidance,
+        scheduler: Any,
+        asked: Sequence[Any],
+        *,
+        loading: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> OwnJob:
+        """Return the job of these files for one image of each of `asked`, the classes or prompts.
+
+        scheduler: with its timesteps set; without one the request's steps are the evaluations. loading, settings: in
+        addition to those of every model. more: further fields of `OwnJob`.
+        """
+        check_heads(self.blueprint.name, self.blueprint.config, request.heads)
+        self.latent_size(request.size)
+        evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
+        shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}
+        return OwnJob(
+            source=self,
+            request=request,
+            pipeline=pipeline,
+            loading={"files": self, "dtype": request.dtype, **(loading or {})},
+            settings={**shared, **(settings or {})},
+            load=self.load_of(asked, guidance.on, evaluations, request.dtype, request.size),
+            guidance=guidance,
+            scheduler=scheduler,
+            **more,
+        )
 
     def conditions(self, asked: Sequence[object]) -> int:
         """Return for how many of these classes or prompts the modulation differs."""
@@ -247,123 +324,112 @@ def checked_vae(path: Any, blueprint: Blueprint) -> Any:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Checked work of a family with a loop of its own, before any weight is read.
+class OwnJob:
+    """A checked request for a model with our own loop: `seqpar.pipelines.protocol.Job`.
 
-    pipeline: the family's class; `pipeline.load(**loading, plan=plan)` loads the weights, and `latents(**settings)` of
-    what it returns samples. captions: a text for each picture; sheet: whether the pictures are one labelled sheet.
-    named: what the user named (classes or prompts), for the metadata. schedule: keyword arguments of the scheduler's
-    set_timesteps. notes: (title, text) of further lines of the summary.
+    pipeline: the class whose `load(**loading, plan=plan)` returns the `Loaded` model; None for a model that can only be
+    planned. settings: arguments of `Loaded.latents`. named: classes or prompts as the user named them, for metadata.
+    labels: of the images of one sheet. more_notes: (title, text) of further lines of the summary.
     """
 
+    source: Files
+    request: GenerationRequest
     pipeline: Any
-    blueprint: Blueprint
     loading: Mapping[str, Any]
     settings: Mapping[str, Any]
     load: Load
     guidance: Guidance
     scheduler: Any
-    dtype: torch.dtype
-    pixels: tuple[int, int]
-    captions: Sequence[str]
     named: Mapping[str, Sequence[str]]
-    sheet: bool = False
-    notes: Sequence[tuple[str, str]] = field(default_factory=tuple)
-
-    @property
-    def files(self) -> Any:
-        """Return the checked files, with which the family checks further requests."""
-        return self.loading["files"]
+    labels: Sequence[str] | None = None
+    more_notes: Sequence[tuple[str, str]] = ()
+    embedded = None
+    why_not_planned = None
+    why_no_steps = None
+    video = False
+    fps = 0.0
+    frames = None
 
     @property
     def work(self) -> Work:
-        """Return what the planner needs of the model."""
-        return work_of(self.blueprint.config)
+        return work_of(self.source.blueprint.config)
+
+    @property
+    def channels(self) -> int:
+        return self.source.blueprint.config.in_channels
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        height, width = self.source.latent_size(self.request.size)
+        return height * self.source.factor, width * self.source.factor
+
+    @property
+    def default_pixels(self) -> tuple[int, int]:
+        return self.pixels
+
+    @property
+    def why_not_run(self) -> str | None:
+        return None if self.pipeline is not None else f"no pipeline here runs {self.request.model}"
+
+    @property
+    def steps(self) -> int:
+        return self.load.steps
+
+    @property
+    def texts(self) -> int:
+        return len(set(self.loading.get("prompts", ())))
 
     @property
     def decodes(self) -> bool:
-        """Return whether a decoder comes with the model."""
-        return self.files.vae is not None
+        return self.source.vae is not None
 
-    @property
-    def evaluations(self) -> int:
-        """Return the number of calls of the model: one a step, about two a step for schedulers such as Heun's."""
-        return self.load.steps
+    def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
+        """Raise ValueError: our own models take no LoRAs."""
+        raise ValueError(NO_LORAS)
 
-    @staticmethod
-    def of(
-        pipeline: Any,
-        files: Files,
-        request: GenerationRequest,
-        guidance: Guidance,
-        scheduler: Any,
-        asked: Sequence[Any],
-        **more: Any,
-    ) -> Job:
-        """Return the job of these files for one picture of each of `asked`, the classes or prompts.
-
-        scheduler: with its timesteps set; without one the request's steps are the evaluations. more: further fields;
-        `loading` and `settings` are added to those that every family has.
-        """
-        check_heads(files.blueprint.name, files.blueprint.config, request.heads)
-        height, width = files.latent_size(request.size)
-        evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
-        settings = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}
-        return Job(
-            pipeline=pipeline,
-            blueprint=files.blueprint,
-            loading={"files": files, "dtype": request.dtype, **more.pop("loading", {})},
-            settings={**settings, **more.pop("settings", {})},
-            load=files.load_of(asked, guidance.on, evaluations, request.dtype, request.size),
-            guidance=guidance,
-            scheduler=scheduler,
-            dtype=request.dtype,
-            pixels=(height * files.factor, width * files.factor),
-            **more,
-        )
-
-
-def planned(request: GenerationRequest, model: Blueprint) -> Job:
-    """Return what the planner needs of a request for a model that no family runs: its config, and its `work`.
-
-    Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
-    """
-    request.refuse(NO_LORA, lora=request.loras)
-    request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
-    files = Files(model)
-    scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if request.guidance is None else request.guidance
-    asked = [each for each in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
-    return Job.of(None, files, request, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
+    def load_model(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        *,
+        vae: DecodeMode = "auto",
+        on_encode: Callable[[int], None] | None = None,
+        loras: Mapping[str, Lora] | None = None,
+    ) -> Loaded:
+        """Load the model: `seqpar.pipelines.protocol.Job.load_model`. `loras` is empty: none fits (`lora_layers`)."""
+        hooks: dict[str, Any] = {}
+        if on_encode is not None and "prompts" in self.loading:
+            hooks["on_prompt"] = lambda index: on_encode(1)
+        model = self.pipeline.load(**self.loading, **hooks, plan=plan)
+        model.set_vae(vae)
+        return model
 
 
 def generated(
-    request: GenerationRequest,
-    mesh: Mesh | str | None,
-    kind: str,
-    guidance: Callable[[], Guidance | None],
-    job: Callable[[GenerationRequest, Guidance | None, str], Job],
+    request: Any, mesh: Mesh | str | None, kind: Literal["classes", "prompts"], locate: Callable[[str], Files]
 ) -> list[Image.Image]:
-    """Return a picture of each class or prompt on every rank, from rank 0's request; every rank must call this.
+    """Return an image of each class or prompt on every rank, from rank 0's request. Collective: call on all ranks.
 
-    request: unchecked, from a caller of the library. kind: its field of what is asked for, "classes" or "prompts".
-    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's request and its
-    model.
+    request: a `GenerationRequest` with unchecked values of a caller. kind: its field that says what images show.
+    locate: returns the files of a name.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.on_all_ranks(lambda: check_loading(request.model, request.dtype))
-    own, wish = ranks.on_all_ranks(lambda: named_mesh(mesh, Preferences()))
+    own, preferences = ranks.on_all_ranks(lambda: named_mesh(mesh, Preferences()))
     asked: Any = getattr(request, kind)
-    ranks.on_all_ranks(
-        lambda: check_pictures(kind, asked, request.steps, guidance() or Guidance(), request.size, request.seed)
-    )
+
+    def check() -> None:
+        check_pictures(kind, asked, request.steps, Guidance(request.guidance), request.size, request.seed)
+
+    ranks.on_all_ranks(check)
     given: Any = {kind: tuple(asked), "model": str(request.model)}
-    shared, scale = ranks.share((replace(request, **given), guidance()), tuple[GenerationRequest, Guidance | None])
+    shared = ranks.share(replace(request, **given), GenerationRequest)
     if not getattr(shared, kind):
         raise ValueError(f"got no {kind}, expected one a picture")
-    work = ranks.on_all_ranks(lambda: job(shared, scale, shared.model))
-    plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, wish, own)
-    with work.pipeline.load(**work.loading, mesh=own, plan=plan) as pipeline:
-        return to_pil(pipeline.decode(pipeline.latents(**work.settings)))
+    job = ranks.on_all_ranks(lambda: locate(shared.model).check(shared))
+    plan = make(job.work, job.load, shared.dtype, ranks, preferences, own)
+    with job.pipeline.load(**job.loading, mesh=own, plan=plan) as pipeline:
+        return to_pil(pipeline.decode(pipeline.latents(**job.settings)))
 
 
 @dataclass(frozen=True)
@@ -390,10 +456,84 @@ class Loaded:
         if "on_mesh" in vars(self):
             self.on_mesh.release()
 
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the model."""
+        return self.dit.mesh
+
+    @property
+    def plan(self) -> Plan:
+        """How the ranks share the work."""
+        return self.dit.plan
+
     @cached_property
     def sampler(self) -> Sampler:
         """Return the reusable sampler of this pipeline."""
         return Sampler(self.dit)
+
+    # The protocol of `seqpar.pipelines.protocol.Model` -----------------------------------------------------------
+
+    def notes(self, job: OwnJob) -> list[tuple[str, str]]:
+        """Return (title, text) for the summary: work, branches, graph, decoder."""
+        mesh, request, decision = self.mesh, job.request, decide(job.scheduler, {"eta": job.request.eta})
+        steps = request.steps if request.respacing is None else job.steps
+        work = (
+            f"{job.load.images} pictures, {job.load.tokens} tokens, {as_text(request.dtype)}, "
+            f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job)}"
+        )
+        if job.steps != steps:
+            work += f"; the scheduler calls the model {job.steps} times"
+        notes = [("work", work), *job.more_notes]
+        preferences = self.plan.ranking.preferences
+        whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
+        if job.guidance.on and whole and preferences.strategy != "auto" and "cfg" not in preferences.axes:
+            notes.append(("branches", "both on all ranks, for the strategy that is named; --mesh cfg=2 splits them"))
+        if mesh.device.type == "cuda" and hasattr(self.dit.config, "feed_forward"):
+            missing = _quack.why_not()
+            fused = "fused into its product (quack) where that was faster"
+            notes.append(("SwiGLU", fused if missing is None else f"a kernel after cuBLAS: {missing}"))
+        reason = why_not_captured(self.dit, decision)
+        notes.append(("graph", "a step is one CUDA graph" if reason is None else f"none: {reason}"))
+        none = "none comes with this model: pictures show the first three latent channels"
+        way = self._way(job)
+        return [*notes, ("decoder", none if way is None else str(way))]
+
+    def facts(self, job: OwnJob) -> dict[str, Any]:
+        """Return what the metadata of results says besides flags and plan."""
+        way = self._way(job)
+        named = {name: list(values) for name, values in job.named.items()}
+        return {"scheduler": type(job.scheduler).__name__, "vae": None if way is None else way.name, **named}
+
+    def verified(self, job: OwnJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
+        """Return target and keyword arguments of `seqpar.verify`, which itself stops after the evaluations."""
+        return self, dict(job.settings)
+
+    def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
+        """Return False: our own models take no LoRAs."""
+        return False
+
+    def generate(self, job: OwnJob, events: Events) -> Result:
+        """Return the images of a job on all ranks. Collective."""
+
+        def step(index: int) -> None:
+            events.step(index)
+            events.boundary()
+
+        events.boundary()
+        estimates = nullcontext() if events.estimates is None else self.sampler.estimating(*events.estimates(job.steps))
+        with estimates:
+            latents: Tensor = self.latents(**job.settings, on_step=step)  # pyright: ignore[reportAttributeAccessIssue]
+        way, total = self._way(job), 0
+        if way is not None:
+            total = way.shard(len(latents)).sizes[way.axis.rank]
+        events.decode(0, total)
+        images = self.decode(latents, lambda index: events.decode(1, total))
+        return Result(to_pil(images), "latents", partial(digest, latents))
+
+    def _way(self, job: OwnJob) -> Spread | None:
+        return None if self.vae is None else self.way(job.load.images, job.pixels, self.on_mesh.wish)
+
+    # -------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def on_mesh(self) -> MeshVAE:

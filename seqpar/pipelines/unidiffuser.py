@@ -30,16 +30,47 @@ from seqpar.loop.models.uvit import Mode, Model
 from seqpar.loop.request import Settings
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.own_loop import Encode, FromTexts, Job, described, drawn_in, generated
+from seqpar.pipelines import unidiffuser_parts
+from seqpar.pipelines.own_loop import Encode, FromTexts, OwnJob, described, drawn_in, generated
 from seqpar.pipelines.request import GenerationRequest
-from seqpar.pipelines.unidiffuser_parts import Files, captions, image_streams, text_encoder
+from seqpar.pipelines.unidiffuser_parts import captions, image_streams, text_encoder
 from seqpar.types.guidance import Guidance, check_pictures
 
 PIPELINES = ("UniDiffuserPipeline",)
-ASKED = "prompts"
 MODELS = (Model,)
 GUIDANCE = 8.0  # of diffusers; the original's scale s is this one minus 1
 DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pictures, as both implementations take
+
+
+@dataclass(frozen=True)
+class Files(unidiffuser_parts.Files):
+    """The checked parts of a UniDiffuser, which take requests for images of prompts."""
+
+    @staticmethod
+    def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
+        """Find and check the files of a model: `seqpar.pipelines.unidiffuser_parts.Files.locate`."""
+        return Files(**vars(unidiffuser_parts.Files.locate(name, mode)))
+
+    def check(self, request: GenerationRequest) -> OwnJob:
+        """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
+        request.needs_prompts()
+        noise = "expected none: the unconditional branch takes noise as its text"
+        request.refuse(noise, negative_prompt=request.negative)
+        request.refuse("expected none: --guidance is classifier-free here", true_guidance=request.true_guidance)
+        loras = "expected none: LoRA files are for pipelines with a transformer of diffusers"
+        request.refuse(loras, lora=request.loras)
+        prompts, guidance = request.pictures, request.free_guidance(GUIDANCE)
+        return self.job(
+            Pipeline,
+            request,
+            guidance,
+            self.schedule(request.scheduler, request.steps, request.eta),
+            prompts,
+            loading={"prompts": prompts},
+            settings={"prompts": prompts, "scheduler": request.scheduler, "eta": request.eta},
+            named={"prompts": request.prompts},
+            more_notes=[described(self.blueprint.config.text_tokens, self.source, "other weights load")],
+        )
 
 
 @dataclass(frozen=True)
@@ -254,35 +285,5 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
-    request: Any = GenerationRequest(model, dtype, prompts=prompts, steps=steps, seed=seed, size=size)  # pyright: ignore
-    return generated(request, mesh, "prompts", lambda: Guidance(guidance), _job)
-
-
-def check(request: GenerationRequest, model: Path | Blueprint | Files) -> Job:
-    """Return the job that a request describes; ValueError for whatever does not fit. Reads headers, no weights.
-
-    model: what the request's name stands for, or the files of an earlier job, which are not read again.
-    """
-    request.needs_prompts()
-    request.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=request.negative)
-    request.refuse("expected none: --guidance is classifier-free here", true_guidance=request.true_guidance)
-    request.refuse("expected none: LoRA files are for pipelines with a transformer of diffusers", lora=request.loras)
-    return _job(request, request.free_guidance(GUIDANCE), model)
-
-
-def _job(request: GenerationRequest, guidance: Guidance | None, model: str | Path | Blueprint | Files) -> Job:
-    """Return the job of a request whose flags are checked."""
-    files = model if isinstance(model, Files) else Files.locate(model)
-    return Job.of(
-        Pipeline,
-        files,
-        request,
-        guidance or Guidance(GUIDANCE),
-        files.schedule(request.scheduler, request.steps, request.eta),
-        request.pictures,
-        loading={"prompts": request.pictures},
-        settings={"prompts": request.pictures, "scheduler": request.scheduler, "eta": request.eta},
-        captions=request.pictures,
-        named={"prompts": request.prompts},
-        notes=[described(files.blueprint.config.text_tokens, files.source, "other weights load")],
-    )
+    given: Any = {"prompts": prompts, "steps": steps, "guidance": guidance, "seed": seed, "size": size}
+    return generated(GenerationRequest(model, dtype, **given), mesh, "prompts", Files.locate)  # pyright: ignore

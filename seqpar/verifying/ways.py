@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import AXES, Mesh
+from seqpar.pipelines.own_loop import OwnJob
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Preferences, allowed
 from seqpar.transports import _folder
@@ -85,6 +87,14 @@ def _transports(ranks: Mesh, count: int, mesh_of: MeshOf, asked: str) -> tuple[l
         else:
             reasons.append(f"transport {name} is not compared: {reason}")
     return working, reasons
+
+
+def loaded(job: OwnJob, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
+    """Return a job's model in a data type on this rank alone, and the request of its run. Collective."""
+    alone, files = Mesh.single(ranks.device), job.source
+    dit = ranks.on_all_ranks(lambda: DistributedDiT.from_pretrained(files.blueprint, alone, dtype))
+    pipeline: Any = job.pipeline(dit, files, None)  # without a decoder: only latents are compared
+    return dit.model, pipeline.request(**job.settings)
 
 
 def judged(

@@ -57,7 +57,10 @@ def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_
     assert RANDOM not in _head(args, checked(FidelityArgs(out=tmp_path / "verdicts.json"), alone), alone, "1 way", ())
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
-        ({"model": "random:FLUX.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),
+        (
+            {"model": "random:FLUX.1-dev", "prompt": ("x",), "classes": (), "size": None},
+            "are compared for models of classes only",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run_fidelity(FidelityArgs(**{**vars(args), **wrong}))

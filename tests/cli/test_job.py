@@ -16,7 +16,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.own_loop import OwnJob
 from seqpar.planner.plan import parse_mesh
 from tests.support.tiny import diffusers_dit, original_state_dict
 
@@ -74,9 +74,10 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 @pytest.mark.usefixtures("no_gpu")
 def test_more_pictures_than_memory_holds_are_refused(tmp_path: Path) -> None:
     job = check(Args(out=tmp_path / "x.png"), Mesh.single())
-    assert isinstance(job, Job)
     decoding.check_decoding(job, Mesh.single())
-    many = replace(job, load=replace(job.load, images=10**6), pixels=(1024, 1024))
+    assert isinstance(job, OwnJob)
+    large = replace(job.request, size=(1024, 1024))
+    many = replace(job, load=replace(job.load, images=10**6), request=large)
     with pytest.raises(ValueError, match=r"got 1000000 pictures of 1024x1024 pixels, which take 11718\.8 GiB"):
         decoding.check_decoding(many, Mesh.single())
 
@@ -87,8 +88,8 @@ def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected its number of heads from you.*--heads"):
         check(args, Mesh.single())
     job = check(replace(args, heads=6), Mesh.single())
-    assert isinstance(job, Job)
-    assert job.blueprint.config.num_attention_heads == 6
+    assert isinstance(job, OwnJob)
+    assert job.source.blueprint.config.num_attention_heads == 6
 
 
 def test_local_is_short_for_local_attention() -> None:

@@ -236,7 +236,7 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
         ("sd3", {}, "without --prompt, expected one: StableDiffusion3Pipeline takes texts"),
         ("sd3", {"prompt": ("a",), "frames": 5}, "got --frames 5 with --model"),
         ("sd3", {"prompt": ("a",), "true_guidance": 2.0}, "StableDiffusion3Pipeline takes no true_cfg_scale"),
-        ("wan", {"prompt": ("a",), "dry_run": ()}, "got a plan with WanPipeline, expected neither"),
+        ("wan", {"prompt": ("a",), "dry_run": ()}, "no plan: the files of WanPipeline do not tell"),
         ("sd3", {"prompt": ("a",), "size": "24x30"}, "got size 24x30, expected multiples of 4 (patch 2 x decoder 2)"),
         ("flux", {"prompt": ("a",), "scheduler": "DDIMScheduler"}, "got scheduler 'DDIMScheduler' of diffusion by"),
         (

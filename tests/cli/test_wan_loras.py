@@ -23,7 +23,7 @@ from torch import Tensor
 import seqpar
 from seqpar.loading import lora
 from seqpar.loading.lora import check, parse
-from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.diffusers import Source
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.serve.ranks.checked import FittingLoras, loras_in
 from seqpar.transformer import lora as lora_files
@@ -165,8 +165,8 @@ def ours(rank: int, world: int, device: torch.device, folder: str, loras: tuple[
     mesh = mesh_of(device, ulysses=world)
     if merged:
         request = GenerationRequest(folder, torch.float64, prompts=("a red cat",), loras=tuple(map(parse, loras)))
-        job: Any = adapted.check(request, adapted.parts_of(Path(folder)))
-        pipe = job.pipeline(mesh)
+        job: Any = Source.locate(Path(folder)).check(request)
+        pipe = job.load_pipeline(mesh)
         assert not any(getattr(pipe, name).__dict__.get("peft_config") for name in ("transformer", "transformer_2"))
         seqpar.parallelize(pipe, mesh)
     else:
@@ -211,9 +211,7 @@ def test_one_file_for_both_transformers_with_ranks_and_alphas_in_its_header(fold
 def switching(rank: int, world: int, device: torch.device, folder: str, loras: str) -> list[np.ndarray]:
     """Return videos of a server's pipeline: with both LoRAs, without, with a third in either transformer, with both."""
     mesh = mesh_of(device, ulysses=world)
-    job: Any = adapted.check(
-        GenerationRequest(folder, torch.float64, prompts=("a red cat",)), adapted.parts_of(Path(folder))
-    )
+    job = Source.locate(Path(folder)).check(GenerationRequest(folder, torch.float64, prompts=("a red cat",)))
     fitting = FittingLoras.of(job, loras_in(Path(loras)))
     assert not fitting.reasons
     assert list(fitting.by_name) == [
@@ -222,7 +220,7 @@ def switching(rank: int, world: int, device: torch.device, folder: str, loras: s
         "style@transformer",
         "style@transformer_2",
     ]
-    pipe = pipelines.quiet(job.pipeline(mesh))
+    pipe = pipelines.quiet(job.load_pipeline(mesh))
     merging = lora_files.switched(pipe, fitting.by_name)
     seqpar.parallelize(pipe, mesh)
     made = []
@@ -368,7 +366,7 @@ def test_rank_0_prints_where_each_file_goes_and_what_diffusers_leaves_out(
     request = GenerationRequest(
         str(folder), torch.float64, prompts=("a red cat",), loras=tuple(map(parse, (high, low)))
     )
-    job = adapted.check(request, adapted.parts_of(folder))
+    job = Source.locate(folder).check(request)
     assert [str(each) for each in job.request.loras] == [
         f"{high}:1@transformer",
         f"{low}@transformer_2",

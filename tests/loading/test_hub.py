@@ -17,7 +17,7 @@ from seqpar.loading import names as hub
 from seqpar.loading.names import resolve
 from seqpar.loop.blueprint import locate
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.find import family_of
+from seqpar.pipelines.find import find
 from tests.support.pool import Pool
 
 
@@ -106,7 +106,7 @@ def test_a_name_like_a_known_one_is_suggested_without_a_list(
 def test_no_preset_stands_in_for_another_name(asked: Callable[[Any], list[Any]], name: str, meant: str) -> None:
     questions = asked(None)
     with pytest.raises(ValueError, match="did you mean") as error:
-        family_of(name)
+        find(name)
     assert str(error.value) == f"got model {name!r}, which does not exist: did you mean {meant}?"
     assert not questions
 

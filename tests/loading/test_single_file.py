@@ -21,8 +21,9 @@ from seqpar.loading.checkpoint import open_checkpoint
 from seqpar.loading.folder import check_single
 from seqpar.loading.single_file import as_diffusers
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines import diffusers as adapted
-from seqpar.pipelines import find as _family
+from seqpar.pipelines.diffusers import Source
+from seqpar.pipelines.find import find
+from seqpar.pipelines.protocol import Events
 from seqpar.pipelines.request import GenerationRequest
 from tests.support import pipelines, single_files
 from tests.support.foreign import StayDouble
@@ -101,13 +102,11 @@ def test_a_flux_in_its_pipelines_folder_makes_the_pictures_of_the_folder(tmp_pat
     save_file(single_files.flux(narrow), tmp_path / "flux1-dev.safetensors")
     made = []
     for path in (tmp_path, tmp_path / "flux1-dev.safetensors"):
-        family, _ = _family.family_of(str(path))
-        assert family is adapted
-        job = adapted.check(
-            GenerationRequest(str(path), torch.float64, prompts=("a red cat",), steps=2, size=(32, 32)), path
-        )
+        source = find(str(path))
+        assert isinstance(source, Source)
+        job = source.check(GenerationRequest(str(path), torch.float64, prompts=("a red cat",), steps=2, size=(32, 32)))
         with StayDouble():
-            (picture,) = job.make(job.pipeline(Mesh.single()), lambda index: None, Mesh.single())
+            (picture,) = job.make(job.load_pipeline(Mesh.single()), Events(), Mesh.single())
         made.append(np.asarray(picture))
         if path == tmp_path:
             shutil.rmtree(tmp_path / "transformer")
@@ -126,10 +125,11 @@ def test_other_models_load_from_one_file_with_the_parts_of_a_folder(tmp_path: Pa
     build, keys = OTHERS[name]
     pipe = build()
     file = folder_of(tmp_path, pipe, FORMS[form](keys(pipe.transformer)))
-    family, path = _family.family_of(str(file))
-    assert (family, path) == (adapted, file)
-    job = adapted.check(GenerationRequest(str(file), torch.float64, prompts=("a cat",)), file)
-    loaded, truth = job.pipeline(Mesh.single()).transformer.state_dict(), pipe.transformer.state_dict()
+    source = find(str(file))
+    assert isinstance(source, Source)
+    assert source.parts.file == file
+    job = source.check(GenerationRequest(str(file), torch.float64, prompts=("a cat",)))
+    loaded, truth = job.load_pipeline(Mesh.single()).transformer.state_dict(), pipe.transformer.state_dict()
     converted = as_diffusers(open_checkpoint(file), file)
     assert converted is not None
     assert converted[0].shapes.keys() == truth.keys()
@@ -181,4 +181,4 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     state = single_files.sd3(pipe.transformer)
     file = folder_of(tmp_path, pipe, state | {"x_embedder.proj.bias": torch.ones(7)})
     with pytest.raises(ValueError, match=r"pos_embed\.proj\.bias of shape \(7,\), expected \(40,\) as config\.json"):
-        adapted.check(GenerationRequest(str(file), torch.float64, prompts=("a cat",)), file)
+        find(str(file))

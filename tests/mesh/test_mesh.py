@@ -169,7 +169,7 @@ def test_a_mesh_takes_the_name_of_a_device() -> None:
 def a_name(rank: int, mesh: Mesh) -> object:
     """Find a model of a server whose name only rank 1 does not find, as where the hub answers rank 0 alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked, "family_of", fails if rank == 1 else lambda name: (None, None))
+        patch.setattr(checked, "find", fails if rank == 1 else lambda name: None)
         return checked.CheckedModel.of("x", torch.float32, mesh, {})
 
 

@@ -18,7 +18,8 @@ from seqpar.loading.folder import PipelineParts
 from seqpar.loading.vae import load_vae
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
-from seqpar.pipelines.diffusers import Adapted
+from seqpar.pipelines.diffusers import DiffusersJob, Source
+from seqpar.pipelines.protocol import Events
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.types.guidance import Guidance
 from seqpar.vae.on_mesh import MeshVAE
@@ -73,13 +74,14 @@ def test_a_decoder_of_nan_ends_a_run_without_a_file(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def job_of(video: bool) -> Adapted:
+def job_of(video: bool) -> DiffusersJob:
     """Return the work of a pipeline that makes two pictures or videos."""
-    kind = SimpleNamespace(__call__=(lambda self, num_frames: None) if video else (lambda self: None))
+    call = (lambda self, num_frames: None) if video else (lambda self: None)
+    kind = SimpleNamespace(__call__=call, __name__="APipeline")
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     request = GenerationRequest("a pipeline", torch.float32, prompts=("a", "b"))
-    planned: Any = None  # nothing here reads it
-    return Adapted(kind, PipelineParts(Path(), {}, {}, None, None), request, arguments, Guidance(1.0), None, planned)
+    planned, source = SimpleNamespace(load=SimpleNamespace(images=2)), Source(PipelineParts(Path(), {}, {}, None, None))
+    return DiffusersJob(kind, source, request, arguments, Guidance(1.0), None, planned)  # pyright: ignore
 
 
 @pytest.mark.parametrize("video", [False, True])
@@ -90,12 +92,12 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
         return SimpleNamespace(images=made, frames=made[:, None])
 
     job = job_of(video)
-    shown = job.make(pipe, lambda index: None, ONE)
+    shown = job.make(pipe, Events(), ONE)
     want = made[:, None] if video else (255 * made).round().astype("uint8")
     assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
     made[1, 2, 3, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
-        job.make(pipe, lambda index: None, ONE)
+        job.make(pipe, Events(), ONE)
 
 
 @pytest.mark.parametrize(("value", "right"), [(1e30, True), (float("inf"), False), (float("-inf"), False)])
@@ -113,8 +115,8 @@ def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: flo
 
     job, pipe = job_of(video=False), Pipe()
     if right:
-        assert len(job.make(pipe, lambda index: None, ONE)) == 2
+        assert len(job.make(pipe, Events(), ONE)) == 2
     else:
         with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
-            job.make(pipe, lambda index: None, ONE)
+            job.make(pipe, Events(), ONE)
     assert vars(pipe.vae) == {}

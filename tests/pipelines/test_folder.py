@@ -24,7 +24,7 @@ from seqpar.loading.folder import check_model, check_parts
 from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
-from seqpar.pipelines import diffusers as adapted
+from seqpar.pipelines.diffusers import DiffusersJob, Source
 from seqpar.pipelines.request import GenerationRequest
 from tests.support import pipelines
 
@@ -55,7 +55,7 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
     adapter.unlink()
     beside.write_text(program)
     with pytest.raises(ValueError, match=r"which does not load: .*trust_remote_code"):
-        check(pixart).pipeline(Mesh.single())
+        check(pixart).load_pipeline(Mesh.single())
     beside.unlink()
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
@@ -78,8 +78,8 @@ def changed(path: Path, **fields: object) -> Iterator[None]:
         path.write_text(before)
 
 
-def check(folder: Path) -> adapted.Adapted:
-    return adapted.check(GenerationRequest(str(folder), torch.float32, prompts=("a cat",)), folder)
+def check(folder: Path) -> DiffusersJob:
+    return Source.locate(folder).check(GenerationRequest(str(folder), torch.float32, prompts=("a cat",)))
 
 
 PARTS = [

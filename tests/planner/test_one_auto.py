@@ -15,11 +15,9 @@ from seqpar.cli.plan import preferences_of
 from seqpar.loop.models import dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
-from seqpar.pipelines.own_loop import Job
 from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.predict import Load
 from seqpar.planner.search import Preferences
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -41,9 +39,7 @@ def launched(rank: int, world: int, device: torch.device, folder: str) -> list[t
     args = Args(model="builtin", classes=("0",), guidance=4.0, dtype="fp32", out=Path(folder) / "x.png")
     ranks = Mesh.joined(device)
     job = check(args, ranks)
-    assert isinstance(job, Job)
-    assert isinstance(job.load, Load)
-    launcher = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, preferences_of(args))
+    launcher = make(job.work, job.load, job.request.dtype, ranks, preferences_of(args))
     read = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint)
     passed = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, plan=launcher)
     wrapped = DistributedDiT(passed.model)

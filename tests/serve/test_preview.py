@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar.pipelines.diffusers import estimated
 from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial
-from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, estimating, evenly, fitted, tokens_of
+from seqpar.serve.ranks.preview import Estimates, evenly, fitted, tokens_of
 from tests.support.driver import Driver, replica
 from tests.transformer.test_pipelines import CASES
 
@@ -93,7 +95,8 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
         assert (number, pixels) == (len(found), (20, 12))
         found.append(latents)
 
-    with estimating(pipe.scheduler, Estimates(lambda count: range(count), kept), (20, 12)):
+    estimates = Estimates(lambda count: range(count), kept)
+    with estimated(pipe.scheduler, partial(estimates.watched, pixels=(20, 12))):
         assert torch.equal(case.pictures(pipe), plain)
     assert "step" not in vars(pipe.scheduler)
     assert len(found) == len(pipe.scheduler.timesteps) - (pipe.scheduler.begin_index or 0) > 1
@@ -102,7 +105,7 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
     height, width = (24, 16) if name == "pixart" else (20, 12)
     grid = tokens_of(found[0], (height, width))
     assert grid.shape[0] * width == grid.shape[1] * height
-    with estimating(pipe.scheduler, NO_ESTIMATES, (20, 12)):
+    with estimated(pipe.scheduler, None):
         assert "step" not in vars(pipe.scheduler)
 
 

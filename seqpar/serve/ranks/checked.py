@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 
-from seqpar.loading.folder import PipelineParts
 from seqpar.loading.lora import Lora
-from seqpar.loading.names import Preset, preset_of
-from seqpar.loop.blueprint import Blueprint
+from seqpar.loading.names import preset_of
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines import diffusers as adapted
-from seqpar.pipelines.arguments import class_of_pictures, needs_picture
-from seqpar.pipelines.diffusers import Adapted
-from seqpar.pipelines.find import family_of
+from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.own_loop import Job
+from seqpar.pipelines.protocol import Job, Source
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences
 from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
-from seqpar.transformer import lora as lora_files
 
 EXAMPLE = 256  # pixels along a side of the image that a model is planned with if it requires one
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
@@ -44,50 +36,41 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class CheckedModel:
     """A model without weights. example: the job of a request that leaves everything to the model.
 
-    image_class: the diffusers class that takes an input image, or None. needs_picture: whether an input image is
-    required. room: GiB per rank for this model and its run, None before it is known.
+    room: GiB per rank for this model and its run, None before it is known.
     """
 
     name: str
-    family: Any
+    source: Source
     dtype: torch.dtype
-    example: Job | Adapted
+    example: Job
     plan: Plan
     loras: FittingLoras
-    image_class: Any = None
-    needs_picture: bool = False
     video: VideoFacts | None = None
     room: float | None = None
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
-        family, source = ranks.on_all_ranks(lambda: family_of(name))
-        if family is None:
-            raise ValueError(f"{name} is no model for images or videos; serve one that `seqpar sample` can run")
-        texts = () if family.ASKED == "classes" else ("a",)
-        parts = ranks.on_all_ranks(lambda: _parts_of(family, source))
-        image_class, needs = None, False
-        if isinstance(parts, PipelineParts):
-            image_class, needs = class_of_pictures(parts.kind, parts.index), needs_picture(parts.kind)
-        order = GenerationRequest(name, dtype, prompts=texts, images=example_images(needs))
-        example = ranks.on_all_ranks(lambda: family.check(order, parts))
-        video = ranks.on_all_ranks(lambda: _video_facts(example)) if isinstance(example, Adapted) else None
+        source = ranks.on_all_ranks(lambda: find(name))
+        prompts = () if source.takes == "classes" else ("a",)
+        request = GenerationRequest(name, dtype, prompts=prompts, images=example_images(source.needs_image))
+        example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
+        video = ranks.on_all_ranks(lambda: _video_facts(example))
         plan = make(example.work, example.load, dtype, ranks, Preferences())
         fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
         if ranks.is_main and preset_of(name) is not None:
             print(f"seqpar: {name} has random weights (preset)", flush=True)
-        return CheckedModel(name, family, dtype, example, plan, fitting, image_class, needs, video)
+        return CheckedModel(name, source, dtype, example, plan, fitting, video)
 
     @property
     def prompt(self) -> str:
         """A valid prompt, for runs whose result is dropped."""
-        return "0" if self.family.ASKED == "classes" else "a"
+        return "0" if self.source.takes == "classes" else "a"
 
     @property
     def input_images(self) -> tuple[Picture, ...]:
         """Input images for such runs."""
-        return example_images(self.needs_picture)
+        return example_images(self.source.needs_image)
 
     @property
     def memory(self) -> int:
@@ -96,9 +79,9 @@ class CheckedModel:
         run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
         return run + self.loras.weights * self.dtype.itemsize
 
-    def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job | Adapted:
+    def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job:
         """The checked job of a request; ValueError if it does not fit the model."""
-        is_classes = self.family.ASKED == "classes"
+        is_classes = self.source.takes == "classes"
         order = GenerationRequest(
             self.name,
             self.dtype,
@@ -117,34 +100,30 @@ class CheckedModel:
         )
         if request.steps is not None:
             order = replace(order, steps=request.steps)
-        job = self.family.check(order, self.example.files)
+        job = self.source.check(order)
         check_step(request, self.plan, job.load, self.room)
         return job
 
     def facts(self, size: tuple[int, int]) -> ServedModel:
         """The model as the API describes it. size: of its images by default."""
-        is_classes, job = self.family.ASKED == "classes", self.example
-        files = job.files if is_classes and isinstance(job, Job) else None
-        names = () if files is None else tuple(map(files.class_name, sorted(files.labels)))
-        steps = job.steps if isinstance(job, Adapted) else job.evaluations
-        prompt = "a" if files is None else str(min(files.labels, default=0))
+        source = self.source
 
         def check(other: tuple[int, int]) -> object:
-            return self.job(ImageRequest("", self.name, prompt, size=other), ())
+            return self.job(ImageRequest("", self.name, self.prompt, size=other), ())
 
         return ServedModel(
             self.name,
-            "classes" if is_classes else "texts",
+            "classes" if source.takes == "classes" else "texts",
             size,
-            steps,
+            self.example.steps,
             str(self.plan.layout),
             self.plan.ms / 1e3,
-            names,
+            source.class_names,
             tuple(self.loras.by_name),
-            self.image_class is not None,
-            self.needs_picture,
+            source.takes_images,
+            source.needs_image,
             self.video,
-            sizes_near(size, check) if self.video is None and not self.needs_picture else (),
+            sizes_near(size, check) if self.video is None and not source.needs_image else (),
         )
 
 
@@ -153,12 +132,13 @@ def example_images(needed: bool) -> tuple[Picture, ...]:
     return (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needed else ()
 
 
-def _parts_of(family: Any, source: Path | Blueprint | Preset) -> Any:
-    """The checked parts of a diffusers pipeline; other families take the source as it is."""
-    return adapted.parts_of(source) if family is adapted and not isinstance(source, Blueprint) else source
+def _runnable(job: Job) -> Job:
+    if job.why_not_run is not None:
+        raise ValueError(f"{job.why_not_run}; serve a model that `seqpar sample` can run")
+    return job
 
 
-def _video_facts(job: Adapted) -> VideoFacts | None:
+def _video_facts(job: Job) -> VideoFacts | None:
     """Defaults of a video model, None for images; ValueError where videos cannot be made."""
     if not job.video:
         return None
@@ -186,14 +166,6 @@ def check_step(request: ImageRequest, plan: Plan, load: Load, room: float | None
             f"one step is predicted to take {step_s:.0f} s, but {limit_s:.0f} s remain before the deadline; request a "
             "smaller size or fewer frames"
         )
-
-
-def default_size(job: Adapted) -> tuple[int, int]:
-    """(height, width) of a result by default; (0, 0) where the pipeline derives it from the input image."""
-    parameters = inspect.signature(job.kind.__call__).parameters
-    defaults = [parameters[side].default for side in ("height", "width") if side in parameters]
-    are_numbers = len(defaults) == 2 and all(isinstance(side, int) for side in defaults)
-    return job.pixels or ((defaults[0], defaults[1]) if are_numbers else (0, 0))
 
 
 def sizes_near(default: tuple[int, int], check: Callable[[tuple[int, int]], object]) -> tuple[tuple[int, int], ...]:
@@ -237,14 +209,12 @@ class FittingLoras:
     reasons: Mapping[str, str]
 
     @staticmethod
-    def of(example: Any, loras: Mapping[str, Lora]) -> FittingLoras:
+    def of(example: Job, loras: Mapping[str, Lora]) -> FittingLoras:
         """Which LoRAs fit the model of an example job. Reads headers of LoRA files, and no weights of a model."""
         fitting, layers, reasons = dict[str, Lora](), dict[str, int](), dict[str, str]()
         for name, lora in loras.items():
             try:
-                if not isinstance(example, Adapted) or isinstance(example.source, Preset):
-                    raise ValueError("LoRAs require a model that is a folder of a diffusers pipeline")
-                changed = lora_files.check_switched(lora, example.kind, example.files.models)
+                changed = example.lora_layers(lora)
             except ValueError as reason:
                 reasons[name] = str(reason)
                 continue

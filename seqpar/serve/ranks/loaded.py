@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from PIL import Image
 
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.diffusers import Adapted
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.load import placed
-from seqpar.pipelines.own_loop import Job
-from seqpar.pipelines.pictures import to_pil
-from seqpar.planner.plan import settled
-from seqpar.serve.messages import ImageRequest, ServedModel
-from seqpar.serve.ranks.checked import CheckedModel, default_size
-from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, estimating
-from seqpar.transformer.lora import switched
-from seqpar.transformer.parallelize import keep_fp32, passing
+from seqpar.pipelines.protocol import Events
+from seqpar.serve.messages import ImageRequest
+from seqpar.serve.ranks.checked import CheckedModel
+from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates
 
 
 @dataclass
@@ -61,95 +55,39 @@ class Run:
     estimates: Estimates = NO_ESTIMATES
 
 
-class LoadedModel(Protocol):
-    """facts: the model as the API describes it."""
+class LoadedModel:
+    """A model on all ranks. facts: the model as the API describes it."""
 
-    facts: ServedModel
+    def __init__(self, checked: CheckedModel, ranks: Mesh) -> None:
+        """Load the weights. Collective."""
+        self._checked = checked
+        self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
+        self.facts = checked.facts(checked.example.default_pixels)
 
     def make(self, request: ImageRequest, run: Run) -> ModelOutput:
         """Run a request. Collective: call on all ranks.
 
         ValueError for a request that does not fit, FloatingPointError for numbers that are not finite.
         """
-        ...
-
-
-def load(checked: CheckedModel, ranks: Mesh) -> LoadedModel:
-    """Load a model's weights. Collective."""
-    if isinstance(checked.example, Adapted):
-        return DiffusersModel(checked, checked.example, ranks)
-    return OwnModel(checked, checked.example)
-
-
-class OwnModel:
-    """A model with a loop of this package."""
-
-    def __init__(self, checked: CheckedModel, example: Job) -> None:
-        self._checked = checked
-        self._pipeline = example.pipeline.load(**example.loading, plan=checked.plan)
-        self.facts = checked.facts(example.pixels)
-
-    def make(self, request: ImageRequest, run: Run) -> ModelOutput:
-        if request.loras:
-            raise ValueError(f"model {request.model} takes no LoRA; leave lora out")
-        pipeline = self._pipeline
-        job = pipeline.dit.mesh.on_all_ranks(lambda: self._checked.job(request, run.images))
-
-        def step(index: int) -> None:
-            run.on_step(index + 1, job.evaluations)
-            run.boundary()
-
-        run.boundary()
-        with pipeline.sampler.estimating(*run.estimates.watched(job.evaluations, job.pixels)):
-            latents = pipeline.latents(**job.settings, on_step=step)
-        run.clock.ends("steps")
-        (image,) = to_pil(pipeline.decode(latents, lambda index: run.boundary()))
-        run.clock.ends("decode")
-        return ModelOutput(job.evaluations, image)
-
-
-class DiffusersModel:
-    """A parallelized diffusers pipeline, with its own loop."""
-
-    def __init__(self, checked: CheckedModel, example: Adapted, ranks: Mesh) -> None:
-        self._checked, self._mesh = checked, settled(checked.plan, None)
-        pipe = example.pipeline(ranks)
-        self._pipes = {example.kind: pipe}  # by class; they share all parts
-        self._loras = switched(pipe, checked.loras.by_name) if checked.loras.by_name else None
-        reason = placed(pipe, checked.plan, self._mesh)
-        if checked.image_class not in (None, example.kind):
-            other = self._pipes[checked.image_class] = _with_parts_of(pipe, checked.image_class)
-            if reason is None:  # as for the first
-                keep_fp32(other)
-        for each_pipe in self._pipes.values():
-            each_pipe.set_progress_bar_config(disable=True)
-        self._scheduler = pipe.scheduler
-        self.facts = checked.facts(default_size(example))
-
-    def make(self, request: ImageRequest, run: Run) -> ModelOutput:
-        job: Any = self._mesh.on_all_ranks(lambda: self._checked.job(request, run.images))
-        if self._loras is None and request.loras:
+        job, clock = self._model.mesh.on_all_ranks(lambda: self._checked.job(request, run.images)), run.clock
+        if request.loras and not self._checked.loras.by_name:
             raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
-        if self._loras is not None and self._loras.switch(request.loras):
-            run.clock.ends("lora")
-        pipe = self._pipes[job.kind]
-        pipe.scheduler = job.scheduler_of(self._scheduler)
+        if self._model.switch_loras(request.loras):
+            clock.ends("lora")
 
         def step(index: int) -> None:
-            run.clock.ends("encode and steps" if not index else "steps")
+            clock.ends("encode and steps" if index == 0 and job.texts else "steps")
             run.on_step(index + 1, job.steps)
 
-        try:
-            with passing(pipe, run.boundary), estimating(pipe.scheduler, run.estimates, job.pixels):
-                (made,) = job.make(pipe, step, self._mesh)
-        finally:
-            pipe.scheduler = self._scheduler
-        run.clock.ends("decode")
-        return ModelOutput(job.steps, frames_FHW3=made, fps=job.fps) if job.video else ModelOutput(job.steps, made)
+        def decode(done: int, total: int) -> None:
+            if not done:  # decoding begins
+                clock.ends("steps")
 
-
-def _with_parts_of(pipe: Any, kind: Any) -> Any:
-    """A pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
-    parameters = inspect.signature(kind.__init__).parameters
-    settings = {name: value for name, value in pipe.config.items() if name in parameters}
-    return kind(**{**settings, **{name: part for name, part in pipe.components.items() if name in parameters}})
+        estimates = None
+        if run.estimates is not NO_ESTIMATES:
+            estimates = partial(run.estimates.watched, pixels=job.pixels)
+        (image,) = self._model.generate(job, Events(step, run.boundary, decode=decode, estimates=estimates)).images
+        clock.ends("decode")
+        if job.video:
+            return ModelOutput(job.steps, frames_FHW3=image, fps=job.fps)
+        return ModelOutput(job.steps, image)

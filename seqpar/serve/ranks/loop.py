@@ -43,7 +43,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
-from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, Run, load
+from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, Run
 from seqpar.serve.ranks.preview import Estimates, Previews
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
@@ -93,7 +93,7 @@ def run(
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     models = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.on_all_ranks(lambda: loras_in(loras)))
     warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
-    loaded = {model.name: load(model, mesh) for model in models}
+    loaded = {model.name: LoadedModel(model, mesh) for model in models}
     link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
     served = Served(mesh, loaded, link, Previews(mesh))
     for model in models:

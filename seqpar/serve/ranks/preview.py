@@ -8,19 +8,15 @@ has a bias and takes latents as the model's loop has them, so that their scale, 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.loading.schedulers import check_clean, clean_weights
 from seqpar.mesh.mesh import Mesh
 from seqpar.serve.messages import ImageRequest, Partial, ServedModel
 
@@ -57,43 +53,6 @@ def evenly(most: int, count: int) -> Collection[int]:
     """At most `most` of the indices 0 to count - 2, evenly spread."""
     after = {round(count * number / (most + 1)) for number in range(1, most + 1)}
     return {number - 1 for number in after if 0 < number < count}
-
-
-@contextmanager
-def estimating(scheduler: Any, estimates: Estimates, pixels: tuple[int, int] | None) -> Iterator[None]:
-    """Make estimates while a diffusers pipeline calls its scheduler; pixels: (height, width) of its images.
-
-    Latents are whole on every rank, so nothing is exchanged, and the step itself is unchanged. ValueError for a
-    scheduler whose clean latents are unknown.
-    """
-    if estimates is NO_ESTIMATES:
-        yield
-        return
-    check_clean(scheduler)
-    original, before, count = scheduler.step, vars(scheduler).get("step"), 0
-    signature = inspect.signature(original)
-
-    def clean(model_output: Tensor, timestep: Any, sample: Tensor, **others: Any) -> Tensor:
-        of_state, of_output = clean_weights(scheduler, timestep)
-        return of_state * sample.float() + of_output * model_output.float()
-
-    @wraps(original)  # pipelines read the names of its arguments
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        index, first = count, getattr(scheduler, "begin_index", None) or 0
-        count += 1
-        shown, on_estimate = estimates.watched(len(scheduler.timesteps) - first, pixels)
-        if index in shown:
-            on_estimate(index, clean(**signature.bind(*args, **kwargs).arguments))
-        return original(*args, **kwargs)
-
-    scheduler.step = step
-    try:
-        yield
-    finally:
-        del scheduler.step
-        if before is not None:
-            scheduler.step = before
 
 
 # the map -------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.loop import draw_noise
-from seqpar.pipelines import own_loop as timed_
-from seqpar.pipelines.own_loop import Files, FromTexts, Job, drawn_in
+from seqpar.pipelines import own_loop
+from seqpar.pipelines.own_loop import FromTexts, OwnJob, drawn_in, timed
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.types.guidance import Guidance
 
-ASKED = "prompts"
 PIPELINES = ()
 MODELS = (Model,)
 TOKENS, WIDTH = 5, 6
@@ -56,21 +55,27 @@ class Pipeline(FromTexts):
         return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
 
 
-def check(request: GenerationRequest, model: Path | Blueprint) -> Job:
-    """Return the job that a request describes."""
-    request.needs_prompts()
-    files, prompts = Files(locate(model)), request.pictures
-    scheduler = DDIMScheduler(clip_sample=False)
-    timed_.timed(scheduler, request.steps)
-    return Job.of(
-        Pipeline,
-        files,
-        request,
-        request.free_guidance(3.0),
-        scheduler,
-        prompts,
-        loading={"prompts": prompts},
-        settings={"prompts": prompts},
-        captions=prompts,
-        named={"prompts": request.prompts},
-    )
+@dataclass(frozen=True)
+class Files(own_loop.Files):
+    """The files of a toy."""
+
+    @staticmethod
+    def locate(name: str | Path | Blueprint) -> Files:
+        """Find a toy."""
+        return Files(locate(name))
+
+    def check(self, request: GenerationRequest) -> OwnJob:
+        """Return the job of a request."""
+        request.needs_prompts()
+        prompts, scheduler = request.pictures, DDIMScheduler(clip_sample=False)
+        timed(scheduler, request.steps)
+        return self.job(
+            Pipeline,
+            request,
+            request.free_guidance(3.0),
+            scheduler,
+            prompts,
+            loading={"prompts": prompts},
+            settings={"prompts": prompts},
+            named={"prompts": request.prompts},
+        )

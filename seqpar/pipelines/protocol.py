@@ -1,0 +1,253 @@
+"""How a request becomes images: `check` it, plan it, `load` the model, `generate`. Nothing here imports a model.
+
+`seqpar.pipelines.find.find` returns the `Source` of a name; `Source.check` a `Job`, from whose `work` and `load` the
+planner makes a plan; `Job.load_model` a `Model` on all ranks; `Model.generate` the `Result`. Implementations:
+`diffusers` (any pipeline, diffusers' own loop), `classes` and `unidiffuser` (the loop of `seqpar.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from seqpar.loading.lora import Lora
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.request import GenerationRequest
+from seqpar.planner.plan import Plan
+from seqpar.planner.predict import Load
+from seqpar.types.facts import Work
+from seqpar.types.guidance import Guidance
+
+DecodeMode = Literal["auto", "strips", "pictures", "tiled"]
+NO_LORAS = "LoRAs require a model that is a folder of a diffusers pipeline"
+Estimates = tuple[Collection[int], Callable[[int, Tensor], None]]
+"""Indices of evaluations whose estimate of the clean latents is asked for, and what gets index and estimate."""
+
+
+class Source(Protocol):
+    """The checked files of a model, before any weight is read.
+
+    takes: which field of a request says what its images show. class_names: of a model of classes. takes_images,
+    needs_image: whether it takes input images, and generates nothing without one.
+    """
+
+    takes: ClassVar[Literal["classes", "prompts"]]
+
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def takes_images(self) -> bool: ...
+
+    @property
+    def needs_image(self) -> bool: ...
+
+    def check(self, request: GenerationRequest) -> Job:
+        """Return the job of a request; ValueError if it does not fit. Reads configs and headers, no weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Numbers of frames that a decoder generates: `usual`, and those that differ from it by a multiple of `unit`."""
+
+    usual: int
+    unit: int
+
+
+class Job(Protocol):
+    """A checked request. work, load: the model and the run, for the planner.
+
+    guidance: classifier-free. embedded: the scale that the model takes as an input, or None. channels: of the latents.
+    pixels: height and width of the images; None where the pipeline chooses them.
+    """
+
+    @property
+    def request(self) -> GenerationRequest: ...
+
+    @property
+    def guidance(self) -> Guidance: ...
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def work(self) -> Work: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def embedded(self) -> float | None: ...
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def pixels(self) -> tuple[int, int] | None: ...
+
+    @property
+    def default_pixels(self) -> tuple[int, int]:
+        """Height and width of the images as far as files and signatures tell; (0, 0) if they do not."""
+        ...
+
+    @property
+    def why_not_run(self) -> str | None:
+        """Why the model can be planned, but no pipeline here runs it; None if one does."""
+        ...
+
+    @property
+    def why_not_planned(self) -> str | None:
+        """Why the planner does not know this run, or None."""
+        ...
+
+    @property
+    def why_no_steps(self) -> str | None:
+        """Why `Events.step` is not called after each step, or None."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, or of the model's evaluations in our own loop: about two per step for some schedulers."""
+        ...
+
+    @property
+    def texts(self) -> int:
+        """Number of different prompts to encode."""
+        ...
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decoder comes with the model."""
+        ...
+
+    @property
+    def video(self) -> bool: ...
+
+    @property
+    def fps(self) -> float:
+        """Frames per second of videos."""
+        ...
+
+    @property
+    def frames(self) -> Frames | None:
+        """Numbers of frames of videos; None for images, and if no file tells."""
+        ...
+
+    @property
+    def labels(self) -> Sequence[str] | None:
+        """Label of each image if all of them are written as one sheet, otherwise None."""
+        ...
+
+    def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
+        """Return what a LoRA changes (`seqpar.transformer.lora.check_switched`); ValueError if it does not fit."""
+        ...
+
+    def load_model(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        *,
+        vae: DecodeMode = "auto",
+        on_encode: Callable[[int], None] | None = None,
+        loras: Mapping[str, Lora] | None = None,
+    ) -> Model:
+        """Load the weights. Collective: call on all ranks; raises the same ValueError on every rank.
+
+        mesh: all ranks. plan: of this job. on_encode: for a model that runs this job alone: its prompts are encoded
+        first, and the encoders then leave memory; called with numbers of encoded prompts, 0 at the beginning. None
+        keeps the encoders. loras: those that `Model.switch_loras` may name, in addition to the request's.
+        """
+        ...
+
+
+def no_event(count: int) -> None:
+    """Ignore an event."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a run calls. All ranks make the same calls of `boundary` and `step`.
+
+    step(index): after each step. boundary(): before the first step, and between steps and parts; may raise to end the
+    run. encode(done): input images encoded since the last call, 0 at the beginning. decode(done, total): the same for
+    the results that this rank decodes. estimates(evaluations): which clean latents to estimate, or None.
+    """
+
+    step: Callable[[int], None] = no_event
+    boundary: Callable[[], None] = lambda: None
+    encode: Callable[[int], None] = no_event
+    decode: Callable[[int, int], None] = lambda done, total: None
+    estimates: Callable[[int], Estimates] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Images (PIL) or videos (frames, height, width, 3) with values in [0, 1], on every rank.
+
+    digest(): 16 hex digits over the latents or pixels, to compare runs; digest_of: which of them.
+    """
+
+    images: list[Any]
+    digest_of: Literal["latents", "pixels"]
+    digest: Callable[[], str]
+
+
+class Model(Protocol):
+    """A loaded model on all ranks. Use it in a `with` block, which frees buffers and graphs at the end.
+
+    job: of the same source.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def notes(self, job: Any) -> list[tuple[str, str]]:
+        """Return (title, text) for the lines of a run's summary: its work, state, graph, decoder."""
+        ...
+
+    def facts(self, job: Any) -> dict[str, Any]:
+        """Return what the metadata of results says besides flags and plan: scheduler, prompts, decoder."""
+        ...
+
+    def verified(self, job: Any, evaluations: int) -> tuple[Any, dict[str, Any]]:
+        """Return target and keyword arguments of `seqpar.verify` for the first evaluations of a job."""
+        ...
+
+    def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
+        """Apply these LoRAs, with scales, to the next jobs; return whether weights changed.
+
+        loras: names of `Job.load_model`'s.
+        """
+        ...
+
+    def generate(self, job: Any, events: Events) -> Result:
+        """Return the results of a job on all ranks. Collective.
+
+        Raises FloatingPointError on every rank for values that are not finite.
+        """
+        ...
+
+
+def as_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def scales(job: Job) -> str:
+    """Return the guidance of a job as text: the scale that the model takes as an input, and the classifier-free one."""
+    if job.embedded is None:
+        return f"guidance {job.guidance.scale:g}"
+    beside = f", classifier-free guidance {job.guidance.scale:g}" if job.guidance.on else ""
+    return f"guidance {job.embedded:g} as an input{beside}"

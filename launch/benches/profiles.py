@@ -134,7 +134,7 @@ def released(args: Profiles, name: str, mesh: Mesh) -> Iterator[Ready]:
     case = calls.Case(calls.Calls(model=name), known, mesh, default_dtype(mesh.device))
     module: Any = case.theirs
     seqpar.parallelize(module, cfg=args.cfg)
-    plan: Plan = module.forward.body.ranks.plan
+    plan: Plan = module.forward.state.plan
     load = replace(plan.ranking.load, tokens=known.tokens, others=known.others)
     branches = calls.BRANCHES[: 1 + load.guidance]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from seqpar.families._masks import Keys, Prepared
@@ -123,6 +124,8 @@ class Cuts:
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
+    output: the class in which its forward returns results.
+    calls_twice: whether its pipelines make two calls per guided step without naming them (`cache_context`).
     """
 
     places: Mapping[str, Boundary]
@@ -135,6 +138,8 @@ class Cuts:
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason
     local: tuple[str, ...] = ()
+    output: Callable[..., Any] = Transformer2DModelOutput
+    calls_twice: bool = False
 
 
 HELP = """write them and pass them as cuts=, for example for a transformer with joint attention of text and image:

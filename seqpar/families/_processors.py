@@ -23,13 +23,7 @@ def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-OWN = "seqpar_own"  # the attribute of a processor of ours that holds the module's own
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
-
-
-def own_of(processor: Any) -> Any:
-    """Return the processor that was set on the module, of which ours may be a copy; others are returned as they are."""
-    return getattr(processor, OWN, processor)
 
 
 def settings(processor: Any) -> str:

@@ -32,7 +32,7 @@ def _chroma() -> Cuts:
     cuts = flux.CUTS["FluxTransformer2DModel"]
     zeros = {"time_text_embed.guidance_proj": Boundary(numbers=("timesteps",))}
     joint = {path: replace(joint, masked=True) for path, joint in cuts.attention.items()}
-    return Cuts({**cuts.places, **zeros}, joint, {MASK: JOINED}, prepare=_prepare, keys=_keys)
+    return Cuts({**cuts.places, **zeros}, joint, {MASK: JOINED}, prepare=_prepare, keys=_keys, calls_twice=True)
 
 
 MASK = "attention_mask"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModelOutput
 from torch import Tensor
 
 from seqpar.families import _work
@@ -31,7 +32,8 @@ def _flux2() -> Cuts:
     root = Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
     both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
     cached = "kept keys and values of reference images are those of all tokens; call the pipeline without a key cache"
-    return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
+    refused = {"kv_cache_mode": cached, "kv_cache": cached}
+    return Cuts({"": root, "proj_out": OUT}, both, refused=refused, output=Flux2Transformer2DModelOutput)
 
 
 CUTS = {"Flux2Transformer2DModel": _flux2()}

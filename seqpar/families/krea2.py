@@ -37,7 +37,7 @@ def _krea2() -> Cuts:
         "transformer_blocks.*.attn": Joint(("text", "image"), masked=True),
     }
     places, local = {"": Boundary(inputs), "final_layer": OUT}, ("text_fusion.layerwise_blocks.*.attn",)
-    return Cuts(places, joint, {MASK: "text"}, prepare=_prepare, local=local)
+    return Cuts(places, joint, {MASK: "text"}, prepare=_prepare, local=local, calls_twice=True)
 
 
 MASK = "encoder_attention_mask"

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import Tensor
 
 from seqpar.families import ltx
@@ -43,7 +44,8 @@ def _ltx2() -> Cuts:
     attention = {"transformer_blocks.*.attn1": own, "transformer_blocks.*.video_to_audio_attn": sound}
     masks = {"encoder_attention_mask": "text", "audio_encoder_attention_mask": "text of the sound"}
     local = [f"transformer_blocks.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn")]
-    return Cuts(places, attention, masks, prepare=prepare_whole, keys=no_keys, local=tuple(local))
+    output = AudioVisualModelOutput
+    return Cuts(places, attention, masks, prepare=prepare_whole, keys=no_keys, local=tuple(local), output=output)
 
 
 Rotary = tuple[Tensor, Tensor]

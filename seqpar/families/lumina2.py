@@ -15,7 +15,7 @@ def _lumina2() -> Cuts:
         "norm_out": Boundary(gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
-    return Cuts(places, both, why_eager=_reads_lengths, local=("context_refiner.*.attn",))
+    return Cuts(places, both, why_eager=_reads_lengths, local=("context_refiner.*.attn",), calls_twice=True)
 
 
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}

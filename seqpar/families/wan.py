@@ -52,7 +52,7 @@ PICTURE = 257  # tokens of these features
 CUTS = {
     "WanTransformer3DModel": _wan(),
     "WanVACETransformer3DModel": _wan_vace(),
-    "ChronoEditTransformer3DModel": _wan(),
+    "ChronoEditTransformer3DModel": replace(_wan(), calls_twice=True),
 }
 # only the model with a timestep per token (TI2V) takes an image
 PIPELINES = Pipelines(image_class={"WanPipeline": ("expand_timesteps", "wan-i2v")})

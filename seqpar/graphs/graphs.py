@@ -1,16 +1,16 @@
-"""Runs a body as one CUDA graph for each kind of call: captured at its second call, then only replayed.
+"""Runs each kind of call as one CUDA graph: captured at the second call of its kind, then replayed.
 
-A transformer's call launches hundreds to thousands of kernels; the host launches them more slowly than a GPU, or
-several, run them. A replay is one launch. Inputs are copied into the graph's own tensors before it and results are
-copied out after it, so that callers keep what they were given, and a conditional and an unconditional call of the same
-kind share a graph.
-When it wins: whenever the host is slower than the GPUs, at the price of the memory of a call for each graph.
+A transformer's call launches hundreds to thousands of kernels, more slowly than one or several GPUs run them; a replay
+is one launch. Inputs are copied into the graph's own tensors before a replay and results out of them after it, so that
+callers keep what they were given, and a conditional and an unconditional call of one kind share a graph. Cost: the
+memory of a call for each graph.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ class StepGraph:
     """A CUDA graph of `step()` on the current device. results: what the captured step has returned.
 
     state: all tensors that a step changes; warm-up and capture restore their values. pool: a handle of memory that
-    several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there. warm_up: how
-    often the step runs before; 0 if it has just run as it will be captured.
+    several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there. warm_up:
+    number of runs before the capture; 0 if the step has just run as it will be captured.
     """
 
     def __init__(
@@ -71,23 +71,14 @@ class StepGraph:
 
 @cache
 def _aside(device: int) -> torch.cuda.Stream:
-    """Return the stream of all warm-ups on a device, because memory that one stream has freed serves only that one."""
+    # one stream for all warm-ups of a device, because memory that a stream has freed serves that stream alone
     return torch.cuda.Stream(device)
 
 
-GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
+GRAPHS = 8  # kinds of calls that are cached; a pipeline has one or two per image size
 
-
-class Computes(Protocol):
-    """What is run and captured: a `seqpar.transformer.call.Body`, or the decoding of a VAE."""
-
-    def __call__(self, arguments: Any, /) -> Any:
-        """Return nested tensors and other values; see `seqpar.transformer.call.Body`."""
-        ...
-
-    def check_delivered(self) -> None:
-        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
-        ...
+Compute = Callable[[Form], Any]
+"""Computes a call from its arguments; returns nested tensors and other values."""
 
 
 class Captured(Protocol):
@@ -127,17 +118,26 @@ class _Graph:
     captured: Captured
     generation: int
 
+    def __call__(self, arguments: Form) -> Any:
+        for path, x in self.inputs.tensors.items():
+            x.copy_(arguments.tensors[path])
+        self.captured.replay()
+        return self.captured.results
+
 
 class Graphs:
-    """Runs bodies, each kind of call as a graph from its second call on; keeps a bounded number of graphs.
+    """The calls of one transformer or VAE method: each kind of call is a graph from its second call on.
 
-    capture: captures calls; None runs all calls eagerly. Every rank of the sequence axis must make the same calls.
-    tells: whether the first rank of that axis prints why calls run without graphs.
+    capture: captures calls; None runs all calls eagerly. check: raises TimeoutError if this rank timed out waiting for
+    another one; it waits for the device, and is called after eager calls alone. limit: the number of cached graphs.
+    prints: whether the first rank of the sequence axis prints why calls run without graphs. Collective over that axis.
     """
 
-    def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS, tells: bool = True) -> None:
-        self._mesh, self._capture, self._limit = mesh, capture, limit
-        self._tells = tells and mesh.sequence.rank == 0
+    def __init__(
+        self, mesh: Mesh, capture: Capture | None, check: Callable[[], None], limit: int = GRAPHS, prints: bool = True
+    ) -> None:
+        self._mesh, self._capture, self._check, self._limit = mesh, capture, check, limit
+        self._prints = prints and mesh.sequence.rank == 0
         self._seen, self._ran = Calls(), Calls()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._calls = Calls()
@@ -147,80 +147,90 @@ class Graphs:
 
     @property
     def captures(self) -> bool:
-        """Return whether calls are captured."""
+        """Whether calls are captured."""
         return self._capture is not None
 
-    def run(self, body: Computes, arguments: Form, generation: int, eagerly: bool = False) -> Form:
-        """Return the body's results in tensors of their own.
+    @contextmanager
+    def entered(
+        self, compute: Compute, arguments: Form, generation: int = 0, eagerly: bool = False
+    ) -> Iterator[Compute]:
+        """Yield what computes a call with these arguments: the replay of its graph, or `compute` itself.
 
-        generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
-        eagerly: whether this call may be neither captured nor replayed, the same on all ranks.
+        Copy its results inside this context (`copied`), because the next call overwrites them. It is a context so that
+        no frame lies between a call and its eager computation. generation: a number that is equal on all ranks and
+        changes whenever a captured call is no longer valid. eagerly: whether this call may be neither captured nor
+        replayed, the same on all ranks.
         """
-        kind = id(body), arguments.kind
+        kind = arguments.kind
         if kind in self._graphs and self._graphs[kind].generation != generation:
             self._drop(kind)
         with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
-            graph = None if eagerly else self._graph(body, arguments, generation)
-            if graph is None:
-                results = _copied(body(arguments.whole))
-                body.check_delivered()  # only where nothing is replayed, because it waits for the device
-                self._ran.before((kind, generation))
-                return results
-            for path, x in graph.inputs.tensors.items():
-                x.copy_(arguments.tensors[path])
-            graph.captured.replay()
-            return _copied(graph.captured.results)
+            graph = None if eagerly else self._graph(compute, arguments, generation)
+            if graph is not None:
+                yield graph
+                return
+            yield compute
+            self._check()
+            self._ran.before((kind, generation))
 
-    def _graph(self, body: Computes, arguments: Form, generation: int) -> _Graph | None:
-        """Return the graph of a kind of call, captured now if this is its second call, or None if there is none."""
-        key = None if arguments.kind is None else (id(body), arguments.kind)
-        if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
-            return None
-        graph = self._graphs.get(key)
-        if graph is None:
-            # a call that raised an error may not have built its exchanges, and weights may have changed since it ran
-            warm_up = 0 if self._ran.knows((key, generation)) else 1
-            if self._seen.before(key):
-                graph = self._made(key, body, arguments, generation, warm_up)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-        return graph
+    def run(self, compute: Compute, arguments: Form, generation: int = 0, eagerly: bool = False) -> Form:
+        """Return the results of a call in tensors of their own; see `entered`."""
+        with self.entered(compute, arguments, generation, eagerly) as computes:
+            return copied(computes(arguments))
 
     def release(self) -> None:
-        """Free all graphs; later calls are seen for the first time."""
-        for key in list(self._graphs):
-            self._drop(key)
+        """Free all graphs; the next call of each kind counts as its first."""
+        for kind in list(self._graphs):
+            self._drop(kind)
         self._seen, self._ran = Calls(), Calls()
 
-    def _made(self, key: Hashable, body: Computes, arguments: Form, generation: int, warm_up: int) -> _Graph | None:
-        """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
+    def _graph(self, compute: Compute, arguments: Form, generation: int) -> _Graph | None:
+        """Return the graph of a kind of call, captured now if this is its second call, or None if there is none."""
+        kind = arguments.kind
+        if self._capture is None or kind is None or torch.is_autocast_enabled(self._mesh.device.type):
+            return None
+        graph = self._graphs.get(kind)
+        if graph is None:
+            # a call that raised an error may not have built its exchanges, and weights may have changed since it ran
+            warm_up = 0 if self._ran.knows((kind, generation)) else 1
+            if self._seen.before(kind):
+                graph = self._captured(kind, compute, arguments, generation, warm_up)
+        if graph is not None:
+            self._graphs.move_to_end(kind)
+        return graph
+
+    def _captured(
+        self, kind: Hashable, compute: Compute, arguments: Form, generation: int, warm_up: int
+    ) -> _Graph | None:
+        """Capture a call; if that fails on any rank, print why and run all calls eagerly from now on."""
         while len(self._graphs) >= self._limit:
             self._drop(next(iter(self._graphs)))
         inputs, captured, reason = arguments.each(lambda x: x.clone()), None, None
         try:
             assert self._capture is not None
-            captured = self._capture(lambda: body(inputs.whole), warm_up)
+            captured = self._capture(lambda: compute(inputs), warm_up)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-        every = collected(self._mesh.sequence, self._mesh.device, reason, str | None, "why a capture failed")
-        reasons = [each for each in every if each is not None]
+        per_rank = collected(self._mesh.sequence, self._mesh.device, reason, str | None, "why a capture failed")
+        reasons = [reason for reason in per_rank if reason is not None]
         if reasons:
             if captured is not None:
                 captured.release()
-            if self._tells:
-                print(f"seqpar: calls run without CUDA graphs, because a capture failed: {reasons[0]}", flush=True)
+            if self._prints:
+                print(f"seqpar: CUDA graph capture failed, running eagerly: {reasons[0]}", flush=True)
             self.release()
             self._capture = None
             return None
         assert captured is not None
-        self._calls.forget(key)
-        self._graphs[key] = _Graph(inputs, captured, generation)
-        return self._graphs[key]
+        self._calls.forget(kind)
+        self._graphs[kind] = _Graph(inputs, captured, generation)
+        return self._graphs[kind]
 
-    def _drop(self, key: Hashable) -> None:
-        self._calls.forget(key)  # the next capture is again what ranks wait longer for
-        self._graphs.pop(key).captured.release()
+    def _drop(self, kind: Hashable) -> None:
+        self._calls.forget(kind)  # the next capture has the longer deadline again
+        self._graphs.pop(kind).captured.release()
 
 
-def _copied(results: Any) -> Form:
+def copied(results: Any) -> Form:
+    """Return the results of a call in tensors of their own."""
     return form_of(results).each(lambda x: x.clone())

@@ -18,7 +18,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.graphs.exchanges import Keeper
+from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.interface import Encoded, SequenceModel, Split, checked_prompt
 from seqpar.mesh.inputs import agree, broadcast, shapes
@@ -195,7 +195,7 @@ class DistributedDiT(nn.Module):
         assert isinstance(built, SequenceModel)
         self.model, self.plan = built.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
-        self.keeper, self._calls = Keeper(self.mesh, plan), Calls()
+        self.keeper, self._calls = ExchangeCache(self.mesh, plan), Calls()
         self._inputs = Inputs(self.mesh, self.model)
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 

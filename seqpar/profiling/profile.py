@@ -57,7 +57,7 @@ def profile(
 
 def _is_parallel(module: nn.Module, plans: list[Plan]) -> bool:
     if (call := call_of(module)) is not None:
-        plans.append(call.body.ranks.plan)
+        plans.append(call.state.plan)
     return call is not None
 
 

@@ -20,17 +20,15 @@ import torch
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
-from seqpar.families import _processors as processors
 from seqpar.families._block import DeclinedError, Dense
 from seqpar.families._cuts import HOME
 from seqpar.families._find import BLOCKS
 from seqpar.kernels.gated_linear import why_not_faster
 from seqpar.loading.random import WithoutValues
-from seqpar.transformer import forward as whole_queries
 from seqpar.transformer import lora as adapters
-from seqpar.transformer.attention import SplitAttention
+from seqpar.transformer.attention import ShardedAttention
 from seqpar.transformer.foreign import BY_TOKEN, Addition
-from seqpar.transformer.forward import Ranks
+from seqpar.transformer.forward import CallState
 
 
 def with_adapters(layers: Sequence[nn.Module], own: Dense, scale: float, room: Dense | None) -> Dense:
@@ -120,7 +118,7 @@ def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str,
     for key, value in settings.items():
         if (mine := vars(one).get(key, value)) != value:
             yield f"{path}.{key} is {mine!r} and not {value!r}"
-    if type(own := processors.own_of(getattr(one, "processor", None))) is not processor:
+    if type(own := getattr(one, "processor", None)) is not processor:
         yield f"an attention processor is a {type(own).__name__}"
 
 
@@ -156,8 +154,8 @@ class FusedBlocks:
     ranks have ended them (`end_copies`).
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
-        self._module, self._ranks, self._on = module, ranks, on
+    def __init__(self, module: nn.Module, state: CallState, on: bool) -> None:
+        self._module, self._state, self._on = module, state, on
         self._every: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Dense] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
@@ -186,13 +184,13 @@ class FusedBlocks:
             if self._copies:
                 self._take_weights()
 
-    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, SplitAttention]) -> None:
+    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, ShardedAttention]) -> None:
         """Look at the blocks anew; each has a hook, which knows whether a function computes it.
 
         additions: what others have put onto the transformer's modules. attention: attention module -> what splits it.
         """
         every = self._every = blocks_of(self._module) if self._on else []
-        self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._ranks) for _, one in every}
+        self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._state) for _, one in every}
         self.reasons = _reasons(self._module, every, additions) if every else {}
         for path, one in every:
             self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
@@ -207,6 +205,14 @@ class FusedBlocks:
         self._settle()
         torch.cuda.empty_cache()  # transports take memory that torch does not keep
 
+    def refuse_memory(self) -> None:
+        """Raise OutOfMemoryError if copies do not fit, found in the middle of a call, which others compute already."""
+        if self.lacks_memory and self._state.axis.size > 1:
+            raise torch.OutOfMemoryError(
+                "Copies of weights with merged adapters do not fit into the memory of this rank. From the next call "
+                "on, adapters are computed by their own layers on all ranks"
+            )
+
     def _settle(self) -> None:
         """Let functions compute the blocks that they may, and say why they do not compute the others."""
         if not self._merges:
@@ -214,12 +220,12 @@ class FusedBlocks:
         self._take_weights()
         for reasons in _by_kind(self.reasons):
             first = f" (first of {len(reasons)})" if len({*reasons}) > 1 else ""
-            self._ranks.say(
+            self._state.say(
                 f"{len(reasons)} of {len(self._every)} blocks are diffusers' own, because {reasons[0]}{first}"
             )
         every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
         if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
-            self._ranks.say(f"activations are kernels of their own after cuBLAS's products: {why}")
+            self._state.say(f"activations are kernels of their own after cuBLAS's products: {why}")
 
     def _adapted(self) -> list[str]:
         return [path for path, one in self._every if adapters.are_on(one)]
@@ -289,11 +295,11 @@ class BlockHook(ModelHook):
     attention: the split attention of the block's attention module, or None.
     """
 
-    def __init__(self, block: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, block: nn.Module, state: CallState) -> None:
         super().__init__()
-        self._ranks, self._kind = ranks, type(block).__name__
+        self._state, self._kind = state, type(block).__name__
         self._function, self._streams = BLOCKS[self._kind].compute, BLOCKS[self._kind].streams
-        self.attention: SplitAttention | None = None
+        self.attention: ShardedAttention | None = None
         self.blocks: Sequence[nn.Module] = ()
         self.every: Sequence[Mapping[str, Dense]] = ()
         self.index: int | None = None
@@ -316,59 +322,50 @@ class BlockHook(ModelHook):
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns; by `own`, its forward, outside of a call."""
-        if self.index is None or self._ranks.now is None or self._is_cast():
+        if self.index is None or not self._state.active or self._is_cast():
             return own(*args, **kwargs)
         try:
             return self._function(self, module, *args, **kwargs)
         except DeclinedError as reason:
-            self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
+            self._state.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
         return own(*args, **kwargs)
+
+    # What a function may use; see `BlockCall` ----------------------------------------------------------------------
 
     @property
     def attend(self) -> Callable[..., tuple[Tensor, ...]]:
-        """See `seqpar.families._block.BlockCall`."""
         assert self.attention is not None
         return self.attention.of_streams
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-        """See `seqpar.families._block.BlockCall`."""
-        return self._ranks.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]
+        return self._state.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]
 
     def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
-        """See `seqpar.families._block.BlockCall`."""
         assert self.attention is not None
-        total = self._now.lengths.get(self.attention.joint.streams[0], k_BlGD.shape[1])
-        return whole_queries.attended(self._ranks, q_BLHD, k_BlGD, v_BlGD, total)
+        total = self._state.lengths.get(self.attention.joint.streams[0], k_BlGD.shape[1])
+        return self._state.attend_whole(q_BLHD, k_BlGD, v_BlGD, total)
 
     def once(self, name: str, of: Any, make: Callable[[], T], *, shared: bool = False) -> T:
-        """See `seqpar.families._block.BlockCall`."""
-        return self._now.once(name if shared else (self._kind, name), of, make)
+        return self._state.once(name if shared else (self._kind, name), of, make)
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
-        """See `seqpar.families._block.BlockCall`."""
-        return self._ranks.spread(name, widths, make)
+        return self._state.spread(name, widths, make)
 
     def hand_over(self, x_BlE: Tensor, made: Any) -> None:
-        """See `seqpar.families._block.BlockCall`."""
-        # what another block left, and nobody was given, would keep its memory until the end of the forward
-        self._now.handed = {key: left for key, left in self._now.handed.items() if left[2] is self}
-        self._now.handed[id(x_BlE)] = x_BlE, made, self
+        # what another block left and no block took would keep its memory until the end of the forward
+        self._state.handed = {key: left for key, left in self._state.handed.items() if left[2] is self}
+        self._state.handed[id(x_BlE)] = x_BlE, made, self
 
     def handed(self, x_BlE: Tensor) -> Any:
-        """See `seqpar.families._block.BlockCall`."""
-        left = self._now.handed.pop(id(x_BlE), None)
+        left = self._state.handed.pop(id(x_BlE), None)
         # a skipped block passes x on as it was, but what was left beside it has that block's modulation
         if left is None or left[2].every is not self.every or left[2].index + 1 != self.index:
             return None
         return left[1]
 
-    @property
-    def _now(self) -> Any:
-        return self._ranks.now
-
     def _is_cast(self) -> bool:
         """Return whether autocast asks for another dtype than that of the weights."""
-        kind = self._ranks.mesh.device.type
+        kind = self._state.mesh.device.type
         dtype = next(iter(self.matrices.values())).weight.dtype
         return torch.is_autocast_enabled(kind) and dtype not in (torch.get_autocast_dtype(kind), torch.float64)
 

@@ -1,12 +1,12 @@
-"""Notices what users change on a transformer between two calls: one list of what every call compares.
+"""Notices what users change on a transformer between two calls.
 
-peft, diffusers and a user's own code change modules in many places, and nothing announces a change. Every call
-therefore reads each entry of one list, by loops of C over objects that were collected when the module was last looked
-at, and compares it with what was there then. For FLUX.1 (1279 modules) that takes 49 us of a
-slow cloud CPU; adapters on every linear layer add settings, scales and values of each.
+peft, diffusers and users' code change modules in many places, and nothing announces a change. Every call therefore
+reads each entry of one list, by C loops over objects that were collected at the last scan of the module, and compares
+it with its value then. For FLUX.1 (1279 modules) that takes 49 us of a slow cloud CPU; adapters on every linear layer
+add settings, scales and values.
 
-Single weights, buffers and plain attributes are not among the entries: to read them all would take longer than
-everything else. `seqpar.refresh` makes the next call look at the whole module again.
+Single weights, buffers and plain attributes are no entries: reading all of them would take longer than everything else.
+`seqpar.refresh` makes the next call scan the whole module again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from operator import attrgetter, eq
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from seqpar.transformer import lora as adapters
-from seqpar.transformer.foreign import Foreign, look
+from seqpar.transformer.foreign import ForeignCode, look
+from seqpar.transformer.internals import REGISTRY, registered_hooks, torch_hooks
 
 REFRESHES = "_seqpar_refreshes"  # the attribute of a transformer that counts the calls of `seqpar.refresh`
 _settings = attrgetter("_disable_adapters", "_active_adapter", "merged_adapters")
@@ -48,14 +48,14 @@ class _Entry:
 class Changes:
     """Counts the changes of a module: layers, hooks, forwards, adapters, attention processors, moves of its weights.
 
-    Writing to weights in place is no change: a computation on the same addresses reads what was written. `values` tells
-    it, for those who keep something that was computed.
+    Weights written in place are no change: a computation on the same addresses reads what was written. `values` changes
+    with them; it is for results that are computed later.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self.counted = module, 0
         self._texts: tuple[int, dict[str, str]] = -1, {}
-        self._foreign: tuple[int, Foreign] = -1, Foreign()
+        self._foreign: tuple[int, ForeignCode] = -1, ForeignCode()
         self.accept()
 
     def count(self) -> int:
@@ -69,18 +69,18 @@ class Changes:
         return self.counted
 
     def accept(self) -> None:
-        """Look at the whole module, which takes milliseconds, and take it as it is for unchanged."""
+        """Scan the whole module, which takes milliseconds, and count it as unchanged."""
         own = [module for _, module in adapters.without_adapters(self._module)]
         wrapped = [layer for _, layer in adapters.layers(self._module)]
         parts = [part for layer in wrapped for part in layer.modules()]
-        every = list({id(module): module for module in (*own, *parts)}.values())
+        modules = list({id(module): module for module in (*own, *parts)}.values())
         self._entries = (
-            *_of_modules(self._module, own, every),
+            *_of_modules(self._module, own, modules),
             *_of_processors([module for module in own if hasattr(module, "processor")]),
             *(_of_adapters(wrapped) if wrapped else ()),
         )
-        self._tensors = [x for module in every for x in module._parameters.values() if x is not None]
-        self._buffers = [module._buffers for module in every if module._buffers]
+        self._tensors = [x for module in modules for x in module._parameters.values() if x is not None]
+        self._buffers = [module._buffers for module in modules if module._buffers]
 
     def texts(self) -> dict[str, str]:
         """Return what ranks compare (`adapters.texts`) as it was at the last `count`; it is computed once for each."""
@@ -89,7 +89,7 @@ class Changes:
             self._texts = self.counted, {**adapters.texts(self._module, self.foreign().hooks), **extra}
         return self._texts[1]
 
-    def foreign(self) -> Foreign:
+    def foreign(self) -> ForeignCode:
         """Return what others have put onto the module, as it was at the last `count`."""
         if self._foreign[0] != self.counted:
             self._foreign = self.counted, look(self._module)
@@ -97,7 +97,7 @@ class Changes:
 
     def values(self) -> tuple[object, ...]:
         """Return what differs if weights were written in place since the last call, or buffers written or replaced."""
-        buffers = [x for each in self._buffers for x in each.values() if x is not None]
+        buffers = [x for held in self._buffers for x in held.values() if x is not None]
         written = [x for x in (*self._tensors, *buffers) if not x.is_inference()]
         return (*map(id, buffers), *map(_version, written))
 
@@ -112,7 +112,7 @@ def _entry(read: Callable[[], object], equal: Callable[[Any, Any], bool] = eq) -
 def _copied(value: Any) -> Any:
     """Return a copy of nested containers, with the same objects in them, tensors as what is equal to them alone."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [*map(_copied, value)] if isinstance(value, list) else tuple(map(_copied, value))
     if isinstance(value, set):
@@ -132,18 +132,18 @@ class _Held:
         return self._tensor is other
 
 
-def _of_modules(root: nn.Module, own: list[nn.Module], every: list[nn.Module]) -> Iterator[_Entry]:
+def _of_modules(root: nn.Module, own: list[nn.Module], modules: list[nn.Module]) -> Iterator[_Entry]:
     """Yield the entries of all modules. own: those of the model, without the parts of adapters' layers."""
-    attributes, children = [vars(module) for module in every], [one._modules for one in own if one._modules]
+    attributes, children = [vars(module) for module in modules], [part._modules for part in own if part._modules]
     forwards = [names for names in attributes[1:] if "forward" in names]
-    registries = [names["_diffusers_hook"] for names in attributes if "_diffusers_hook" in names]
-    kinds, config = {type(module) for module in every}, vars(root)
-    placed = [one for one in own if isinstance(one, nn.ModuleList) or hasattr(one, "processor")]
-    placed += [child for one in placed if isinstance(one, nn.ModuleList) for child in one.children()]
+    registries = [names[REGISTRY] for names in attributes if REGISTRY in names]
+    kinds, config = {type(module) for module in modules}, vars(root)
+    placed = [part for part in own if isinstance(part, nn.ModuleList) or hasattr(part, "processor")]
+    placed += [child for part in placed if isinstance(part, nn.ModuleList) for child in part.children()]
     yield _entry(lambda: (list(config.get("peft_config", ())), config.get(REFRESHES)))
     yield _entry(lambda: children)
-    yield _entry(lambda: list(map(len, attributes)))  # a forward, a registry of hooks, or compiled code was added
-    yield _entry(_TorchHooks(every[1:]))
+    yield _entry(lambda: list(map(len, attributes)))  # a forward or a registry of hooks was added
+    yield _entry(_TorchHooks(modules[1:]))
     yield _entry(lambda: [names.get("forward") for names in forwards])
     yield _entry(lambda: [list(registry.hooks.values()) for registry in registries])
     yield _entry(lambda: [kind.forward for kind in kinds])
@@ -155,13 +155,12 @@ class _TorchHooks:
     """Reads the hooks of torch on modules: only where there are some, as long as none was registered anywhere."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._every = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._next, self._some = -1, list[Mapping[int, Any]]()
+        self._all = [hooks for module in modules for hooks in torch_hooks(module)]
+        self._registered, self._some = -1, list[Mapping[int, Any]]()
 
     def __call__(self) -> list[tuple[int, ...]]:
-        """Return the numbers of the hooks."""
-        if self._next != RemovableHandle.next_id:
-            self._next, self._some = RemovableHandle.next_id, [hooks for hooks in self._every if hooks]
+        if self._registered != (registered := registered_hooks()):
+            self._registered, self._some = registered, [hooks for hooks in self._all if hooks]
         return [tuple(hooks) for hooks in self._some if hooks]
 
 
@@ -174,7 +173,7 @@ class _Addresses:
     def __init__(self, root: nn.Module) -> None:
         lists = (child if isinstance(child, nn.ModuleList) else (child,) for child in root.children())
         self._plain, self._others = list[tuple[dict[str, Any], str]](), list[tuple[dict[str, Any], str]]()
-        for held, name in chain.from_iterable(islice(_weights(each), 1) for children in lists for each in children):
+        for held, name in chain.from_iterable(islice(_weights(child), 1) for children in lists for child in children):
             (self._plain if type(held[name]) is nn.Parameter else self._others).append((held, name))
 
     def __call__(self) -> list[int]:
@@ -190,13 +189,13 @@ def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _of_processors(attention: list[Any]) -> Iterator[_Entry]:
-    """Yield the entries of modules' attention processors: which they are, what they compute, and their attributes."""
-    seats, every = list(map(vars, attention)), [module.processor for module in attention]
-    attributes = [vars(one) for one in every if hasattr(one, "__dict__")]
-    kinds = {base for one in every for base in type(one).__mro__}
-    yield _entry(lambda: [names.get("processor") for names in seats])  # modules are among the children, too
+    """Yield the entries of modules' attention processors: which they are, what they compute, and their settings."""
+    modules, processors = list(map(vars, attention)), [module.processor for module in attention]
+    settings = [vars(processor) for processor in processors if hasattr(processor, "__dict__")]
+    kinds = {base for processor in processors for base in type(processor).__mro__}
+    yield _entry(lambda: [names.get("processor") for names in modules])  # a processor may be among the children, too
     yield _entry(lambda: [vars(kind).get("__call__") for kind in kinds])
-    yield _entry(lambda: attributes)
+    yield _entry(lambda: settings)  # diffusers' `set_ip_adapter_scale` changes them in place
 
 
 def _of_adapters(layers: list[nn.Module]) -> Iterator[_Entry]:

@@ -1,8 +1,8 @@
-"""What others have put onto a transformer's modules: hooks, replaced forwards, processors, quantised layers.
+"""Code of others on a transformer's modules: hooks, replaced forwards, processors, quantised layers.
 
-Such code may read other batch rows or other tokens, and may keep something from one call to the next. Rows and calls
-can stay together: every rank then computes whole batches, at the time of the call. Tokens cannot, where ranks split
-them: what surely needs all tokens is refused, and what may need them is named, because nobody can tell from outside.
+Such code may read other batch rows or other tokens, and may keep state between calls. Rows and calls can stay together:
+every rank then computes whole batches, at the time of the call. Tokens cannot, where ranks split them: code that
+surely needs all tokens is refused, and code that may need them is printed, because this cannot be seen from outside.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.families import _processors as processors
 from seqpar.families._cuts import block_lists
 from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.internals import (
+    BEFORE_ACCELERATE,
+    COMPILED,
+    accelerate_hook,
+    hooks_on,
+    is_compiled,
+    is_group_offloaded,
+    moves_weights,
+    torch_hooks,
+)
 
 # where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
 PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "torch._dynamo.", "diffusers.hooks.layerwise_casting")
@@ -45,9 +54,8 @@ OWN_FORWARD = (
     "and enable_cache() has caches of diffusers"
 )
 UNSHARED = "diffusers' TextKVCache finds a text by its address, which differs in each call there; call disable_cache()"
-COMPILED = "_torchdynamo_orig_callable"  # what torch.compile sets on the functions that it returns
 DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
-BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
+CALL = "_seqpar_call"  # the attribute of a parallelized transformer that holds its call
 SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
 
 
@@ -64,7 +72,7 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignCode:
     """What `look` sees. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
 
     unsplit: why tokens cannot be split, or None. unshared: why a call cannot be computed on several ranks, or None.
@@ -78,7 +86,7 @@ class Foreign:
     named: str = ""
 
 
-def look(module: nn.Module) -> Foreign:
+def look(module: nn.Module) -> ForeignCode:
     """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
     hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
     patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
@@ -96,21 +104,20 @@ def look(module: nn.Module) -> Foreign:
     unsplit = next((reason for reason in reasons if reason is not None), None)
     unshared = next((UNSHARED for one in hooks if type(one.what).__name__ == "TextKVCacheTransformerHook"), None)
     may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
-    return Foreign(tuple(hooks), coupled, unsplit, unshared, _named(may_need_all))
+    return ForeignCode(tuple(hooks), coupled, unsplit, unshared, _named(may_need_all))
 
 
 def refuse_compiled(module: nn.Module) -> None:
     """Raise ValueError for a transformer that is compiled, as a whole or in part."""
-    for path, one in module.named_modules():
-        compiled = one._compiled_call_impl is not None or hasattr(unhooked(_set_on(one)), COMPILED)
-        if compiled or type(one).__name__ == "OptimizedModule":
+    for path, part in module.named_modules():
+        if is_compiled(part) or hasattr(unhooked(_set_on(part)), COMPILED):
             raise ValueError(
                 f"Compiled modules are not supported: {path or 'the transformer'} is compiled. Load the model without "
                 f"torch.compile; fused blocks and CUDA graphs are faster"
             )
 
 
-def refuse(module: nn.Module, mesh: Mesh, reason: str | None, foreign: Foreign) -> None:
+def refuse(module: nn.Module, mesh: Mesh, reason: str | None, foreign: ForeignCode) -> None:
     """Raise ValueError for what would surely compute something else on the ranks of a mesh than on one.
 
     reason: why the transformer's cuts do not fit it, or None.
@@ -147,47 +154,38 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     return type(module).forward.__get__(module) if forward is None else forward
 
 
-def _hooks_on(path: str, one: nn.Module, patched: bool) -> Iterator[Addition]:
+def _hooks_on(path: str, part: nn.Module, patched: bool) -> Iterator[Addition]:
     """Yield hooks, and a forward that is not of the module's class. patched: whether that of its class is another's.
 
     Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
     """
-    own = vars(one)
-    registry: Any = own.get("_diffusers_hook")
-    hooks = [] if registry is None else list(registry.hooks.values())
-    yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-    hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
-    yield from (Addition(path, f"hook {name_of(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-    forward = unhooked(_set_on(one) if path or "_hf_hook" not in own else own.get("_old_forward"))
-    plain = forward is None or getattr(forward, "__func__", None) is type(one).forward
-    if path and "_hf_hook" in own and _moves(own["_hf_hook"], one):
-        yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
+    others = (hook for hook in hooks_on(part).values() if not _home(hook).startswith(PASSIVE))
+    yield from (Addition(path, f"hook {type(hook).__name__}", hook) for hook in others)
+    hooks = (hook for hooks in torch_hooks(part) for hook in hooks.values()) if path else ()
+    yield from (Addition(path, f"hook {name_of(hook)}", hook) for hook in hooks if not _home(hook).startswith(PASSIVE))
+    accelerates = accelerate_hook(part)
+    forward = unhooked(_set_on(part) if path or accelerates is None else vars(part).get(BEFORE_ACCELERATE))
+    plain = forward is None or getattr(forward, "__func__", None) is type(part).forward
+    if path and accelerates is not None and moves_weights(accelerates, part):
+        yield Addition(path, f"accelerate's hook {type(accelerates).__name__}", accelerates)
     elif not plain and not (_home(forward) if path else _home_of_code(forward)).startswith(PASSIVE):
         yield Addition(path, f"forward {name_of(forward)}", forward)
     elif patched:
-        yield Addition(path, f"class with the forward {name_of(type(one).forward)}", type(one).forward)
+        yield Addition(path, f"class with the forward {name_of(type(part).forward)}", type(part).forward)
 
 
 def is_offloaded(module: nn.Module, inside: bool = True) -> bool:
-    """Return whether accelerate moves a transformer's weights between host and GPU.
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU.
 
     Hooks that bring inputs to the device on which the weights stay move nothing: those of `dispatch_model` to one.
-    inside: whether to look at submodules, too.
+    inside: whether to search submodules, too.
     """
-    hook = vars(module).get("_hf_hook")
-    if hook is None or not inside:
-        return hook is not None and _moves(hook, module)
-    return any(_moves(vars(one)["_hf_hook"], one) for one in module.modules() if "_hf_hook" in vars(one))
-
-
-def _moves(hook: Any, one: nn.Module) -> bool:
-    """Return whether a hook of accelerate may do more than bring inputs to the device of a module's weights."""
-    if type(hook).__name__ != "AlignDevicesHook" or hook.offload:
+    if inside and is_group_offloaded(module):
         return True
-    if hook.execution_device is None:
+    if accelerate_hook(module) is None:
         return False
-    to, weight = torch.device(hook.execution_device), next(one.parameters(), None)
-    return weight is not None and (weight.device.type != to.type or to.index not in (None, weight.device.index))
+    parts = module.modules() if inside else (module,)
+    return any((hook := accelerate_hook(part)) is not None and moves_weights(hook, part) for part in parts)
 
 
 def _is_patched(kind: type, method: str) -> bool:
@@ -203,13 +201,13 @@ def _is_patched(kind: type, method: str) -> bool:
 
 def _set_on(one: nn.Module) -> Any:
     """Return the forward that was set on an object; of a parallelized transformer, what it had before."""
-    before = vars(one).get(BEFORE)
-    return vars(one).get("forward") if before is None else before.attributes.get("forward")
+    call = vars(one).get(CALL)
+    return vars(one).get("forward") if call is None else call.before.get("forward")
 
 
 def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
     """Yield a processor that may read other rows: a user's own, or one of perturbed attention."""
-    processor = processors.own_of(getattr(one, "processor", None))
+    processor = getattr(one, "processor", None)
     if processor is None:
         return
     home, name = _home(processor), type(processor).__name__
@@ -252,10 +250,19 @@ def _and_more(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
+def home_of_forward(module: nn.Module) -> str:
+    """Return the top-level package of the code that a module's forward runs, inside of partials and bound methods."""
+    forward: Any = module.forward
+    while isinstance(inner := unhooked(forward), partial) or inner is not forward:
+        forward = inner.func if isinstance(inner, partial) else inner
+    code = getattr(forward, "__func__", forward)  # `functools.wraps` changes its `__module__`, and not its globals
+    return str(getattr(code, "__globals__", {}).get("__name__", type(module).__module__)).partition(".")[0]
+
+
 def unhooked(forward: Any) -> Any:
     """Return the forward inside of those that hooks of diffusers and accelerate have put around it."""
     while isinstance(forward, partial) and _home(forward.func) in ("diffusers.hooks.hooks", "accelerate.hooks"):
-        forward = vars(forward)["__wrapped__"]
+        forward = forward.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
     return forward
 
 

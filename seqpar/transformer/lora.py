@@ -21,6 +21,7 @@ from seqpar.families import _processors as processors
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, _fitted, _name, changes_encoders, load
 from seqpar.transformer.foreign import Addition
+from seqpar.transformer.internals import adapters_of
 
 
 def check_switched(lora: Lora, kind: Any, models: Models) -> dict[Lora, dict[str, int]]:
@@ -114,7 +115,7 @@ def active(layer: nn.Module) -> tuple[str, ...]:
     wrapper: Any = layer
     if not is_adapter(layer) or wrapper.disable_adapters or wrapper.merged:
         return ()
-    known = wrapper._get_available_adapters()
+    known = adapters_of(wrapper)
     return tuple(name for name in wrapper.active_adapters if name in known)
 
 
@@ -269,7 +270,7 @@ def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
     terms = dict[str, LoraTerm]()
     for path, layer in layers(module):
         wrapper: Any = layer
-        if name not in wrapper._get_available_adapters():
+        if name not in adapters_of(wrapper):
             continue
         base: Any = base_of(wrapper)
         reason = why_not_plain(wrapper, name)

@@ -1,27 +1,24 @@
-"""`parallelize`: makes a diffusers pipeline or transformer compute on all GPUs, in place; `release` undoes it.
+"""`parallelize`: run a diffusers pipeline or transformer on all GPUs, in place; `release` undoes it.
 
-`refresh` lets the next call look at everything again that a user may have changed.
+`refresh` lets the next call rescan what calls do not compare.
 
 Every rank builds the same pipeline and makes the same calls with it. The transformer keeps its class, weights, names,
-config and adapters; only its `forward` is replaced (`seqpar.transformer.call`). All ranks end with rank 0's pictures.
-When it wins: for every pipeline of diffusers with a transformer.
+config and adapters; only its `forward` is replaced (`seqpar.transformer.call`). All ranks return rank 0's images.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from torch import Tensor, nn
 
 from seqpar.families._cuts import Cuts, check_joined
@@ -37,10 +34,11 @@ from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_i
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
-from seqpar.transformer.call import Body, Call
+from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.foreign import BEFORE, is_offloaded, look, refuse, refuse_compiled
+from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
+from seqpar.transformer.hooks import ShardedModule
 from seqpar.types.arguments import check_kind
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import VaeMode
@@ -85,7 +83,7 @@ def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> C
         )
     if getattr(module, "_parallel_config", None) is not None:
         raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
-    if _is_offloaded(module):
+    if is_offloaded(module):
         raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
     if next(module.parameters(), None) is None:
         raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
@@ -148,35 +146,43 @@ def planned(
     return make(work, load, dtype, ranks, preferences, mesh)
 
 
-def _is_offloaded(module: nn.Module) -> bool:
-    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
-    return is_offloaded(module) or _is_group_offload_enabled(module)
-
-
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
 
 
-class Lease:
-    """What was made for the transformers of a call, which the release of the last one frees.
+class Handle:
+    """What one `parallelize` has made, freed with its last transformer.
 
-    mesh: the mesh of the calls. groups: the process groups that were made for it; not those of a caller's mesh.
+    mesh: the mesh of the calls. groups: process groups that were made for it, without those of a caller's mesh.
     """
 
     def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
         self.mesh, self._groups = mesh, groups
-        self.ends = ExitStack()  # what is closed when the last transformer is released
+        self.ends = ExitStack()  # what is undone when the last transformer is released
         self._users = 0
         self._collected = finalize(self, _drop, groups, mesh.device.type, mesh.world.watch)
         self._collected.atexit = False
 
-    def join(self, module: nn.Module, names: Sequence[str], call: Call) -> Before:
-        """Count a transformer, and return its call and what its release puts back of the attributes of these names."""
+    @staticmethod
+    def of(plan: Plan, mesh: Mesh | None) -> Handle:
+        """Make the mesh of a plan, or take the caller's; ValueError from `settled`, the same on all ranks."""
+        _destroy_dropped(mesh or Mesh.joined())
+        planned_mesh = _with_host_group(mesh or Mesh.from_env(*plan.sizes.values()))
+        handle = Handle(planned_mesh, _new_groups(planned_mesh, mesh))
+        try:
+            settled(plan, planned_mesh)
+        except ValueError:
+            handle.leave()
+            raise
+        return handle
+
+    def join(self, call: ShardedCall) -> None:
+        """Count a transformer, whose release leaves."""
         self._users += 1
-        return Before({name: x for name, x in vars(module).items() if name in names}, self, call)
+        call.ends.callback(self.leave)
 
     def leave(self) -> None:
-        """Count a transformer's release; every rank must call this at the same time."""
-        self._users = max(0, self._users - 1)  # it is 0 before anyone has joined
+        """Count a transformer's release; collective."""
+        self._users = max(0, self._users - 1)  # it is 0 before any has joined
         if self._users:
             return
         self.ends.close()
@@ -187,44 +193,18 @@ class Lease:
             _destroy(group)
 
 
-@dataclass(frozen=True)
-class Before:
-    """A transformer before `parallelize`: the attributes that were set on the object itself, its call and lease.
+def call_of(module: nn.Module) -> ShardedCall | None:
+    """Return the call of a transformer, or None if it is not parallelized.
 
-    The call is read here and not as `module.forward`, because users wrap that. ends: what takes ours off the module.
+    It is held beside `module.forward`, because users wrap that.
     """
-
-    attributes: Mapping[str, Any]
-    lease: Lease
-    call: Call
-    ends: ExitStack = field(default_factory=ExitStack)
-
-
-def call_of(module: nn.Module) -> Call | None:
-    """Return the call of a transformer, or None if it is not parallelized."""
-    before: Before | None = vars(module).get(BEFORE)
-    return None if before is None else before.call
-
-
-def leased(plan: Plan, mesh: Mesh | None) -> Lease:
-    """Make the mesh of a plan, or take the caller's, and return what is made for it; see `settled` for its error."""
-    _destroy_dropped(mesh or Mesh.joined())
-    made = _with_host_group(mesh or Mesh.from_env(*plan.sizes.values()))
-    lease = Lease(made, _new_groups(made, mesh))
-    try:
-        settled(plan, made)
-    except ValueError:
-        lease.leave()
-        raise
-    return lease
+    return vars(module).get(CALL)
 
 
 def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
-    """Destroy the groups of transformers that were collected without a release, at different times on the ranks.
-
-    Destroying a group of NCCL waits for its other ranks, which may be waiting for this one, so it is left to the next
-    `parallelize`. So is any group that another thread collects: the watch's thread must not wait.
-    """
+    # The transformers were collected without a release, at different times on the ranks. Destroying a group of NCCL
+    # waits for its other ranks, which may wait for this one, so it is left to the next `parallelize`; so is any group
+    # that another thread collects, because the watchdog's thread must not wait.
     at_once = device == "cpu" and threading.current_thread() is threading.main_thread()
     for group in groups:
         if at_once:
@@ -234,13 +214,13 @@ def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None)
 
 
 def _destroy_dropped(mesh: Mesh) -> None:
-    """Destroy the groups that all of their ranks have dropped; every rank must call this at the same time."""
+    """Destroy the groups that all of their ranks have dropped; collective."""
     if mesh.world.size == 1 or mesh.world.watch is None:
         return
     dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
-    every = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
+    per_rank = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
     for name, group in sorted(dropped.items()):  # in one order on all ranks
-        if all(name in every.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
+        if all(name in per_rank.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             _destroy(dropped.pop(name))
@@ -256,23 +236,17 @@ def _with_host_group(mesh: Mesh) -> Mesh:
 
     Without it, the comparison that each call begins with would wait for the GPU.
     """
-    if not _lacks_host(mesh):
+    if mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group):
         return mesh
     group: Any = dist.new_group(backend=BACKENDS)
     return replace(mesh, world=replace(mesh.world, group=group))
 
 
-def _lacks_host(mesh: Mesh) -> bool:
-    if mesh.world.size == 1 or mesh.device.type == "cpu":
-        return False
-    return "cpu:" not in dist.get_backend_config(mesh.world.group)
-
-
 def _new_groups(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
     """Return the process groups of a mesh that were made for it: not torch's default one, nor those of a caller."""
-    kept = [dist.group.WORLD, *((axis.group for axis in _axes(callers)) if callers else ())]
-    every = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
-    return [group for group in every.values() if not any(group is other for other in kept)]
+    retained = [dist.group.WORLD, *((axis.group for axis in _axes(callers)) if callers else ())]
+    groups = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
+    return [group for group in groups.values() if not any(group is other for other in retained)]
 
 
 def _axes(mesh: Mesh) -> tuple[Axis, ...]:
@@ -287,10 +261,7 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
     parallelized.
     """
-    modules = transformers_of(pipe).values()
-    calls = [call for module in modules if (call := call_of(module)) is not None]
-    if len(calls) < len(modules):
-        raise ValueError(f"got {type(pipe).__name__} that is not parallelized, expected the result of parallelize")
+    calls = [call for _, call in _calls_of(pipe)]
     for call in calls:
         call.boundary = boundary
     parts = [part for name, part in pipe.components.items() if name.startswith(ENCODERS)]
@@ -322,10 +293,10 @@ def keep_fp32(pipe: Any) -> str | None:
     dtypes = {dtype_of(module) for module in modules.values()}
     if any(dtype.itemsize != HALF for dtype in dtypes):
         return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
-    for module in modules.values():
-        vars(module)[BEFORE].call.keep_fp32(dtype_of(module))
-    lease = vars(next(iter(modules.values())))[BEFORE].lease
-    lease.ends.callback(_prepare_fp32(pipe))
+    calls = [call for _, call in _calls_of(pipe)]
+    for call in calls:
+        call.keep_fp32(dtype_of(call.sharded.module))
+    calls[0].ends.callback(_prepare_fp32(pipe))
     return None
 
 
@@ -358,8 +329,7 @@ def _converted(latents: Any) -> Any:
 
 
 PipeT = TypeVar("PipeT")
-Arguments = ParamSpec("Arguments")
-# methods that change what a transformer computes: a call that was promised is computed before them
+# methods that change what a transformer computes: a deferred call is computed before them
 CHANGING = (
     *("add_adapter", "delete_adapters", "set_adapter", "set_adapters", "enable_adapters", "disable_adapters"),
     *("load_lora_adapter", "unload_lora", "enable_lora", "disable_lora", "fuse_lora", "unfuse_lora"),
@@ -376,24 +346,6 @@ INSTALLED = (
 )  # attributes of a parallelized transformer
 
 
-def _plan_is_cuts(function: Callable[Arguments, PipeT]) -> Callable[Arguments, PipeT]:
-    """Let a function take its argument `cuts` by its former name, `plan`, with a warning."""
-
-    @wraps(function)
-    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> PipeT:
-        if "plan" in kwargs:
-            warnings.warn(
-                "got plan= for parallelize, expected cuts=: a plan is what the planner makes; the name plan= will go",
-                FutureWarning,
-                stacklevel=2,
-            )
-            kwargs["cuts"] = kwargs.pop("plan")
-        return function(*args, **kwargs)
-
-    return called
-
-
-@_plan_is_cuts
 def parallelize(
     pipe_or_transformer: PipeT,
     mesh: Mesh | str | None = None,
@@ -418,24 +370,35 @@ def parallelize(
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+
+    # all that can be wrong is found before anything changes
     own, preferences = ranks.on_all_ranks(lambda: choices(mesh, Preferences(**names), native, cfg))
     modules = ranks.on_all_ranks(lambda: transformers_of(pipe_or_transformer))
     where = ranks.on_all_ranks(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
     axes = mesh if own is None else own.sizes
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
+
+    # one plan, and what it needs: process groups, hooks on the transformers, exchanges
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
-    lease = leased(plan, own)
-    bodies = _bodies(pipe_or_transformer, modules, lease, plan, where, native)
-    _install_all(pipe_or_transformer, modules, bodies, lease, plan, where)
-    _share_vae(pipe_or_transformer, modules, lease, plan, vae)
+    handle = Handle.of(plan, own)
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native)
+
+    # calls in place of the forwards, and the VAE
+    for module in sharded:
+        call = install(module, handle)
+        if handle.mesh.is_main:
+            print(_summary(call), flush=True)
+    if takes_variances(pipe_or_transformer):
+        handle.ends.callback(pass_variances(pipe_or_transformer))
+    _share_vae(pipe_or_transformer, modules, handle, plan, vae)
     return pipe_or_transformer
 
 
 def refresh(pipe_or_transformer: Any) -> None:
-    """Let the next call look at everything again, also at what calls do not compare: weights, buffers, attributes.
+    """Let the next call rescan everything, also what calls do not compare: buffers, attributes. Collective.
 
-    Every rank must call this at the same time, at any time between two calls; it changes no result. The next call of a
-    kind is captured again. Raises ValueError for what is not parallelized.
+    Call it at any time between two calls; it changes no result. The next call of a kind is captured again. Raises
+    ValueError for what is not parallelized.
     """
     for module, call in _calls_of(pipe_or_transformer):
         call.settle()
@@ -443,82 +406,38 @@ def refresh(pipe_or_transformer: Any) -> None:
 
 
 def release(pipe_or_transformer: Any) -> None:
-    """Undo `parallelize`: free graphs and exchanges and restore the transformer, on all ranks at the same time."""
+    """Undo `parallelize`: free graphs and exchanges and restore the transformer. Collective."""
     calls = _calls_of(pipe_or_transformer)
     for _, call in calls:
         call.check_delivered()
     for module, call in calls:
         call.release()
-        before: Before = vars(module).pop(BEFORE)
+        vars(module).pop(CALL)
         vars(module).pop(REFRESHES, None)
-        before.ends.close()
-        before.lease.leave()
+        call.ends.close()
 
 
-def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, Call]]:
+def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, ShardedCall]]:
     """Return the transformers with their calls; ValueError if one is not parallelized."""
-    calls = [(module, call_of(module)) for module in transformers_of(pipe_or_transformer).values()]
-    for module, call in calls:
-        if call is None:
-            raise ValueError(
-                f"got {type(module).__name__} that is not parallelized, expected the result of parallelize"
-            )
-    return [(module, call) for module, call in calls if call is not None]
+    modules = transformers_of(pipe_or_transformer).values()
+    calls = [(module, call) for module in modules if (call := call_of(module)) is not None]
+    if len(calls) < len(modules):
+        raise ValueError(f"{type(pipe_or_transformer).__name__} is not parallelized; call seqpar.parallelize first")
+    return calls
 
 
-def _install_all(
-    pipe_or_transformer: Any,
-    modules: Mapping[str, nn.Module],
-    bodies: Mapping[str, Body],
-    lease: Lease,
-    plan: Plan,
-    cuts: Mapping[str, Cuts],
-) -> None:
-    """Put calls in place of the forwards of all transformers, after everything that can fail; rank 0 says so."""
-    mesh = lease.mesh
-    calls = {
-        name: Call(modules[name], mesh, body, _capture(mesh, body), cuts[name], plan.exact)
-        for name, body in bodies.items()
-    }
-    for name, call in calls.items():
-        before = vars(modules[name])[BEFORE] = lease.join(modules[name], INSTALLED, call)
-        install(modules[name], call, before)
-        if mesh.is_main:
-            print(_summary(modules[name], call.body, mesh, plan), flush=True)
-    if takes_variances(pipe_or_transformer):
-        lease.ends.callback(pass_variances(pipe_or_transformer))
-
-
-def _share_vae(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: VaeMode
-) -> None:
-    """Let a pipeline's VAE take rank 0's input and, if that is wished, compute on all ranks until the release."""
-
-    def check() -> None:
-        calls = [call for module in modules.values() if (call := call_of(module)) is not None]
-        for call in calls:
-            call.check_delivered()
-        for call in calls[:1]:
-            call.pass_boundary()
-
-    lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
-    if lease.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
-        same = sharing.same_vae(pipe_or_transformer)
-        for module in modules.values():
-            if (call := call_of(module)) is not None:
-                call.check = same
-
-
-def install(module: nn.Module, call: Call, before: Before) -> None:
+def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     """Put a call in place of a transformer's forward, follow labels and changes, and refuse copies.
 
-    before: what it was before; its `ends` take all off again, except for what users have put around it.
+    The call's `ends` take all off again, except for what users have put around it.
     """
+    module = sharded.module
+    before = {name: x for name, x in vars(module).items() if name in INSTALLED}
+    call = vars(module)[CALL] = ShardedCall(sharded, _capture(sharded), before)
+    handle.join(call)
 
     def refuse_copy(protocol: object) -> NoReturn:
-        raise ValueError(
-            "got a parallelized transformer to copy or pickle, expected a plain one; call seqpar.release first"
-        )
+        raise ValueError("A parallelized transformer cannot be copied or pickled; call seqpar.release first")
 
     theirs: Any = getattr(module, "cache_context", None)
 
@@ -526,27 +445,28 @@ def install(module: nn.Module, call: Call, before: Before) -> None:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
     # a hook, because it is called where users have replaced the forward, too
-    before.ends.callback(module.register_forward_hook(call.check_reached).remove)
+    call.ends.callback(module.register_forward_hook(call.check_reached).remove)
     ours: dict[str, Any] = {name: _settling(call, getattr(module, name)) for name in CHANGING if hasattr(module, name)}
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
     vars(module).update(ours)
-    before.ends.callback(_uninstall, module, call, ours, before.attributes)
+    call.ends.callback(_uninstall, call, ours)
+    return call
 
 
-def _uninstall(module: nn.Module, call: Call, ours: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+def _uninstall(call: ShardedCall, ours: Mapping[str, Any]) -> None:
     """Put attributes back as they were before; what users have put around ours since then stays."""
-    named = vars(module)
-    for name, mine in ours.items():
-        if named.get(name) is mine:
-            del named[name]
-            named |= {name: before[name]} if name in before else {}
-    call.stand_aside(before.get("forward"))
+    attributes = vars(call.sharded.module)
+    for name, value in ours.items():
+        if attributes.get(name) is value:
+            del attributes[name]
+            attributes |= {name: call.before[name]} if name in call.before else {}
+    call.stand_aside(call.before.get("forward"))
 
 
-def _settling(call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a transformer that first computes what was promised, with the module as it was then."""
+def _settling(call: ShardedCall, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a transformer that first computes a deferred call, with the module as it was then."""
 
     @wraps(method)
     def settled(*args: Any, **kwargs: Any) -> Any:
@@ -556,60 +476,79 @@ def _settling(call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
-def _move(pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
-    """Move a pipeline to this rank's device, if a transformer is elsewhere."""
-    if any(x.device != mesh.device for module in modules.values() for x in module.parameters()):
-        pipe_or_transformer.to(mesh.device)
+def _share_vae(
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], handle: Handle, plan: Plan, mode: VaeMode
+) -> None:
+    """Let a pipeline's VAE take rank 0's input and, as wished, compute on all ranks until the release."""
+
+    def calls() -> list[ShardedCall]:
+        return [call for module in modules.values() if (call := call_of(module)) is not None]
+
+    def check() -> None:
+        for call in calls():
+            call.check_delivered()
+        for call in calls()[:1]:
+            call.pass_boundary()
+
+    handle.ends.callback(sharing.share_vae(pipe_or_transformer, handle.mesh, plan.transport.name, mode, check))
+    if handle.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
+        same = sharing.same_vae(pipe_or_transformer)
+        for call in calls():
+            call.check = same
 
 
-def _bodies(
+def _sharded(
     pipe_or_transformer: Any,
     modules: Mapping[str, nn.Module],
-    lease: Lease,
+    handle: Handle,
     plan: Plan,
     cuts: Mapping[str, Cuts],
     native: bool,
-) -> dict[str, Body]:
-    """Move a pipeline to this rank's device, and return what computes its transformers.
+) -> list[ShardedModule]:
+    """Move a pipeline to this rank's device, and put hooks on its transformers.
 
-    If a ValueError is raised, which all ranks raise alike, what was made is freed. After other errors nothing is freed,
-    because the other ranks may not take part.
+    If a ValueError is raised, the same on all ranks, all of it is freed. After other errors nothing is freed, because
+    the other ranks may not take part.
     """
-    mesh, bodies = lease.mesh, dict[str, Body]()
+    mesh, sharded = handle.mesh, list[ShardedModule]()
+
+    def check() -> None:
+        for name, module in modules.items():
+            refuse_backends(module)
+            refuse(module, mesh, cuts[name].why_not(module), look(module))
+            if mesh.sequence.size > 1:
+                check_joined(module, cuts[name])
+
+    def move() -> None:
+        if any(x.device != mesh.device for module in modules.values() for x in module.parameters()):
+            pipe_or_transformer.to(mesh.device)
+
     try:
+        mesh.on_all_ranks(check)
+        mesh.on_all_ranks(move)
         for name, module in modules.items():
-            mesh.on_all_ranks(lambda module=module, name=name: _checked_vae(module, mesh, cuts[name]))
-        mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
-        for name, module in modules.items():
-            bodies[name] = Body(module, mesh, plan, cuts[name], native)
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native))
     except ValueError:
-        for body in bodies.values():
-            body.release()
-        lease.leave()
+        for module in sharded:
+            module.release()
+        handle.leave()
         raise
-    return bodies
+    return sharded
 
 
-def _checked_vae(module: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
-    """Raise ValueError if a transformer's modules, as they are now, cannot compute on these ranks."""
-    refuse_backends(module)
-    refuse(module, mesh, cuts.why_not(module), look(module))
-    if mesh.sequence.size > 1:
-        check_joined(module, cuts)
-
-
-def _capture(mesh: Mesh, body: Body) -> Capture | None:
-    """Return what captures calls on a GPU; None, with the reason printed, where the body's calls cannot be captured."""
+def _capture(sharded: ShardedModule) -> Capture | None:
+    """Return what captures calls on a GPU; None, with the reason printed, where calls cannot be captured."""
+    mesh = sharded.state.mesh
     if mesh.device.type != "cuda":
         return None
-    reason = body.why_eager()
+    reason = sharded.cuts.why_eager(sharded.module)
     if reason is not None and mesh.is_main:
         print(f"seqpar: calls run without CUDA graphs, because {reason}", flush=True)
     return CudaCapture() if reason is None else None
 
 
-def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
-    by = body.told()["computation"]
+def _summary(call: ShardedCall) -> str:
+    mesh, plan, by = call.mesh, call.state.plan, call.sharded.texts()["computation"]
     how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
     local = f"attention {plan.local.name}{', exact mode' if plan.exact else ''}"
-    return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}{local})"
+    return f"seqpar: {type(call.sharded.module).__name__} runs on {mesh} ({by}; {how}{local})"

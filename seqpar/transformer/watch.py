@@ -6,7 +6,7 @@ long as its attention goes through modules that join the ranks. What torch compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -15,29 +15,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from seqpar.families._cuts import block_lists, is_attention
 from seqpar.mesh.shard import Shard
-from seqpar.transformer.foreign import LIBRARIES, unhooked
-from seqpar.transformer.forward import Ranks
+from seqpar.transformer.attention import Override
+from seqpar.transformer.foreign import LIBRARIES, home_of_forward
+from seqpar.transformer.forward import CallState
 
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 
 
-class BlockWatch(TorchFunctionMode):
+class BlockWatch:
     """Raises ValueError for attention of a rank's tokens to themselves inside of users' own parts of a transformer.
 
     parts: submodules that run code of users, by path. Attention modules in them join the ranks or are local.
     """
 
-    def __init__(self, ranks: Ranks, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._ranks, self._running = ranks, list[str | None]()
-        inside = {id(one): one for part in parts.values() for one in part.modules() if is_attention(one)}
+    def __init__(self, state: CallState, parts: Mapping[str, nn.Module]) -> None:
+        self._state, self._running = state, list[str | None]()
+        inside = {id(part): part for whole in parts.values() for part in whole.modules() if is_attention(part)}
         named = [(part, f"{type(part).__name__} at {path}") for path, part in parts.items() if id(part) not in inside]
         self._handles = [hook for part, name in named for hook in self._hooks(part, name)]
-        self._handles += [hook for one in inside.values() for hook in self._hooks(one, None)]
+        self._handles += [hook for part in inside.values() for hook in self._hooks(part, None)]
+        watched = {softmax: partial(self._softmax, softmax) for softmax in SOFTMAX}
+        self._override = Override({F.scaled_dot_product_attention: self._attention, **watched})
 
     def _hooks(self, part: nn.Module, name: str | None) -> Iterator[Any]:
         def begin(*_: Any) -> None:
@@ -52,38 +53,29 @@ class BlockWatch(TorchFunctionMode):
     def during(self) -> AbstractContextManager[object]:
         """Return the context in which a forward is watched, if there is anything to watch."""
         self._running.clear()
-        return self if self._handles and self._ranks.axis.size > 1 else nullcontext()
+        return self._override if self._handles and self._state.axis.size > 1 else nullcontext()
 
     def remove(self) -> None:
         """Take the hooks off."""
         while self._handles:
             self._handles.pop().remove()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Compare the sizes of attention and of softmax with this rank's share of tokens."""
-        options = kwargs or {}
-        if self._running and self._running[-1] is not None:
-            if func is F.scaled_dot_product_attention:
-                query, key = (args[at] if len(args) > at else options[name] for at, name in enumerate(("query", "key")))
-                self._refuse(query.shape[-2], key.shape[-2])
-            elif func in SOFTMAX and (scores := args[0] if args else options["input"]).dim() > 2:
-                self._refuse(*scores.shape[-2:])
-        return func(*args, **options)
+    def _attention(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._refuse(query.shape[-2], key.shape[-2])
+        return F.scaled_dot_product_attention(query, key, *args, **kwargs)
+
+    def _softmax(self, softmax: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.dim() > 2:
+            self._refuse(*input.shape[-2:])
+        return softmax(input, *args, **kwargs)
 
     def _refuse(self, queries: int, keys: int) -> None:
         """Raise ValueError if as many queries as keys are a rank's share of a stream, or of all joined ones."""
-        axis, now = self._ranks.axis, self._ranks.now
-        if now is None or queries != keys:
+        if not self._running or self._running[-1] is None or queries != keys:
             return
-        totals = [total for name, total in now.lengths.items() if not name.isdecimal()]
-        # those of all ranks, so that all decide alike
-        shares = [Shard(total, axis.size).sizes for total in totals]
+        totals = [total for name, total in self._state.lengths.items() if not name.isdecimal()]
+        # the shares of all ranks, so that all raise the same error
+        shares = [Shard(total, self._state.axis.size).sizes for total in totals]
         if queries in {*chain(*shares), *map(sum, zip(*shares, strict=True))}:
             raise ValueError(
                 f"{self._running[-1]} computes attention itself, to the tokens of one rank only. Call the block's own "
@@ -102,13 +94,4 @@ def parts_of_users(module: nn.Module) -> dict[str, nn.Module]:
     steps = (path.split(".") for path, one in modules.items() if is_attention(one))
     above = (".".join(names[:end]) for names in steps for end in range(1, len(names)))
     paths = dict.fromkeys(path.removeprefix(".") for path in (*members, *above))
-    return {path: modules[path] for path in paths if path in modules and _home(modules[path]) not in known}
-
-
-def _home(module: nn.Module) -> str:
-    """Return the top-level package of the code that a module's forward runs, inside of partials and bound methods."""
-    forward: Any = module.forward
-    while isinstance(inner := unhooked(forward), partial) or inner is not forward:
-        forward = inner.func if isinstance(inner, partial) else inner
-    code = getattr(forward, "__func__", forward)  # `functools.wraps` changes its `__module__`, and not its globals
-    return str(getattr(code, "__globals__", {}).get("__name__", type(module).__module__)).partition(".")[0]
+    return {path: modules[path] for path in paths if path in modules and home_of_forward(modules[path]) not in known}

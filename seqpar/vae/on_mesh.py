@@ -92,7 +92,7 @@ class MeshVAE:
         # all ranks that share an image must agree on a capture; a rank that decodes alone also captures alone
         meshes = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
         self._graphs = {
-            method: Graphs(ranks, capture, GRAPHS, tells=method is not self._alone or mesh.is_main)
+            method: Graphs(ranks, capture, method.check_delivered, GRAPHS, method is not self._alone or mesh.is_main)
             for method, ranks in meshes.items()
         }
         self._captures = capture is not None and self.unknown is None
@@ -291,7 +291,7 @@ class MeshVAE:
         method, ranks = (self._strips, self.mesh.replica.size) if strips else (self._alone, 1)
         with tiling(self.vae, spread.tiled):
             if not spread.tiled and self._is_small(shape, ranks):
-                results = self._graphs[method].run(method, form, self._generation).whole
+                results = self._graphs[method].run(lambda form: method(form.whole), form, self._generation).whole
             else:
                 axis = self.mesh.replica if strips else WHOLE
                 with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.graphs.deferred import Promise, plain
-from seqpar.graphs.exchanges import Keeper
+from seqpar.graphs.deferred import DeferredResult, plain
+from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
-from seqpar.transformer.call import Call
+from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.foreign import BEFORE
 from seqpar.transformer.parallelize import call_of, transformers_of
 from seqpar.types.protocols import Attend
 from seqpar.verifying.compare import BITS, OTHER_WEIGHTS, Comparison, Place, TokenShare, digest, first_unequal
@@ -43,7 +42,7 @@ class RecordedCall:
     """A call that a pipeline made, with its results. step, turn: the step of the run, and which of its calls it was."""
 
     module: Any
-    call: Call
+    call: ShardedCall
     arguments: Form
     results: Form
     step: int
@@ -58,7 +57,7 @@ class RecordedCall:
 class _Recorder:
     """Takes the place of a transformer's call, and keeps arguments and results."""
 
-    def __init__(self, module: nn.Module, call: Call, calls: list[RecordedCall]) -> None:
+    def __init__(self, module: nn.Module, call: ShardedCall, calls: list[RecordedCall]) -> None:
         self._module, self._call, self._calls = module, call, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +66,7 @@ class _Recorder:
         arguments = form_of(named).each(lambda x: plain(x).clone())
         results = self._call(*args, **kwargs)
         kept = form_of(tuple(results.values()) if isinstance(results, Mapping) else tuple(results))
-        kept = kept.each(lambda x: x if isinstance(x, Promise) else x.clone())
+        kept = kept.each(lambda x: x if isinstance(x, DeferredResult) else x.clone())
         self._calls.append(RecordedCall(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
         return results
 
@@ -124,7 +123,7 @@ def _recording(modules: Iterable[nn.Module], calls: list[RecordedCall]) -> Itera
     before = [(module, vars(module)["forward"]) for module in modules]
     try:
         for module, _ in before:  # wrappers that users have put around the call are left out
-            vars(module)["forward"] = _Recorder(module, vars(module)[BEFORE].call, calls)
+            vars(module)["forward"] = _Recorder(module, call_of(module), calls)
         yield
     finally:
         for module, forward in before:
@@ -156,7 +155,7 @@ def measure(calls: Sequence[RecordedCall]) -> Comparison:
         for each in calls:
             each.call.check_delivered()
         for call in {id(each.call): each.call for each in calls}.values():
-            if (found := unequal(call.mesh, call.body.merged())) is not None:
+            if (found := unequal(call.mesh, call.sharded.fused.copies)) is not None:
                 measured.find(Place(0, -1, "the merged adapters"), OTHER_WEIGHTS.format(*found), by=found[0])
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
         for each in again:
@@ -171,17 +170,16 @@ class _Again:
     """
 
     def __init__(self, recorded_call: RecordedCall, measured: Comparison) -> None:
-        body, self._forward = recorded_call.call.body, recorded_call.call.__wrapped__
-        rank_0s = recorded_call.call.rank_0s(dict(recorded_call.arguments.whole))
+        self._call = call = recorded_call.call
+        rank_0s, self._forward = call.rank_0s(dict(recorded_call.arguments.whole)), call.__wrapped__
         self._arguments: Mapping[str, Any] = rank_0s.whole
-        computed: Mapping[str, Any] = recorded_call.call.computed(rank_0s).whole
-        self._ours = dict(recorded_call.results.each(plain).tensors)  # a promise is computed now, on all ranks
-        mesh, strategy = recorded_call.call.mesh, body.ranks.plan.strategy.name
-        self._look = look = Look(measured, recorded_call.place, [body.module], mesh, strategy, WIDE)
-        self._body, self._computed = body, computed
+        self._computed = call.computed(rank_0s)
+        self._ours = dict(recorded_call.results.each(plain).tensors)  # a deferred result is computed now, on all ranks
+        state, strategy = call.state, call.state.plan.strategy.name
+        self._look = look = Look(measured, recorded_call.place, [call.sharded.module], call.mesh, strategy, WIDE)
         with look.ranks(), self._seen(look.attention):
-            body(computed)
-        self._share = TokenShare(dict(body.ranks.last.lengths), body.ranks.axis.size, body.ranks.axis.rank)
+            call.compute(self._computed)
+        self._share = TokenShare(dict(state.lengths), state.axis.size, state.axis.rank)
 
     def compare(self) -> None:
         """Compare the call with one rank alone, in the model's data type and in a wider one."""
@@ -189,31 +187,31 @@ class _Again:
 
     @contextmanager
     def _seen(self, observe: Callable[[Attend, Tokens], Attend]) -> Iterator[None]:
-        """Let `Copies` see the body's call that is made inside. observe: returns what takes an attention's place."""
-        ranks, copies = self._body.ranks, self._look.copies
-        keeper, attend = ranks.keeper, ranks.keeper.attend
+        """Let `Copies` see the forward that is computed inside. observe: returns what takes an attention's place."""
+        state, copies = self._call.state, self._look.copies
+        exchanges, attend = state.exchanges, state.exchanges.attend
         try:
-            vars(keeper)["attend"] = lambda *kind, **masked: observe(
+            vars(exchanges)["attend"] = lambda *kind, **masked: observe(
                 Seen(attend(*kind, **masked), copies, kind[1]), kind[1]
             )
-            with seen_of(ranks, self._body.module, copies):
+            with seen_of(state, self._call.sharded.module, copies):
                 yield
         finally:
-            del vars(keeper)["attend"]
+            del vars(exchanges)["attend"]
 
     def _body_of_one(self) -> None:
-        """Let the body compute the call on this rank alone, whose positions, masks and modulation are compared."""
-        body, ranks = self._body, self._body.ranks
-        before = ranks.mesh, ranks.keeper
-        ranks.mesh = Mesh.single(ranks.mesh.device)
-        ranks.keeper = Keeper(ranks.mesh, ranks.plan)
+        """Compute the call on this rank alone, whose positions, masks and modulation are compared."""
+        call, state = self._call, self._call.state
+        before = state.mesh, state.exchanges
+        state.mesh = Mesh.single(state.mesh.device)
+        state.exchanges = ExchangeCache(state.mesh, state.plan)
         try:
             self._look.copies.alone(self._share)
             with self._seen(lambda attend, tokens: attend):
-                body(self._computed)
+                call.compute(self._computed)
         finally:
-            body.release()
-            ranks.mesh, ranks.keeper = before
+            call.sharded.release()
+            state.mesh, state.exchanges = before
 
     def _by_one(self) -> tuple[Streams, Streams]:
         arguments = self._arguments

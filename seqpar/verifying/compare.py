@@ -86,7 +86,7 @@ class TokenShare:
 
 @contextmanager
 def watched(modules: Iterable[nn.Module], seen: Callable[[str, Tensor], Any]) -> Iterator[None]:
-    """Call `seen(name, tensor)` for every tensor that a block returns, in their order; compiled blocks run eagerly."""
+    """Call `seen(name, tensor)` for every tensor that a block returns, in their order."""
     counts = Counter[str]()
 
     def after(name: str, output: object) -> None:
@@ -97,7 +97,7 @@ def watched(modules: Iterable[nn.Module], seen: Callable[[str, Tensor], Any]) ->
             seen(f"{name}{again}" if len(tensors) == 1 else f"{name}{again}, output {number}", x)
 
     blocks = [each for module in modules for each in blocks_of(module)]
-    with torch.compiler.set_stance("force_eager"), hooked(blocks, after):
+    with hooked(blocks, after):
         yield
 
 

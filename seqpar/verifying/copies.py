@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Tokens
-from seqpar.transformer.forward import Forward, Ranks, shares
+from seqpar.transformer.forward import CallState, shares
 from seqpar.types.protocols import Attend, Stream
 from seqpar.verifying.compare import BITS, TokenShare, digest, error, hooked, same_bits
 from seqpar.verifying.one_rank import ROW_DIMS
@@ -204,46 +204,39 @@ class Seen:
 
 
 @contextmanager
-def seen_of(ranks: Ranks, module: nn.Module, copies: Copies) -> Iterator[None]:
+def seen_of(state: CallState, module: nn.Module, copies: Copies) -> Iterator[None]:
     """Show `copies` what a transformer's call cuts, keeps, spreads and computes alike, in the call made inside.
 
-    Blocks keep what they make of modulation and positions (`Forward.once`), and spread products over ranks. Outputs of
-    submodules without a dim for tokens are embeddings of timesteps and pooled texts, and modulation.
+    Blocks keep what they make of modulation and positions (`CallState.once`), and spread products over ranks. Outputs
+    of submodules without a dim for tokens are embeddings of timesteps and pooled texts, and modulation.
     """
-    begin, cut, cut_joined, spread, gather = ranks.begin, ranks.cut, ranks.cut_joined, ranks.spread, ranks.gather
+    once, cut, cut_joined, spread, gather = state.once, state.cut, state.cut_joined, state.spread, state.gather
 
-    def begun() -> Forward:
-        now, named = begin(), "what blocks make of {}"
-        once = now.once
-
-        def made(name: str, make: Callable[[], Any]) -> Any:
-            result = make()
-            for x in pytree.tree_leaves(result):
-                if isinstance(x, Tensor):
-                    copies.whole(named.format(name), x, like_one=True)
-            return result
-
-        vars(now)["once"] = lambda name, of, make: once(name, of, partial(made, name, make))
-        return now
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        result = make()
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                copies.whole(f"what blocks make of {name}", x, like_one=True)
+        return result
 
     def cut_one(x: Tensor, how: Any) -> Tensor:
         mine = cut(x, how)
-        if ranks.now is not None and (how.dims is None or x.dim() == how.dims):
+        if state.active and (how.dims is None or x.dim() == how.dims):
             name = how.stream or str(x.shape[how.dim])
-            copies.cut(f"a cut of {name}", x, mine, {name: x.shape[how.dim]}, ranks.axis)
+            copies.cut(f"a cut of {name}", x, mine, {name: x.shape[how.dim]}, state.axis)
         return mine
 
     def cut_several(x: Tensor, how: Any) -> Tensor:
-        mine, lengths = cut_joined(x, how), {} if ranks.now is None else ranks.now.lengths
+        mine, lengths = cut_joined(x, how), state.lengths
         totals = {stream: lengths[stream] for stream in how.streams}
-        copies.cut(f"a cut of {' and '.join(how.streams)}", x, mine, totals, ranks.axis)
+        copies.cut(f"a cut of {' and '.join(how.streams)}", x, mine, totals, state.axis)
         return mine
 
     def spread_one(use: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         results = spread(use, widths, make)
-        owners = [rank for rank, part in enumerate(shares(widths, ranks.axis.size)) for _ in widths[part]]
+        owners = [rank for rank, part in enumerate(shares(widths, state.axis.size)) for _ in widths[part]]
         for x, owner in zip(results, owners, strict=True):
-            copies.whole(use, x, like_one=True, by=ranks.axis.ranks[owner] if ranks.axis.size > 1 else None)
+            copies.whole(use, x, like_one=True, by=state.axis.ranks[owner] if state.axis.size > 1 else None)
         return results
 
     def gather_one(x: Tensor, how: Any, use: str) -> Tensor:
@@ -255,11 +248,14 @@ def seen_of(ranks: Ranks, module: nn.Module, copies: Copies) -> Iterator[None]:
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() <= ROW_DIMS:
                 copies.whole(f"the output of {name}", x)
 
-    vars(ranks).update(begin=begun, cut=cut_one, cut_joined=cut_several, spread=spread_one, gather=gather_one)
+    def once_more(name: str, of: Any, make: Callable[[], Any]) -> Any:
+        return once(name, of, partial(made, name, make))
+
+    vars(state).update(once=once_more, cut=cut_one, cut_joined=cut_several, spread=spread_one, gather=gather_one)
     try:
         submodules = [(name, each) for name, each in module.named_modules() if name]
-        with torch.compiler.set_stance("force_eager"), hooked(submodules, row_of):
+        with hooked(submodules, row_of):
             yield
     finally:
-        for name in ("begin", "cut", "cut_joined", "spread", "gather"):
-            del vars(ranks)[name]
+        for name in ("once", "cut", "cut_joined", "spread", "gather"):
+            del vars(state)[name]

@@ -121,7 +121,7 @@ def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evalu
     measured = calls.measure(recorded)
     notes = calls.compare_pipelines(measured, recorded, ending)
     models = list({id(each.module): each.module for each in recorded}.values())
-    plan = recorded[0].call.body.ranks.plan
+    plan = recorded[0].call.state.plan
     return mesh, replace(_judged(mesh, measured, models, plan, started), notes=notes)
 
 

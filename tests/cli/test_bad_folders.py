@@ -142,11 +142,13 @@ def test_an_error_of_ours_in_diffusers_loop_stays_as_it_is(
 
 def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
     """Return the class of the error in which a run ends if attention returns a token less than it was given."""
-    from seqpar.transformer.attention import SplitAttention
+    from seqpar.transformer.attention import ShardedAttention
 
-    right = SplitAttention.of_streams
+    right = ShardedAttention.of_streams
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        patch.setattr(SplitAttention, "of_streams", lambda *given, **named: [x[:, 1:] for x in right(*given, **named)])
+        patch.setattr(
+            ShardedAttention, "of_streams", lambda *given, **named: [x[:, 1:] for x in right(*given, **named)]
+        )
         with pytest.raises((RuntimeError, ValueError)) as error:  # (the caller looks at its class)
             run(args)
     return error.type.__name__

@@ -25,14 +25,14 @@ from seqpar.families._find import BLOCKS, CUTS
 from seqpar.families._find import FUSED as FILES_WITH_BLOCKS
 from seqpar.kernels import adaln, prepare
 from seqpar.transformer import blocks as adopt
-from seqpar.transformer.attention import SplitAttention
+from seqpar.transformer.attention import ShardedAttention
 from seqpar.transformer.blocks import BlockHook
 from tests.support import families_page
 from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, short_truth, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
-from tests.transformer.test_body import body_of, error
+from tests.transformer.test_body import body_of, computed, error
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-12
@@ -106,7 +106,7 @@ def fused(
             body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
             with StayDouble():
                 for _ in range(times(world)):
-                    outputs = flat(body(MODELS[name].arguments(device)))
+                    outputs = flat(computed(body, MODELS[name].arguments(device)))
             results[name] = tuple(x.clone() for x in outputs), list(calls)
     return results
 
@@ -120,7 +120,7 @@ def with_few(
         with counted() as calls:
             body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
             with StayDouble():
-                outputs = flat(body(few(MODELS[name].arguments(device), tokens)))
+                outputs = flat(computed(body, few(MODELS[name].arguments(device), tokens)))
             results[name, tokens] = tuple(x.clone() for x in outputs), list(calls)
     return results
 
@@ -173,7 +173,7 @@ def one_rank(module: Any, arguments: dict[str, Any], on: bool) -> Outputs:
     """Return the outputs of a transformer on one rank, in fp64, computed with functions or by its own blocks."""
     device = next(module.parameters()).device
     body = body_of(module, 1, device, "ulysses", fused=on)
-    return tuple(x.clone().double() for x in flat(body(arguments)))
+    return tuple(x.clone().double() for x in flat(computed(body, arguments)))
 
 
 def rms(got: Outputs, wanted: Outputs) -> float:
@@ -272,7 +272,7 @@ def with_reference(device: torch.device | str) -> dict[str, Any]:
 def of_omni(rank: int, world: int, device: torch.device) -> Outputs:
     body = body_of(MODELS["z_image"].build().to(device), world, device, "ulysses", fused=True)
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(with_reference(device))))
+        return tuple(x.clone() for x in flat(computed(body, with_reference(device))))
 
 
 def test_pictures_with_two_timesteps_are_computed_by_diffusers_own(
@@ -287,7 +287,7 @@ def test_pictures_with_two_timesteps_are_computed_by_diffusers_own(
 
 FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a mask that is not passed on": (
-        SplitAttention,
+        ShardedAttention,
         "of_streams",
         lambda own: lambda self, streams, beside=None, mask=None: own(self, streams, beside),
     ),
@@ -305,7 +305,7 @@ def of_pictures(rank: int, world: int, device: torch.device, batch: int) -> Outp
     tiny = replace(MODELS["z_image"], batch=batch)
     body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+        return tuple(x.clone() for x in flat(computed(body, tiny.arguments(device))))
 
 
 @pytest.mark.parametrize(("world", "batch"), [(3, 1), (2, 3), (1, 3)])
@@ -329,7 +329,7 @@ def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outp
     cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))), local=known.local)
     body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+        return tuple(x.clone() for x in flat(computed(body, tiny.arguments(device))))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -342,7 +342,7 @@ def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
     tiny = MODELS["qwen"]
     body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(residuals(device))))
+        return tuple(x.clone() for x in flat(computed(body, residuals(device))))
 
 
 def residuals(device: torch.device | str) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def test_what_is_added_between_blocks_counts(ranks: Pool, world: int) -> None:
 
 def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     def any_of_this_shape(self: BlockHook, x: Tensor) -> Tensor | None:
-        left = self._ranks.now.handed.values() if self._ranks.now is not None else ()
+        left = self._state.handed.values() if self._state.active else ()
         return next((h for _, h, _ in left if h.shape == x.shape), None)
 
     monkeypatch.setattr(BlockHook, "handed", any_of_this_shape)
@@ -386,7 +386,7 @@ def with_a_block_skipped(
     with counted() as calls:
         body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
         with StayDouble():
-            got = tuple(x.clone() for x in flat(body(arguments)))
+            got = tuple(x.clone() for x in flat(computed(body, arguments)))
     return error(got, wanted), error(wanted, every), len(calls)
 
 
@@ -411,9 +411,9 @@ def test_other_blocks_of_stable_diffusion_3_are_left_to_diffusers_own(norm: str,
         module.enable_forward_chunking(1, 0)
     body = body_of(module, 1, device, "ulysses", fused=True)
     with StayDouble():
-        got = flat(body(tiny.arguments(device)))
+        got = flat(computed(body, tiny.arguments(device)))
     assert error(got, tiny.whole()) < TOLERANCE
-    assert body.told()["computation"].endswith(f"2 by its own modules, because {why}")
+    assert body.sharded.texts()["computation"].endswith(f"2 by its own modules, because {why}")
 
 
 def test_weights_stay_diffusers_own() -> None:
@@ -428,8 +428,8 @@ def test_weights_stay_diffusers_own() -> None:
     attention.add_v_proj = torch.nn.Linear(attention.add_v_proj.in_features, attention.add_v_proj.out_features)
     attention.add_v_proj.double().requires_grad_(False)
     with StayDouble():
-        got = tuple(x.clone() for x in flat(body(MODELS["qwen"].arguments(device))))
-    assert body.told()["computation"] == "2 blocks by fused kernels"
+        got = tuple(x.clone() for x in flat(computed(body, MODELS["qwen"].arguments(device))))
+    assert body.sharded.texts()["computation"] == "2 blocks by fused kernels"
     body.release()
     assert error(got, MODELS["qwen"].whole(module)) < TOLERANCE
     assert error(got, truth("qwen", "cpu")) > VISIBLE
@@ -443,7 +443,7 @@ def with_options(device: torch.device | str) -> dict[str, Any]:
 def declined(rank: int, world: int, device: torch.device) -> Outputs:
     body = body_of(MODELS["qwen"].build().to(device), world, device, "ulysses", fused=True)
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(with_options(device))))
+        return tuple(x.clone() for x in flat(computed(body, with_options(device))))
 
 
 def test_what_a_function_does_not_take_is_computed_by_diffusers_own(
@@ -475,9 +475,9 @@ def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[
             given |= {options: {"scale": 0.4}} if action == "a call's scale" else {}
             calls.clear()
             with StayDouble(), torch.no_grad():
-                got = tuple(x.clone() for x in flat(body(given)))
+                got = tuple(x.clone() for x in flat(computed(body, given)))
                 wanted = flat(whole(**copy.deepcopy(given), return_dict=False))
-            told.append((action, error(got, wanted), len(calls), body.told()["computation"]))
+            told.append((action, error(got, wanted), len(calls), body.sharded.texts()["computation"]))
     return told
 
 
@@ -529,9 +529,11 @@ def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: 
     whole.load_state_dict(module.state_dict())
     body = body_of(module, 1, device, "ulysses", fused=True)
     with StayDouble():
-        got = flat(body(MODELS["wan"].arguments(device)))
+        got = flat(computed(body, MODELS["wan"].arguments(device)))
     assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
-    assert body.told()["computation"].startswith("0 blocks by fused kernels, 2 by its own modules, because an adapter")
+    assert body.sharded.texts()["computation"].startswith(
+        "0 blocks by fused kernels, 2 by its own modules, because an adapter"
+    )
 
 
 def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
@@ -541,9 +543,9 @@ def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
     module.__class__ = type("Mine", (type(module),), {"__module__": "mine"})
     body = body_of(module, 1, device, "ulysses", fused=True)
     with StayDouble():
-        got = flat(body(MODELS["wan"].arguments(device)))
+        got = flat(computed(body, MODELS["wan"].arguments(device)))
     assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
-    assert body.told()["computation"].endswith("because Mine is no class of diffusers")
+    assert body.sharded.texts()["computation"].endswith("because Mine is no class of diffusers")
 
 
 def test_the_table_of_families_is_that_of_the_result_lines() -> None:
@@ -559,7 +561,7 @@ def test_one_timestep_of_cogvideox_is_that_of_every_video(ranks: Pool) -> None:
     wanted = tiny.whole(None, arguments, device)
     body = body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)
     with StayDouble():
-        assert error(flat(body(arguments)), wanted) < TOLERANCE
+        assert error(flat(computed(body, arguments)), wanted) < TOLERANCE
 
 
 def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,5 +569,7 @@ def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: 
     monkeypatch.setattr(flux3, "_by_token", lambda parts: (calls.append(len(parts)), own(parts))[1])
     tiny, device = MODELS["flux3_reference"], ranks.device
     with StayDouble():
-        body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True)(tiny.arguments(device))
+        computed(
+            body_of(tiny.build().to(device), 1, torch.device(device), "ulysses", fused=True), tiny.arguments(device)
+        )
     assert calls == [1, 1, 1, 2]  # of text, image and reference alone, then of all

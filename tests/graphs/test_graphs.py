@@ -15,10 +15,10 @@ from seqpar.graphs.graphs import CudaCapture, Graphs
 from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import parallelize as adapter
-from seqpar.transformer.call import Call
-from tests.support.calls import Captures, Recorder, Toy
+from seqpar.transformer.call import ShardedCall
+from tests.support.calls import Captures, Recorder, Toy, recorded_call
 from tests.support.diffusers_tiny import MODELS, Inputs, Tiny, moved
-from tests.support.foreign import InDouble, StayDouble
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.one_file import DELAYED, added
@@ -27,9 +27,9 @@ from tests.support.pool import Pool
 from tests.transformer.test_pipelines import CASES, TOLERANCE, true_picture
 
 
-def made(limit: int = 8) -> tuple[Toy, Recorder, Captures, Graphs]:
-    module, captures = Toy(), Captures()
-    return module, Recorder(module), captures, Graphs(Mesh.single(), captures, limit)
+def made(limit: int = 8) -> tuple[Recorder, Captures, Graphs]:
+    recorder, captures = Recorder(Toy(), Mesh.single()), Captures()
+    return recorder, captures, Graphs(Mesh.single(), captures, recorder.check, limit)
 
 
 def arguments(seed: int, tokens: int = 5, **others: Any) -> dict[str, Any]:
@@ -37,13 +37,13 @@ def arguments(seed: int, tokens: int = 5, **others: Any) -> dict[str, Any]:
 
 
 def run(graphs: Graphs, body: Recorder, given: dict[str, Any], generation: int = 0) -> Tensor:
-    (out,) = graphs.run(body, form_of(given), generation).whole
+    (out,) = graphs.run(body.compute, form_of(given), generation).whole
     assert torch.equal(out, Toy()(**given, return_dict=False)[0])
     return out
 
 
 def test_the_second_call_of_a_kind_is_captured_and_later_ones_are_replays() -> None:
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
     for seed, replays in ((1, None), (2, 1), (3, 2)):
         run(graphs, body, arguments(seed))
         assert [each.replays for each in captures.made] == ([] if replays is None else [replays])
@@ -51,7 +51,7 @@ def test_the_second_call_of_a_kind_is_captured_and_later_ones_are_replays() -> N
 
 
 def test_inputs_and_results_are_the_callers_own() -> None:
-    _, body, _, graphs = made()
+    body, _, graphs = made()
     given = [arguments(seed) for seed in range(4)]
     copies = [{name: x.clone() for name, x in one.items()} for one in given]
     outs = [run(graphs, body, one) for one in given]
@@ -64,14 +64,14 @@ def test_inputs_and_results_are_the_callers_own() -> None:
 
 
 def test_replays_of_two_kinds_alternate() -> None:
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
     for seed in range(8):
         run(graphs, body, arguments(seed, tokens=5 + seed % 2))
     assert [each.replays for each in captures.made] == [3, 3]
 
 
 def test_values_that_are_no_tensors_are_part_of_the_kind() -> None:
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
     values: list[Any] = [{"a": 2}, {"a": 2.0}, {"a": True}, {"a": {"scale": 2.0}}, {"b": 2}, None]
     for value in values * 3:
         run(graphs, body, arguments(1, attention_kwargs=value))
@@ -83,10 +83,10 @@ def test_values_that_are_no_tensors_are_part_of_the_kind() -> None:
 
 
 def test_a_value_that_cannot_be_compared_is_never_captured() -> None:
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
     for _ in range(3):
         run(graphs, body, arguments(1, attention_kwargs={"cache": torch.tensor(2.0)}) | {"img_shapes": None})
-        graphs.run(body, form_of(arguments(1) | {"attention_kwargs": Odd()}), 0)
+        graphs.run(body.compute, form_of(arguments(1) | {"attention_kwargs": Odd()}), 0)
     assert len(captures.made) == 1
 
 
@@ -98,7 +98,7 @@ class Odd:
 
 
 def test_a_change_of_state_is_captured_again() -> None:
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
     for generation in (0, 0, 0, 1, 1):
         run(graphs, body, arguments(1), generation)
     assert [(each.replays, each.released) for each in captures.made] == [(2, True), (2, False)]
@@ -107,7 +107,7 @@ def test_a_change_of_state_is_captured_again() -> None:
 
 def test_a_call_that_failed_is_none_that_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not have built its exchanges, so the capture of the next one runs it before."""
-    _, body, captures, graphs = made()
+    body, captures, graphs = made()
 
     def fail(self: Any, **given: Any) -> None:
         raise ValueError("refused")
@@ -115,7 +115,7 @@ def test_a_call_that_failed_is_none_that_has_run(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(Toy, "forward", fail)
         with pytest.raises(ValueError, match="refused"):
-            graphs.run(body, form_of(arguments(1)), 0)
+            graphs.run(body.compute, form_of(arguments(1)), 0)
     run(graphs, body, arguments(1))
     assert captures.warm_ups == [1]
 
@@ -123,14 +123,14 @@ def test_a_call_that_failed_is_none_that_has_run(monkeypatch: pytest.MonkeyPatch
 def test_ranks_wait_longer_for_each_call_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(Mesh, "call", lambda self, axis, what, is_first: seen.append(is_first) or nullcontext())
-    _, body, _, graphs = made()
+    body, _, graphs = made()
     for generation in (0, 0, 0, 0, 0, 1):
         run(graphs, body, arguments(1), generation)
     assert seen == [True, True, True, True, False, True]
 
 
 def test_the_graph_used_longest_ago_makes_room() -> None:
-    _, body, captures, graphs = made(limit=2)
+    body, captures, graphs = made(limit=2)
     for tokens in (5, 5, 6, 6, 5, 7, 7):  # 6 was used longest ago when 7 is captured
         run(graphs, body, arguments(1, tokens))
     assert [each.released for each in captures.made] == [False, True, False]
@@ -144,8 +144,8 @@ def test_the_graph_used_longest_ago_makes_room() -> None:
 def failing(rank: int, world: int, device: torch.device, which: int) -> list[int]:
     """Return how many captures and body calls there were, where capture fails on one rank."""
     module, captures = Toy(), Captures(fails=rank == which)
-    body = Recorder(module)
-    graphs = Graphs(make_mesh(device, cfg=1), captures)
+    body = Recorder(module, make_mesh(device, cfg=1))
+    graphs = Graphs(make_mesh(device, cfg=1), captures, body.check)
     for seed in range(4):
         run(graphs, body, arguments(seed))
     return [len(captures.made), sum(each.released for each in captures.made), len(graphs)]
@@ -159,16 +159,15 @@ def test_a_failed_capture_prints_why_once(capfd: pytest.CaptureFixture[str]) -> 
     assert failing(0, 1, torch.device("cpu"), 0) == [0, 0, 0]
     told = capfd.readouterr().out
     assert told.count("\n") == 1
-    assert "because a capture failed: operation not permitted when stream is capturing" in told
+    assert "capture failed, running eagerly: operation not permitted when stream is capturing" in told
 
 
 def one_changes(rank: int, world: int, device: torch.device) -> list[int]:
     """Return the numbers of captures, where the address of a weight changes on one rank only."""
-    module, captures = Toy(), Captures()
-    body: Any = Recorder(module)
-    call, counts = Call(module, make_mesh(device, cfg=1), body, captures), []
+    captures = Captures()
+    (call, body), counts = recorded_call(make_mesh(device, cfg=1), captures), []
     for step in range(6):
-        body.state_ = rank if step >= 3 else 0
+        body.key_ = rank if step >= 3 else 0
         call(**arguments(step))
         counts.append(len(captures.made))
     return counts
@@ -181,8 +180,7 @@ def test_all_ranks_capture_again_where_one_must(ranks: Pool) -> None:
 def guided(rank: int, world: int, device: torch.device) -> int:
     """Return the number of captures of conditional and unconditional calls of one shape."""
     module, captures = Toy(), Captures()
-    body: Any = Recorder(module)
-    call = Call(module, make_mesh(device, cfg=2), body, captures)
+    call, _ = recorded_call(make_mesh(device, cfg=2), captures)
     for step in range(5):
         given = moved(arguments(step), device)
         results = [call(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0] for i in (0, 1)]
@@ -198,9 +196,8 @@ def test_both_branches_share_a_graph(ranks: Pool) -> None:
 
 
 def guided_alone(rank: int, world: int, device: torch.device) -> int:
-    module, captures = Toy(), Captures()
-    body: Any = Recorder(module)
-    call = Call(module, Mesh.single(device), body, captures)
+    captures = Captures()
+    call, _ = recorded_call(Mesh.single(device), captures)
     for step in range(4):
         call(**arguments(step))
         call(**arguments(step + 10))
@@ -212,7 +209,7 @@ def captured_pipeline(rank: int, world: int, device: torch.device, name: str, cf
     captures, pipe = Captures(), CASES[name].pipe()
     seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
     call = pipe.transformer.forward
-    call.body, call.graphs = InDouble(call.body), Graphs(call.mesh, captures)
+    in_double(pipe.transformer).graphs = Graphs(call.mesh, captures, call.check_delivered)
     CASES[name].pictures(pipe, rank + 5)
     return CASES[name].pictures(pipe, rank), sum(each.replays for each in captures.made)
 
@@ -234,7 +231,7 @@ def alternating(
         mesh = mesh_for(strategy, world, device)
         module = seqpar.parallelize(tiny.build(), mesh, strategy=strategy, transport=transport, native=False)
         call: Any = module.forward
-        call.body, call.graphs = InDouble(call.body), Graphs(mesh, captures)
+        in_double(module).graphs = Graphs(mesh, captures, call.check_delivered)
         results = [module(**shortened(tiny, step, device), return_dict=False)[0] for step in range(6)]
         seqpar.release(module)
     return results, [each.replays for each in captures.made]
@@ -283,7 +280,7 @@ def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:
     assert len(call.graphs) == 2
     call.check_delivered()
     seqpar.release(module)
-    assert not isinstance(module.forward, Call)
+    assert not isinstance(module.forward, ShardedCall)
     assert adapter.transformers_of(module) == {"transformer": module}
     return results
 

@@ -1,17 +1,24 @@
-"""A small transformer with nested arguments, and bodies and captures that record what a `Call` does with them."""
+"""A small transformer with nested arguments, and what records how a `ShardedCall` computes and captures it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.graphs.graphs import Captured
-from seqpar.transformer.foreign import Foreign
+from seqpar.families import Cuts
+from seqpar.graphs.graphs import Capture, Captured
+from seqpar.graphs.signature import Form
+from seqpar.mesh.mesh import Mesh
+from seqpar.planner.plan import Choice
+from seqpar.transformer.call import ShardedCall
+from seqpar.transformer.foreign import ForeignCode
+from seqpar.transformer.forward import CallState
 from tests.support.meshes import random
 
 
@@ -50,56 +57,61 @@ class Toy(nn.Module):
 
 @dataclass
 class Recorder:
-    """A body that runs a module's own forward into one buffer that all calls share, as exchanges share their memory.
+    """Stands for a transformer with hooks; computes by its own forward into one buffer, as exchanges share memory.
 
-    calls: the number of rows of every call. state_: what `state` and `version` return.
+    calls: the number of rows of every call. key_: what `key` and `version` return.
     """
 
     module: nn.Module
+    mesh: Mesh
     calls: list[int] = field(default_factory=list)
-    state_: Hashable = 0
+    key_: Hashable = 0
     checks: int = 0
-    lacks_memory: bool = False
     released: int = 0
     buffer: Tensor = field(default_factory=lambda: torch.empty(4096, dtype=torch.float64))
+    cuts: Cuts = field(default_factory=lambda: Cuts({}, {}))
+    foreign: ForeignCode = field(default_factory=ForeignCode)
+    fused: Any = field(default_factory=lambda: SimpleNamespace(lacks_memory=False))
 
-    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def __post_init__(self) -> None:
+        names = {"strategy": "kv_gather", "transport": "collective", "local": "sdpa"}
+        plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in names.items()}, exact=False)
+        self.state = CallState(self.mesh, plan)
+
+    def compute(self, call: Form) -> tuple[Tensor, ...]:
         """Return a view of the shared buffer."""
-        (out,) = type(self.module).forward(self.module, **arguments, return_dict=False)
+        (out,) = type(self.module).forward(self.module, **call.whole, return_dict=False)
         self.calls.append(len(out))
         self.buffer = self.buffer.to(out.device)
         return (self.buffer[: out.numel()].view(out.shape).copy_(out),)
 
-    def why_eager(self) -> str | None:
-        """Return None: it can be captured."""
+    def key(self) -> Hashable:
+        """Return the key."""
+        return self.key_
 
-    def state(self) -> Hashable:
-        """Return the state."""
-        return self.state_
+    def version(self) -> Hashable:
+        """Return the key."""
+        return self.key_
 
-    def told(self) -> dict[str, str]:
+    def texts(self) -> dict[str, str]:
         """Return nothing that ranks compare."""
         return {}
 
-    def version(self) -> Hashable:
-        """Return the state."""
-        return self.state_
-
-    def foreign(self) -> Foreign:
-        """Return nothing: nobody has put hooks onto the module."""
-        return Foreign()
-
-    def end_copies(self) -> None:
-        """Raise, because nothing is merged."""
-        raise NotImplementedError
-
-    def check_delivered(self) -> None:
+    def check(self) -> None:
         """Count the checks."""
         self.checks += 1
 
     def release(self) -> None:
         """Count the releases."""
         self.released += 1
+
+
+def recorded_call(mesh: Mesh, capture: Capture | None = None) -> tuple[ShardedCall, Recorder]:
+    """Return a call of a toy, and what records its computations."""
+    recorder: Any = Recorder(Toy(), mesh)
+    call: Any = ShardedCall(recorder, capture)
+    call.compute = recorder.compute
+    return call, recorder
 
 
 @dataclass

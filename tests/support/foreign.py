@@ -7,7 +7,7 @@ else of a block changes: it runs on one rank's tokens in the same way as on all 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,24 +37,17 @@ def bound(on_cpus: float, on_gpus: float = 1e-4) -> float:
     return on_cpus if device == "cpu" else on_gpus
 
 
-class InDouble:
-    """A body that keeps fp64."""
+def in_double(module: Any) -> Any:
+    """Let a parallelized transformer, or a call, compute in fp64, and return the call."""
+    call: Any = call_of(module) if isinstance(module, nn.Module) else module
+    compute = call.compute
 
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+    def computed(form: Any) -> Any:
         with StayDouble():
-            return self._body(arguments)
+            return compute(form)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
-
-
-def in_double(module: Any) -> None:
-    """Let a parallelized transformer compute in fp64."""
-    call: Any = call_of(module)
-    call.body = InDouble(call.body)
+    call.compute = computed
+    return call
 
 
 def assert_right_or_refused(results: list[Any], truth: Tensor, tolerance: float, refused: str | None) -> None:

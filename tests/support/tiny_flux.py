@@ -11,11 +11,13 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from torch import Tensor, nn
 
 from seqpar.families._find import cuts_of
+from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
-from seqpar.transformer.call import Body
+from seqpar.transformer.call import ShardedCall
+from seqpar.transformer.hooks import ShardedModule
 from tests.support.double import StayDouble
 from tests.support.meshes import random
 
@@ -73,10 +75,10 @@ def plan_for(mesh: Mesh, strategy: str, module: nn.Module) -> Plan:
     return make(work, estimate.load_of(module, dtype, False, work.joined), dtype, mesh, wish, mesh)
 
 
-def body_of(module: nn.Module, strategy: str = "ulysses", mesh: Mesh | None = None, fused: bool = True) -> Body:
-    """Return the body of a transformer."""
+def body_of(module: nn.Module, strategy: str = "ulysses", mesh: Mesh | None = None, fused: bool = True) -> ShardedCall:
+    """Return the call of a transformer whose own forward stays in its place."""
     mesh = mesh or Mesh.single()
-    return Body(module, mesh, plan_for(mesh, strategy, module), cuts_of(module), fused)
+    return ShardedCall(ShardedModule(module, mesh, plan_for(mesh, strategy, module), cuts_of(module), fused))
 
 
 def theirs(module: nn.Module, given: dict[str, Any]) -> Tensor:
@@ -85,10 +87,10 @@ def theirs(module: nn.Module, given: dict[str, Any]) -> Tensor:
         return module(**given).sample
 
 
-def ours(body: Body, given: dict[str, Any]) -> Tensor:
-    """Return what the body computes; for fp64 it keeps fp64. stays: how."""
+def ours(call: ShardedCall, given: dict[str, Any]) -> Tensor:
+    """Return what a call computes; for fp64 it keeps fp64."""
     with torch.no_grad(), StayDouble():
-        return body(given)[0]
+        return call.compute(form_of(given))[0]
 
 
 def error(got: Tensor, truth: Tensor) -> float:

@@ -21,11 +21,15 @@ from torch import Tensor
 
 from seqpar.families._cuts import CutTokens
 from seqpar.families._find import cuts_of
+from seqpar.graphs.graphs import Graphs
+from seqpar.graphs.signature import form_of
 from seqpar.planner.plan import Choice
-from seqpar.transformer.call import Body
-from seqpar.transformer.forward import Ranks
+from seqpar.transformer.call import ShardedCall
+from seqpar.transformer.forward import CallState
+from seqpar.transformer.hooks import ShardedModule
+from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, short_truth, truth
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
 
@@ -56,17 +60,29 @@ def body_of(
     cuts: Any = None,
     fused: bool = False,
     exact: bool = False,
-) -> Body:
-    """Return a body on the mesh on which a strategy is tested."""
+) -> ShardedCall:
+    """Return a call on the mesh on which a strategy is tested."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
     plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
-    return Body(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused)
+    return ShardedCall(ShardedModule(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused))
 
 
-def called(body: Body, arguments: Mapping[str, Any]) -> Outputs:
+def captured(body: ShardedCall) -> tuple[ShardedCall, Captures]:
+    """Let a call compute in fp64 and capture on the CPU."""
+    captures = Captures()
+    in_double(body).graphs = Graphs(body.mesh, captures, body.check_delivered)
+    return body, captures
+
+
+def computed(body: ShardedCall, arguments: Mapping[str, Any]) -> Outputs:
+    """Return the outputs of a call, which the next one overwrites."""
+    return body.compute(form_of(dict(arguments)))
+
+
+def called(body: ShardedCall, arguments: Mapping[str, Any]) -> Outputs:
     """Return the outputs of a call, kept from being overwritten by the next one."""
     with StayDouble():
-        return tuple(x.clone() for x in flat(body(arguments)))
+        return tuple(x.clone() for x in flat(computed(body, arguments)))
 
 
 def split(
@@ -133,11 +149,11 @@ def test_ranks_without_tokens_of_the_text_are_right(
 
 
 def left(rank: int, world: int, device: torch.device) -> int:
-    """Return how many more `Ranks` exist after models were split, called and dropped without a release."""
-    before = existing(Ranks)
+    """Return how many more `CallState` exist after models were split, called and dropped without a release."""
+    before = existing(CallState)
     for name in ("flux", "qwen", "sd3_dual", "wan", "hunyuan", "lumina2"):  # of one code each
         called(body_of(MODELS[name].build().to(device), world, device, "ulysses"), MODELS[name].arguments(device))
-    return existing(Ranks) - before
+    return existing(CallState) - before
 
 
 def test_a_dropped_transformer_leaves_no_exchanges(ranks: Pool) -> None:
@@ -151,10 +167,10 @@ def test_a_dropped_transformer_leaves_no_exchanges(ranks: Pool) -> None:
 def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: str) -> Outputs:
     """Return what a split transformer returns if its cuts or its mask are wrong."""
     tiny = MODELS[name]
-    body, right = body_of(tiny.build().to(device), world, device, "ulysses"), Ranks.cut
+    body, right = body_of(tiny.build().to(device), world, device, "ulysses"), CallState.cut
     arguments = tiny.arguments(device)
 
-    def wrong(self: Ranks, x: Tensor, cut: CutTokens) -> Tensor:
+    def wrong(self: CallState, x: Tensor, cut: CutTokens) -> Tensor:
         mine = right(self, x, cut)
         rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
         if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):
@@ -165,7 +181,7 @@ def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: st
         mask = next(key for key in arguments if key.endswith("mask"))
         arguments[mask] = arguments[mask].roll(1, dims=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "cut", wrong)
+        patch.setattr(CallState, "cut", wrong)
         return called(body, arguments)
 
 
@@ -220,7 +236,7 @@ def lengths(rank: int, world: int, device: torch.device) -> list[float]:
         arguments = {**tiny.arguments(device), "encoder_hidden_states": random((1, length, 24), length, device)}
         got = called(body, arguments)
         found += [error(got, tiny.whole(None, arguments, device))] if length in (2, 20) else []
-        releases.append(body.state())
+        releases.append(body.sharded.key())
     assert releases[0] != releases[-1]
     return found
 
@@ -263,7 +279,7 @@ def collectives(rank: int, world: int, device: torch.device, name: str) -> dict[
     tiny = MODELS[name]
     body = body_of(tiny.build().to(device), world, device, "ulysses")
     called(body, tiny.arguments(device))
-    return counted_calls(lambda: body(tiny.arguments(device)))
+    return counted_calls(lambda: computed(body, tiny.arguments(device)))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 import seqpar
-from seqpar.graphs.deferred import Promise
+from seqpar.graphs.deferred import DeferredResult
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer.call import Call
+from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.parallelize import INSTALLED
 from tests.support import pipelines
-from tests.support.calls import Recorder, Toy
+from tests.support.calls import Toy, recorded_call
 from tests.support.diffusers_tiny import MODELS, moved
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
@@ -44,18 +44,11 @@ def truth(given: dict[str, Any], device: torch.device | str = "cpu") -> Tensor:
     return Toy()(**moved(given, device), return_dict=False)[0].cpu()
 
 
-def toy(mesh: Mesh) -> tuple[Call, Recorder]:
-    module = Toy()
-    body = Recorder(module)
-    stands_in: Any = body
-    return Call(module, mesh, stands_in, None), body
-
-
 def by_rows(
     rank: int, world: int, device: torch.device, rows: int, axes: dict[str, int]
 ) -> tuple[list[Any], list[int]]:
     """Return the results of two calls, in which other ranks pass other values, and the rows that this rank computed."""
-    call, body = toy(make_mesh(device, **axes))
+    call, body = recorded_call(make_mesh(device, **axes))
     results = [call(**arguments(rows, 10 * step + 100 * rank), return_dict=False)[0] for step in range(2)]
     return [x + 0 for x in results], body.calls
 
@@ -87,7 +80,7 @@ def guided(rank: int, world: int, device: torch.device, how: str) -> tuple[list[
     how: "guided" as pipelines do it; "read" reads the first result before the second call; "off" makes no second call;
     "sliced" takes a part of the first result before the second call; "unread" never reads the result of a first call.
     """
-    call, body = toy(make_mesh(device, cfg=2))
+    call, body = recorded_call(make_mesh(device, cfg=2))
     results, counts = [], []
     for step in range(3):
         call.label = "cond"
@@ -112,7 +105,7 @@ def guided(rank: int, world: int, device: torch.device, how: str) -> tuple[list[
         ("sliced", [2, 3, 4]),
         ("read", [2, 4, 6]),
         ("off", [1, 2, 3]),
-        ("unread", [1, 2, 3]),  # calls of one branch are not promised: nothing tells that a second one will come
+        ("unread", [1, 1, 2]),  # a call that is not read runs beside the next one
     ],
 )
 def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Pool, how: str, counts: list[int]) -> None:
@@ -134,10 +127,10 @@ def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Poo
 
 def promised(rank: int, world: int, device: torch.device) -> list[Any]:
     """Return what a promise is before and after it is read, and what reading it after a release raises."""
-    call, body = toy(make_mesh(device, cfg=2))
+    call, body = recorded_call(make_mesh(device, cfg=2))
     paired(call)
     kept = call(**arguments(1, 1)).sample
-    known = (type(kept) is Promise, kept.shape, kept.dtype, kept.device.type, len(body.calls))
+    known = (type(kept) is DeferredResult, kept.shape, kept.dtype, kept.device.type, len(body.calls))
     copied = copy.deepcopy(kept)
     plain = (type(copied), type(kept + 1), type(torch.cat([kept])), len(body.calls))
     paired(call)
@@ -148,7 +141,7 @@ def promised(rank: int, world: int, device: torch.device) -> list[Any]:
     return [known, plain, copied, str(raised.value)]
 
 
-def paired(call: Call) -> None:
+def paired(call: ShardedCall) -> None:
     """Make the two calls of a step, as pipelines do, after which the next step's first call is promised."""
     for call.label in ("cond", "uncond"):
         call(**arguments(1, 0)).sample.sum()
@@ -160,7 +153,7 @@ def test_a_promise_is_a_tensor_that_is_computed_when_it_is_read(ranks: Pool) -> 
         assert known == (True, (1, 3, 4), torch.float64, ranks.device, 2)
         assert plain == (Tensor, Tensor, Tensor, 3)
         assert torch.equal(copied, truth(arguments(1, 1), ranks.device))
-        assert told == "got a result that was not read before release(), expected it to be read earlier"
+        assert told == "a result was read after release(); read it before"
 
 
 def changing(rank: int, world: int, device: torch.device, how: str) -> tuple[str, Tensor]:
@@ -168,14 +161,14 @@ def changing(rank: int, world: int, device: torch.device, how: str) -> tuple[str
 
     how: "second" changes it on one rank before the second call, "read" before the result is read alone.
     """
-    call, body = toy(make_mesh(device, cfg=2))
+    call, body = recorded_call(make_mesh(device, cfg=2))
     paired(call)
     first = call(**arguments(1, 1)).sample
     if rank == 1:
-        body.state_ = "changed"
-    with pytest.raises(ValueError, match="got Toy with other weights") as raised:
+        body.key_ = "changed"
+    with pytest.raises(ValueError, match="weights of Toy changed between the guidance calls") as raised:
         first.sum() if how == "read" else call(**arguments(1, 2))
-    with pytest.raises(RuntimeError, match="call parallelize with cfg=False"):
+    with pytest.raises(RuntimeError, match=r"Use parallelize\(cfg=False\)"):
         first.sum()
     return str(raised.value), call(**arguments(1, 3)).sample + 0
 
@@ -189,7 +182,7 @@ def test_a_change_under_a_promise_is_one_error_on_all_ranks(ranks: Pool, how: st
 
 def differing(rank: int, world: int, device: torch.device, what: str) -> str:
     """Return the error of a call whose arguments differ between ranks in one point."""
-    call, _ = toy(make_mesh(device, cfg=1))
+    call, _ = recorded_call(make_mesh(device, cfg=1))
     given = arguments(2, 0)
     if rank == 1:
         given |= {
@@ -221,7 +214,7 @@ def test_arguments_of_another_form_end_in_one_error(ranks: Pool, what: str, name
 
 
 def test_a_call_has_the_forms_of_the_transformers_own() -> None:
-    call, body = toy(Mesh.single())
+    call, body = recorded_call(Mesh.single())
     given = arguments(2, 0)
     full = call(given["hidden_states"], given["timestep"])
     assert isinstance(full, Transformer2DModelOutput)
@@ -234,7 +227,7 @@ def test_a_call_has_the_forms_of_the_transformers_own() -> None:
         inside = call(**given).sample
     assert not inside.is_inference()
     assert torch.equal(inside, truth(given))
-    with pytest.raises(ValueError, match="got timestep that requires gradients, expected none"):
+    with pytest.raises(ValueError, match="timestep requires grad, but parallelize supports inference only"):
         call(**{**given, "timestep": given["timestep"].clone().requires_grad_()})
 
 
@@ -291,11 +284,11 @@ def test_a_pipelines_decoder_is_restored() -> None:
 def test_what_would_break_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     module = seqpar.parallelize(MODELS["flux"].build(), Mesh.single(), native=False)
     for work in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ValueError, match="to copy or pickle, expected a plain one"):
+        with pytest.raises(ValueError, match="cannot be copied or pickled"):
             work(module)
     given = MODELS["flux"].arguments()
     accelerate.hooks.add_hook_to_module(module, accelerate.hooks.CpuOffload("cpu"))
-    with pytest.raises(ValueError, match="whose weights are offloaded between calls, expected them on the GPU"):
+    with pytest.raises(ValueError, match="has offloaded weights; parallelize needs them on the GPU"):
         module(**given)
     seqpar.release(module)
     assert ".<locals>.new_forward stays the forward of the released FluxTransformer2DModel" in capfd.readouterr().out

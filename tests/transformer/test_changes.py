@@ -57,7 +57,7 @@ def captured(module: Any, mesh: Mesh, wished: bool) -> Captures:
     """Parallelize a transformer with captures that run on the CPU."""
     captures = Captures()
     seqpar.parallelize(module, mesh, native=wished)
-    module.forward.graphs = Graphs(mesh, captures)
+    module.forward.graphs = Graphs(mesh, captures, module.forward.check_delivered)
     return captures
 
 

@@ -20,11 +20,11 @@ from torch import nn
 
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._find import CUTS, cuts_of
-from seqpar.transformer.hooks import Cutter
+from seqpar.transformer.hooks import on_device
 from seqpar.transformer.masks import key_rows
 from tests.support.diffusers_tiny import MODELS, few, truth
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, Outputs, body_of, called, error
+from tests.transformer.test_body import TOLERANCE, Outputs, body_of, called, computed, error
 
 
 def raised(work: Callable[[], object]) -> str:
@@ -189,10 +189,10 @@ def refusals(rank: int, world: int, device: torch.device) -> list[str]:
     module = tiny.build().to(device)
     body = body_of(module, world, device, "ulysses")
     arguments = tiny.arguments(device)
-    cases.append(raised(lambda: body({**arguments, "kv_cache_mode": "extract"})))
-    cases.append(raised(lambda: body({**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
+    cases.append(raised(lambda: computed(body, {**arguments, "kv_cache_mode": "extract"})))
+    cases.append(raised(lambda: computed(body, {**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
     image = {name: arguments[name][:, :2] for name in ("hidden_states", "img_ids")}
-    cases.append(raised(lambda: body({**arguments, **image})))
+    cases.append(raised(lambda: computed(body, {**arguments, **image})))
     three = body_of(MODELS["flux3"].build().to(device), world, device, "ulysses")
     cases.append(raised(lambda: three(few(MODELS["flux3"].arguments(device), 1))))
     for name, cuts in (("hunyuan", None), ("flux2", module._cp_plan)):
@@ -200,7 +200,7 @@ def refusals(rank: int, world: int, device: torch.device) -> list[str]:
         each = body_of(other, world, device, "ring", cuts=cuts)
         cases.append(raised(lambda each=each, text=text: each(text)))
     module.set_attention_backend("native")
-    cases.append(raised(lambda: body(arguments)))
+    cases.append(raised(lambda: computed(body, arguments)))
     return cases
 
 
@@ -218,18 +218,17 @@ def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> No
 def test_rows_of_several_streams_must_be_those_of_all_their_tokens() -> None:
     tiny = MODELS["krea2"]
     body, given = body_of(tiny.build(), 1, torch.device("cpu"), "ulysses"), tiny.arguments()
-    message = raised(lambda: body({**given, "position_ids": given["position_ids"][1:]}))
+    message = raised(lambda: computed(body, {**given, "position_ids": given["position_ids"][1:]}))
     assert "got a tensor of shape (21, 3) for all tokens of text and image, of which 7, 15 were cut" in message
 
 
 def test_a_number_of_the_host_is_made_on_the_device() -> None:
     """A CUDA graph could not copy it there; different numbers are left as they are."""
     ranks: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("meta")))
-    cutter = Cutter(ranks, Boundary(numbers=("timesteps",)), "")
     zeros, several = torch.tensor([0, 0]), torch.tensor([0, 1])
-    made = cutter.on_device(zeros)
+    made = on_device(ranks, zeros)
     assert (made.device.type, made.shape, made.dtype) == ("meta", zeros.shape, zeros.dtype)
-    assert cutter.on_device(several) is several
+    assert on_device(ranks, several) is several
     assert cuts_of(MODELS["chroma"].build()).places["time_text_embed.guidance_proj"].numbers == ("timesteps",)
 
 

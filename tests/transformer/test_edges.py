@@ -24,7 +24,7 @@ from tests.support import pipelines, tiny_flux
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, body_of, called, error
+from tests.transformer.test_body import TOLERANCE, body_of, called, computed, error
 from tests.transformer.test_cuts import raised
 
 
@@ -219,15 +219,16 @@ def test_exchanges_of_ever_new_batch_sizes_are_freed_before_a_call_and_change_th
     for rows in range(1, ATTENDS + 3):
         more = {name: x[:1].expand(rows, *x.shape[1:]) for name, x in given.items() if x is not None and x.dim() != 2}
         pooled = given["pooled_projections"][:1].expand(rows, -1)
-        states.append(body.state())
-        body(
+        states.append(body.sharded.key())
+        computed(
+            body,
             {
                 **given,
                 **more,
                 "guidance": pooled.new_ones(rows),
                 "timestep": pooled.new_ones(rows),
                 "pooled_projections": pooled,
-            }
+            },
         )
     assert len(set(states)) <= 3  # the weights are taken over at the first call
     assert states[1] == states[ATTENDS] != states[-1]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar.graphs.signature import form_of
 from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from tests.support import exact_bits
@@ -75,7 +76,7 @@ def computed(
         body = body_of(MODELS[name].build(), world, device, strategy, transport, fused=fused, exact=is_exact)
         arguments = few(MODELS[name].arguments()) if short else MODELS[name].arguments()
         with StayDouble(), by_rows():
-            results.append(tuple(x.clone() for x in flat(body(arguments))))
+            results.append(tuple(x.clone() for x in flat(body.compute(form_of(arguments)))))
         body.release()
     return results
 

@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Mesh
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
@@ -27,7 +28,7 @@ def on_ranks(rank: int, world: int, device: torch.device, strategy: str, case: s
     truth = theirs(module, given)
     body = body_of(module, strategy, mesh_for(strategy, world, device))
     first = ours(body, given)
-    assert body.told()["computation"] == "4 blocks by fused kernels"
+    assert body.sharded.texts()["computation"] == "4 blocks by fused kernels"
     assert torch.equal(first, ours(body, given))
     return error(first, truth)
 
@@ -111,13 +112,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_a_transformer_follows_changes_of_its_weights(change: str) -> None:
     module, given = tiny(), arguments("dev")
     seqpar.parallelize(module, Mesh.single())
-    body: Any = module.forward.body
-    old, state = theirs(module, given), body.state()
-    assert body.state() == state
+    body: Any = module.forward
+    old, state = theirs(module, given), body.sharded.key()
+    assert body.sharded.key() == state
     CHANGES[change](module)
     if change in ALONE:
         seqpar.refresh(module)
-    assert (body.state() == state) is (change == "a state dict, copied")  # which writes to the same addresses
+    assert (body.sharded.key() == state) is (change == "a state dict, copied")  # which writes to the same addresses
     got = theirs(module, given)
     seqpar.release(module)
     truth = theirs(module, given)
@@ -129,7 +130,7 @@ def test_a_folder_of_the_module_and_a_copy_are_whole(tmp_path: Path) -> None:
     """safetensors writes views of one memory as separate tensors; a deep copy has weights of its own."""
     module, given = tiny(torch.float32), arguments("dev", torch.float32)
     body = body_of(module)
-    body(given)
+    body.compute(form_of(given))
     module.save_pretrained(tmp_path)
     body.release()  # its hooks cannot be copied
     read, copied = FluxTransformer2DModel.from_pretrained(tmp_path), copy.deepcopy(module)
@@ -155,7 +156,7 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers() -> None:
         with torch.no_grad():
             plain = module(**given).sample.double()
         body = body_of(module)
-        found.append([(x - truth).norm().item() for x in (body(given)[0].double(), plain)])
+        found.append([(x - truth).norm().item() for x in (body.compute(form_of(given))[0].double(), plain)])
         body.release()
     mine, plain = torch.tensor(found).norm(dim=0).tolist()
     assert mine <= 1.25 * plain

@@ -103,13 +103,13 @@ def said(rank: int, world: int, device: torch.device, case: str) -> tuple[str, l
     changed = tiny.whole(other, arguments)
     with redirect_stdout(out):
         body = body_of(module, world, device, "ulysses")
-        body.state()
+        body.sharded.key()
         called(body, arguments)
         assert out.getvalue() == ""
         NAMED[case][0](module)
         errors = []
         for _ in range(2):
-            body.state()
+            body.sharded.key()
             errors.append(error(called(body, arguments), changed))
     return out.getvalue(), errors
 
@@ -154,7 +154,7 @@ def test_what_computes_each_token_by_itself_is_not_named(name: str, change: Call
     body = body_of(module, 1, CPU, "ulysses")
     if name == "flux" or change is not with_harmless:
         change(module)
-    body.state()
+    body.sharded.key()
     assert look(module).named == ""
 
 

@@ -18,7 +18,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from seqpar.transformer.call import Body
+from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import Changes
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
@@ -41,7 +41,7 @@ def add(module: Any, name: str, config: Any = None, seed: int = 0) -> None:
     module.double()
 
 
-def made(kind: str, module: nn.Module, world: int, device: torch.device) -> Body:
+def made(kind: str, module: nn.Module, world: int, device: torch.device) -> ShardedCall:
     """Return a body whose blocks are fused, or diffusers' own."""
     return body_of(module, "ulysses", mesh_for("ulysses", world, device), kind == "fused")
 
@@ -72,17 +72,17 @@ def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[f
     module, given = tiny().to(device), arguments("dev", device=device)
     whole = copy.deepcopy(module)
     body = made(kind, module, world, device)
-    before, found, states = ours(body, given), [], [body.state()]
+    before, found, states = ours(body, given), [], [body.sharded.key()]
     largest = 0.0
     for name in STORY:
         step(name, module)
         step(name, whole)
-        assert body.state() != states[-1], name
+        assert body.sharded.key() != states[-1], name
         got, truth = ours(body, given), theirs(whole, given)
-        assert body.state() == body.state()
+        assert body.sharded.key() == body.sharded.key()
         found.append(error(got, truth))
         largest = max(largest, error(got, before))
-        states.append(body.state())
+        states.append(body.sharded.key())
     return found, torch.equal(ours(body, given), before), largest
 
 
@@ -126,7 +126,7 @@ def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float
         scaled_by = {**given, "joint_attention_kwargs": {"scale": scale}}
         plain = given if scale is None else scaled_by  # diffusers' own layers take no None
         found.append(error(ours(body, plain), theirs(whole, plain)))
-        assert body.state() == body.state()
+        assert body.sharded.key() == body.sharded.key()
     return [*found, error(ours(body, given), theirs(whole, scaled_by))]
 
 
@@ -178,8 +178,8 @@ def test_a_body_that_does_not_follow_is_noticed() -> None:
     step("load", module)
     step("both", module)
     ours(body, given)
-    seen = body._watch.count()
-    body._watch.count = lambda: seen
+    seen = body.sharded._changes.count()
+    body.sharded._changes.count = lambda: seen
     step("scale", module)
     assert error(ours(body, given), theirs(module, given)) > 1e-3
 
@@ -191,7 +191,7 @@ def test_changed_scales_keep_the_addresses() -> None:
     step("load", module)
     step("both", module)
     ours(body, given)
-    installed: Any = body._installed
+    installed: Any = body.sharded
     fused = installed.fused
     weights = {name: x.weight.data_ptr() for name, x in fused._copies.items()}
     step("scale", module)

@@ -16,20 +16,19 @@ from torch import Tensor
 import seqpar
 from seqpar.families import krea2
 from seqpar.families._find import CUTS, cuts_of
-from seqpar.graphs.deferred import Promise
+from seqpar.graphs.deferred import DeferredResult
 from seqpar.graphs.signature import form_of
 from seqpar.local import reference, sdpa
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.call import Call
 from seqpar.transformer.masks import Preparation
 from seqpar.types.masks import key_bias
-from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat, padded
-from tests.support.foreign import InDouble, StayDouble, in_double
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, captured, error
 
 KEYS = 22  # the text and image tokens of the tiny FLUX, in a batch of two
 LEFT_OUT = torch.arange(KEYS)[None] % torch.tensor([[5], [7]]) == 1
@@ -218,10 +217,8 @@ def story(
 
     The masks of ranks but the first are partial where rank 0's are full, and full where they are partial.
     """
-    tiny, captures = MODELS[name], Captures()
-    module, (full, partial) = tiny.build().to(device), padding(name, device)
-    body: Any = InDouble(body_of(module, world, device, "ulysses", fused=True))
-    call = Call(module, mesh_for("ulysses", world, device), body, captures, cuts_of(module))
+    tiny, (full, partial) = MODELS[name], padding(name, device)
+    call, captures = captured(body_of(tiny.build().to(device), world, device, "ulysses", fused=True))
     masks: dict[str, Any] = {"none": None, "mask": full.clone(), "copy": (partial, full)[rank == 0].clone()}
     results, counts = list[Outputs](), list[int]()
     with planted(fault):
@@ -269,7 +266,7 @@ def guided(rank: int, world: int, device: torch.device, first: bool) -> tuple[li
             mask = masks[full != (rank == 0)]
             with module.cache_context(branch), StayDouble():
                 step += module(**{**given, NAMES["qwen_masked"]: mask}, return_dict=False)
-        promised.append(isinstance(step[0], Promise))
+        promised.append(isinstance(step[0], DeferredResult))
         results.append(tuple(x + 0 for x in step))
     seqpar.release(module)
     return results, promised
@@ -315,12 +312,10 @@ def cut_off(rank: int, world: int, device: torch.device) -> dict[tuple[str, int]
     results = {}
     for name, batch in CUT:
         module, arguments = MODELS[name].build().to(device), with_padding(name, batch, device)
-        body = body_of(module, world, device, "kv_gather", fused=batch < 3)
-        within: Any = InDouble(body)
-        call = Call(module, mesh_for("kv_gather", world, device), within, Captures(), cuts_of(module))
-        whole, last = MODELS[name].whole(None, arguments, device), body.ranks
+        call, _ = captured(body_of(module, world, device, "kv_gather", fused=batch < 3))
+        whole, last = MODELS[name].whole(None, arguments, device), call.state
         outputs = [flat(call(**arguments, return_dict=False)) for _ in range(2)][-1]
-        results[name, batch] = error(outputs, whole), last.last.lengths.get("text", 0), bool(last.last.masks)
+        results[name, batch] = error(outputs, whole), last.lengths.get("text", 0), bool(last.masks)
         call.release()
     return results
 
@@ -341,11 +336,10 @@ def test_padding_between_tokens_that_have_places_stays(monkeypatch: pytest.Monke
     module = tiny.build()
     if fault:
         monkeypatch.setattr(krea2, "_are_equal", lambda rows: 1)
-    body = body_of(module, 1, torch.device("cpu"), "ulysses")
-    call = Call(module, Mesh.single(), InDouble(body), Captures(), cuts_of(module))  # pyright: ignore[reportArgumentType]
+    call, _ = captured(body_of(module, 1, torch.device("cpu"), "ulysses"))
     wrong = error(flat(call(**arguments, return_dict=False)), tiny.whole(None, arguments))
     assert (wrong > VISIBLE) if fault else (wrong < TOLERANCE)
-    assert (body.ranks.last.lengths["text"], bool(body.ranks.last.masks)) == ((5, False) if fault else (7, True))
+    assert (call.state.lengths["text"], bool(call.state.masks)) == ((5, False) if fault else (7, True))
     call.release()
 
 

@@ -174,7 +174,7 @@ def refreshed(rank: int, world: int, device: torch.device, wished: bool) -> list
     module, given = tiny().to(device), arguments("dev", device=device)
     seqpar.parallelize(module, mesh_for("ulysses", world, device), native=wished)
     call: Any = module.forward
-    call.graphs, truth = Graphs(call.mesh, Captures()), theirs(tiny().to(device), given)
+    call.graphs, truth = Graphs(call.mesh, Captures(), call.check_delivered), theirs(tiny().to(device), given)
     errors = [error(theirs(module, given), truth) for _ in range(3)]
     seqpar.refresh(module)
     errors += [error(theirs(module, given), truth) for _ in range(3)]

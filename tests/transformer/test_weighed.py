@@ -15,20 +15,18 @@ from torch import Tensor
 
 import seqpar
 from seqpar.attention._by_padding import ByPadding
-from seqpar.families._find import cuts_of
 from seqpar.graphs.graphs import Graphs
 from seqpar.transformer.attention import UNLIKE
-from seqpar.transformer.call import Call
 from seqpar.verifying.verify import VerificationError
 from tests.families.test_blocks import cast
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat
-from tests.support.foreign import InDouble, StayDouble, in_double
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import EXACT, LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import refused as why_refused
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, error
+from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, captured, error
 
 TEXT, IMAGE = 7, 15  # tokens of the tiny Chroma
 # kind of mask -> the tokens that are zeros in it, in all rows or in the first one
@@ -72,15 +70,13 @@ def called(
     Besides return what this rank has printed.
     """
     module = MODELS["chroma"].build().to(device)
-    body = body_of(module, world, device, strategy, fused=fused)
-    within: Any = InDouble(body)
-    call = Call(module, mesh_for(strategy, world, device), within, Captures(), cuts_of(module))
+    call, _ = captured(body_of(module, world, device, strategy, fused=fused))
     results, printed = {}, StringIO()
     for number, kind in enumerate(kinds):
         given = arguments(kind, device, 2 if kind == "unlike" else 1 + number // 3 % 3)
         with redirect_stdout(printed):
             outputs = [flat(call(**given, return_dict=False)) for _ in range(2)][-1]
-        last = body.ranks.last
+        last = call.state
         results[kind] = (
             error(outputs, truth(kind, len(given["hidden_states"]), str(device))),
             last.padding,
@@ -124,16 +120,13 @@ def test_negative_controls_other_masks_give_other_results() -> None:
         assert error(MODELS["chroma"].whole(None, {**given, "attention_mask": mask}, device), wanted) > VISIBLE
 
 
-def one_call(world: int, device: torch.device) -> tuple[Any, Any]:
-    module = MODELS["chroma"].build().to(device)
-    body = body_of(module, world, device, "kv_gather", fused=True)
-    within: Any = InDouble(body)
-    return Call(module, mesh_for("kv_gather", world, device), within, Captures(), cuts_of(module)), body
+def one_call(world: int, device: torch.device) -> Any:
+    return captured(body_of(MODELS["chroma"].build().to(device), world, device, "kv_gather", fused=True))[0]
 
 
 def test_what_was_read_of_a_mask_counts_until_it_is_written_and_for_texts_of_its_length() -> None:
     device = torch.device("cpu")
-    (call, body), given = one_call(1, device), arguments("alike", device)
+    call, given = one_call(1, device), arguments("alike", device)
     shorter = {"encoder_hidden_states": given["encoder_hidden_states"][:, :6], "txt_ids": given["txt_ids"][:6]}
     longer = {"hidden_states": torch.cat([given["hidden_states"], given["hidden_states"][:, :1]], dim=1)}
     longer |= {"img_ids": torch.cat([given["img_ids"], given["img_ids"][:1]])}
@@ -142,7 +135,7 @@ def test_what_was_read_of_a_mask_counts_until_it_is_written_and_for_texts_of_its
         now = {**given, **change}
         outputs = flat(call(**now, return_dict=False))
         assert error(outputs, MODELS["chroma"].whole(None, now, device)) < TOLERANCE
-        assert body.ranks.last.padding == padding
+        assert call.state.padding == padding
     call.release()
 
 
@@ -192,7 +185,7 @@ def guided(rank: int, world: int, device: torch.device, axes: dict[str, int]) ->
     seqpar.parallelize(module, make_mesh(device, **axes), strategy=strategy)
     in_double(module)
     call: Any = vars(module)["forward"]
-    call.graphs = Graphs(call.mesh, Captures())
+    call.graphs = Graphs(call.mesh, Captures(), call.check_delivered)
     outs = [x.clone() for x in steps(module, device)]
     count = len(call.graphs)
     seqpar.release(module)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from seqpar.attention import ulysses
 from seqpar.attention.ulysses import Ulysses
 from seqpar.families import flux
-from seqpar.graphs.exchanges import Keeper
+from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.loop.distributed import DistributedDiT
@@ -30,8 +30,7 @@ from seqpar.mesh.shard import JointShard
 from seqpar.transformer import lora as adapters
 from seqpar.transformer import masks
 from seqpar.transformer.blocks import BlockHook
-from seqpar.transformer.forward import Ranks
-from seqpar.transformer.hooks import Cutter
+from seqpar.transformer.forward import CallState
 from seqpar.transports.collective.exchange import CollectiveToHeads
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -167,7 +166,7 @@ def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let a head of rank 1 be two percent off in the fifth of seven blocks, whatever its strategy is."""
     calls = list[int]()
 
-    def off(right: Any, keeper: Keeper, *batch_tokens: Any, **named: Any) -> Any:
+    def off(right: Any, keeper: ExchangeCache, *batch_tokens: Any, **named: Any) -> Any:
         def attend(*streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
             outs = right(*streams_and_mask, **beside)
             calls.append(1)
@@ -178,7 +177,7 @@ def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
         setattr(attend, "tokens", right.tokens)  # noqa: B010 (a function has no such name)
         return attend if rank == 1 and keeper.mesh.world.size > 1 else right
 
-    after(patch, Keeper, "attend", off)
+    after(patch, ExchangeCache, "attend", off)
 
 
 def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -229,18 +228,18 @@ def position_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 def cut_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's cut of ids or rotary rows, which have no dim for a batch, hold the row of another token."""
 
-    def off(mine: Tensor, ranks: Ranks, whole: Tensor, cut: Any) -> Tensor:
-        wrong = is_last(rank) and ranks.axis.size > 1 and cut.dim in (0, -2) and len(mine) > 1
+    def off(mine: Tensor, state: CallState, whole: Tensor, cut: Any) -> Tensor:
+        wrong = is_last(rank) and state.axis.size > 1 and cut.dim in (0, -2) and len(mine) > 1
         return torch.cat([mine[:-1], mine[-2:-1]]) if wrong else mine
 
-    after(patch, Ranks, "cut", off)
+    after(patch, CallState, "cut", off)
 
 
 def position_in_block_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's fused blocks turn one token by the angles of its neighbour."""
 
     def off(rows: tuple[Tensor, Tensor], call: BlockHook, *rest: Any) -> tuple[Tensor, ...]:
-        wrong = is_last(rank) and call._ranks.axis.size > 1
+        wrong = is_last(rank) and call._state.axis.size > 1
         return tuple(torch.cat([x[:-1], x[-2:-1]]) if wrong else x for x in rows)
 
     after(patch, flux, "pairs", off)
@@ -296,9 +295,9 @@ def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def last_layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's tokens be ten percent off after all blocks, in the ranks' run."""
-    true: Any = Cutter.gather
+    true: Any = CallState.gather
 
-    def gather(cutter: Cutter, x: Tensor, *where: Any) -> Tensor:
-        return true(cutter, x * 1.1 if is_last(rank) and cutter.ranks.axis.size > 1 else x, *where)
+    def gather(state: CallState, x: Tensor, *where: Any) -> Tensor:
+        return true(state, x * 1.1 if is_last(rank) and state.axis.size > 1 else x, *where)
 
-    patch.setattr(Cutter, "gather", gather)
+    patch.setattr(CallState, "gather", gather)

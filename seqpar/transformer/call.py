@@ -28,7 +28,7 @@ from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
 from seqpar.transformer.foreign import is_offloaded, name_of
-from seqpar.transformer.guidance import STATE, Guidance, as_dtype, cut_rows, joined_rows
+from seqpar.transformer.guidance import STATE, Branches, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
 from seqpar.transformer.masks import Preparation, keys_for
 from seqpar.types.arguments import is_not_finite
@@ -62,7 +62,7 @@ class ShardedCall:
         moves_only = cuts.prepare is not None and state.moves_only
         self._preparation = Preparation(cuts, self.mesh.sequence.size, exact, moves_only)
         self._replaced: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
-        self._guidance = Guidance(self.mesh, state.say, exact, cuts.calls_twice)
+        self._guidance = Branches(self.mesh, state.say, exact, cuts.calls_twice)
         self._narrow: torch.dtype | None = None  # of the weights, where latents and results are kept in fp32
         self._released: Callable[..., Any] | None = None  # the forward after the release
         self._key: Hashable = None

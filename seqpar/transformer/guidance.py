@@ -107,7 +107,7 @@ class Task:
     first: DeferredCall | None = None
 
 
-class Guidance:
+class Branches:
     """Decides whether a call is computed at once, deferred, or together with the deferred one before it.
 
     say: prints a message once, on rank 0. exact: whether rows of a call stay together, because GEMMs of fewer rows,

@@ -236,10 +236,14 @@ def _with_host_group(mesh: Mesh) -> Mesh:
 
     Without it, the comparison that each call begins with would wait for the GPU.
     """
-    if mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group):
+    if _has_host(mesh):
         return mesh
     group: Any = dist.new_group(backend=BACKENDS)
     return replace(mesh, world=replace(mesh.world, group=group))
+
+
+def _has_host(mesh: Mesh) -> bool:
+    return mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group)
 
 
 def _new_groups(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
@@ -519,13 +523,9 @@ def _sharded(
             if mesh.sequence.size > 1:
                 check_joined(module, cuts[name])
 
-    def move() -> None:
-        if any(x.device != mesh.device for module in modules.values() for x in module.parameters()):
-            pipe_or_transformer.to(mesh.device)
-
     try:
         mesh.on_all_ranks(check)
-        mesh.on_all_ranks(move)
+        mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
             sharded.append(ShardedModule(module, mesh, plan, cuts[name], native))
     except ValueError:
@@ -534,6 +534,11 @@ def _sharded(
         handle.leave()
         raise
     return sharded
+
+
+def _move(pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
+    if any(x.device != mesh.device for module in modules.values() for x in module.parameters()):
+        pipe_or_transformer.to(mesh.device)
 
 
 def _capture(sharded: ShardedModule) -> Capture | None:

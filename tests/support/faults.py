@@ -58,7 +58,7 @@ FAULTS = (
     Fault(
         "attention that a wrapper hides after parallelize sees one rank's tokens",
         "seqpar/transformer/hooks.py",
-        "            check_joined(self._module, self._cuts)\n",
+        "            check_joined(self.module, self.cuts)\n",
         "            pass\n",
         "tests/transformer/test_joined.py::test_attention_that_is_not_joined_is_refused[wan-2]",
         "a wrong image without an error",
@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         "attention of a user's block sees one rank's tokens",
         "seqpar/transformer/watch.py",
-        "        if now is None or queries != keys:\n",
-        "        if now is None or queries != keys or queries:\n",
+        "if not self._running or self._running[-1] is None or queries != keys:",
+        "if not self._running or self._running[-1] is None or queries != keys or queries:",
         "tests/transformer/test_joined.py::test_attention_of_users_blocks_is_refused[2]",
         "a wrong image without an error",
     ),
@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "a fused block takes what was left for another tensor",
         "seqpar/transformer/blocks.py",
-        "left = self._now.handed.pop(id(x_BlE), None)",
-        "left = self._now.handed.popitem()[1] if self._now.handed else None",
+        "left = self._state.handed.pop(id(x_BlE), None)",
+        "left = self._state.handed.popitem()[1] if self._state.handed else None",
         "tests/families/test_blocks.py::test_what_is_added_between_blocks_counts[1]",
         "a ControlNet's residual is left out of the next block's input",
     ),
@@ -123,7 +123,7 @@ FAULTS = (
     Fault(
         "predictions round the state to 16 bits",
         "seqpar/transformer/call.py",
-        "return as_dtype(outputs, torch.float32) if self.returns_fp32 else outputs",
+        "return outputs if self._narrow is None else as_dtype(outputs, torch.float32)",
         "return outputs",
         "tests/transformer/test_state.py::test_latents_are_closer_to_the_truth",
         "an error of rounding at every step",
@@ -187,8 +187,8 @@ FAULTS = (
     Fault(
         "what whole queries read on all ranks counts alike",
         "seqpar/transformer/forward.py",
-        "torch.softmax(every[..., -1:], dim=0)",
-        "torch.softmax(0 * every[..., -1:], dim=0)",
+        "torch.softmax(parts[..., -1:], dim=0)",
+        "torch.softmax(0 * parts[..., -1:], dim=0)",
         "tests/transformer/test_whole_queries.py::test_a_sound_has_the_same_bits_on_every_rank[2-False]",
         "a rank whose keys fit better counts more",
     ),

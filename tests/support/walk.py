@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 DRIVERS = {
     "loop": Step("seqpar/cli/sample.py", "run"),
-    "parallelize": Step("seqpar/transformer/call.py", "Call.__call__"),
+    "parallelize": Step("seqpar/transformer/call.py", "ShardedCall.__call__"),
     "decoder": Step("seqpar/pipelines/own_loop.py", "Loaded.decode"),
 }
 Stack = tuple[Step, ...]

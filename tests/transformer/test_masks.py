@@ -15,18 +15,17 @@ from torch import Tensor
 
 import seqpar
 from seqpar.families import krea2
-from seqpar.families._find import CUTS, cuts_of
+from seqpar.families._find import CUTS
 from seqpar.graphs.deferred import DeferredResult
 from seqpar.graphs.signature import form_of
 from seqpar.local import reference, sdpa
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer.call import Call
 from seqpar.transformer.masks import Preparation
 from seqpar.types.masks import key_bias
 from tests.support.diffusers_tiny import MODELS, flat, padded
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
-from tests.support.meshes import mesh_for, random
+from tests.support.meshes import random
 from tests.support.pool import Pool
 from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, captured, error
 
@@ -126,8 +125,7 @@ def early(rank: int, world: int, device: torch.device) -> tuple[list[str], float
     """Return what calls of Mochi print, and the error of one whose padding is before its tokens."""
     tiny = MODELS["mochi"]
     module, arguments, name = tiny.build().to(device), tiny.arguments(device), NAMES["mochi"]
-    body, mesh = body_of(module, world, device, "ulysses"), mesh_for("ulysses", world, device)
-    call = Call(module, mesh, body, None, cuts_of(module))
+    call = body_of(module, world, device, "ulysses")
     printed = list[str]()
     for mask in (arguments[name], arguments[name].flip(1), arguments[name].flip(1)):
         with redirect_stdout(io.StringIO()) as shown, StayDouble():

@@ -31,7 +31,7 @@ from tests.support.pool import Pool
 from tests.transformer.test_body import TOLERANCE, body_of, called, error
 from tests.transformer.test_cuts import raised
 
-UNREACHED = "whose attention is to the tokens of its own rank, expected one to those of all ranks"
+UNREACHED = "attends to the tokens of its own rank only"
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -184,7 +184,7 @@ def test_a_processor_is_right_or_refused_on_every_rank(ranks: Pool, case: str, w
         assert message == "nothing was raised"
     else:
         assert type(make()).__name__ in message
-        assert UNREACHED in message or "expected none: its mask" in message
+        assert UNREACHED in message or "not supported on several ranks: its mask" in message
 
 
 # Attention modules of users ------------------------------------------------------------------------------------
@@ -280,15 +280,24 @@ MODULES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "fresh": (fresh, None),
     "doubled": (lambda attn: fresh(attn, Doubled), None),
     "cached": (cached, None),
-    "by hand": (lambda attn: fresh(attn, ByHand), f"got ByHand at blocks.0.attn1, {UNREACHED}"),
-    "forward": (with_forward, f"got WanAttention at blocks.0.attn1, {UNREACHED}"),
+    "by hand": (lambda attn: fresh(attn, ByHand), f"ByHand at blocks.0.attn1 (processor WanAttnProcessor) {UNREACHED}"),
+    "forward": (with_forward, f"WanAttention at blocks.0.attn1 (processor WanAttnProcessor) {UNREACHED}"),
     "alone": (
         Alone,
         "WanAttention at blocks.0.attn1.attn of WanTransformer3DModel inside Alone at blocks.0.attn1 would attend",
     ),
-    "function": (lambda attn: with_processor(attn, by_hand), "got processor by_hand at blocks.0.attn1 of WanAttention"),
-    "frozen": (lambda attn: with_processor(attn, Frozen()), "got processor Frozen at blocks.0.attn1 of WanAttention"),
-    "slots": (lambda attn: with_processor(attn, Slots()), "got processor Slots at blocks.0.attn1 of WanAttention"),
+    "function": (
+        lambda attn: with_processor(attn, by_hand),
+        f"WanAttention at blocks.0.attn1 (processor by_hand) {UNREACHED}",
+    ),
+    "frozen": (
+        lambda attn: with_processor(attn, Frozen()),
+        f"WanAttention at blocks.0.attn1 (processor Frozen) {UNREACHED}",
+    ),
+    "slots": (
+        lambda attn: with_processor(attn, Slots()),
+        f"WanAttention at blocks.0.attn1 (processor Slots) {UNREACHED}",
+    ),
 }
 
 
@@ -344,5 +353,5 @@ def patched(rank: int, world: int, device: torch.device) -> tuple[list[str], flo
 def test_a_class_of_diffusers_that_a_user_changed_is_refused_until_it_is_changed_back(ranks: Pool) -> None:
     for messages, last in ranks.run(2, patched):
         assert messages == [messages[0]] * 2
-        assert messages[0].startswith(f"got WanAttnProcessor at blocks.0.attn1, {UNREACHED}")
+        assert messages[0].startswith(f"WanAttention at blocks.0.attn1 (processor WanAttnProcessor) {UNREACHED}")
         assert last < TOLERANCE

@@ -163,7 +163,7 @@ def test_verifying_compares_attention_that_weighs_padding(ranks: Pool, fault: bo
 
 def refused(rank: int, world: int, device: torch.device) -> list[str]:
     """Return the messages for masks of other tokens or rows than the call has; each is refused in the first call."""
-    (call, _), messages, whole = one_call(world, device), [], mask_of("alike", 3).to(device)
+    call, messages, whole = one_call(world, device), [], mask_of("alike", 3).to(device)
     for mask in (whole[:2, :TEXT], torch.cat([whole, whole[:, -4:]], dim=1)[:2], whole, whole[0]):
         with pytest.raises(ValueError, match=r"got .*mask") as caught:
             call(**{**arguments("alike", device), "attention_mask": mask}, return_dict=False)

@@ -31,6 +31,7 @@ from seqpar.transformer import lora as adapters
 from seqpar.transformer import masks
 from seqpar.transformer.blocks import BlockHook
 from seqpar.transformer.forward import CallState
+from seqpar.transformer.hooks import ShardHook
 from seqpar.transports.collective.exchange import CollectiveToHeads
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -295,9 +296,10 @@ def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def last_layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's tokens be ten percent off after all blocks, in the ranks' run."""
-    true: Any = CallState.gather
+    true: Any = ShardHook.post_forward
 
-    def gather(state: CallState, x: Tensor, *where: Any) -> Tensor:
-        return true(state, x * 1.1 if is_last(rank) and state.axis.size > 1 else x, *where)
+    def post_forward(hook: ShardHook, module: nn.Module, output: Any) -> Any:
+        wrong = is_last(rank) and hook.state.axis.size > 1 and hook._place.gathers
+        return true(hook, module, output * 1.1 if wrong else output)
 
-    patch.setattr(CallState, "gather", gather)
+    patch.setattr(ShardHook, "post_forward", post_forward)

@@ -411,7 +411,7 @@ class DiffusersModel:
             ("state", rounded if self._why_rounded is None else f"as the pipeline keeps it: {self._why_rounded}")
         )
         call: Any = call_of(next(iter(transformers_of(pipe).values())))
-        why_eager = "no GPU" if self.mesh.device.type == "cpu" else call.body.why_eager()
+        why_eager = "no GPU" if self.mesh.device.type == "cpu" else call.why_eager()
         graph = "a call of the transformer is one CUDA graph" if why_eager is None else f"none: {why_eager}"
         return [*notes, ("graph", graph)]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from diffusers.models.embeddings import PatchEmbed
 from diffusers.models.normalization import AdaLayerNormZero
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from seqpar.attention import ulysses

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from seqpar.cli.interrupted import Ends, leaves, take
+from seqpar.cli.signals import Handler, leaves, take
 
 if __name__ == "__main__":
-    take(Ends(leaves(), at_once=True))  # imports take seconds
+    take(Handler("leave", leaves()))  # imports take seconds
     from seqpar.cli.main import sample
 
     sample()

@@ -135,7 +135,7 @@ class PlanArgs(Options):
 
 
 @dataclass(frozen=True)
-class FidelityArgs(Options):
+class VerifyArgs(Options):
     """Compare all strategies, transports and data types with one rank in full precision; fail if one is less precise
     than it should be."""
 
@@ -143,7 +143,7 @@ class FidelityArgs(Options):
     """Number of denoising steps; each takes ten to twenty evaluations of the model by one rank alone."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type to compare; auto compares fp32 and bf16, on GPUs fp16, too (in exact mode bf16 and fp16)."""
-    out: Path = Path("fidelity.json")
+    out: Path = Path("verify.json")
     """File of the verdicts, with flags and versions."""
     gpus: int | None = None
     """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""

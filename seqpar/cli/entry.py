@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from seqpar import __version__
-from seqpar.cli.interrupted import Ends, leaves, take
-from seqpar.cli.quick_exit import quick_exit
+from seqpar.cli.signals import Handler, leaves, quick_exit, take
 
 SERVE = "serve"
 COMMANDS = {
@@ -17,10 +16,11 @@ COMMANDS = {
     SERVE: "Start an OpenAI-compatible server",
     "plan": "Predict time and memory per layout (loads no weights)",
     "profile": "Measure where step time goes, per rank",
-    "fidelity": "Compare all strategies and data types with one rank",
+    "verify": "Compare all strategies and data types with one rank",
     "convert": "Convert a published checkpoint to diffusers format",
 }
 INTERNAL = ("replica",)  # the ranks of a server
+RENAMED = {"fidelity": "verify"}
 HELP = f"""usage: seqpar COMMAND [options]
 
 Generate images and videos with diffusion transformers on one or more GPUs.
@@ -44,7 +44,7 @@ def main() -> None:
     words = sys.argv[1:]
     if not words or words[0] not in (*COMMANDS, *INTERNAL):
         raise SystemExit(_without_command(words))
-    take(Ends(leaves(), at_once=True))  # imports take seconds
+    take(Handler("leave", leaves()))  # imports take seconds
     if words[0] == SERVE:
         from seqpar.serve.front.command import main as serve
 
@@ -64,6 +64,8 @@ def _without_command(words: Sequence[str]) -> int:
         code = MISTAKE
     elif words[0] == "--version":
         text = f"seqpar {__version__}"
+    elif words[0] in RENAMED:
+        text, code = f"error: seqpar {words[0]} is now seqpar {RENAMED[words[0]]}", MISTAKE
     elif words[0] not in ("-h", "--help"):
         near = get_close_matches(words[0], COMMANDS, 1)
         fix = f"did you mean {near[0]}?" if near else "seqpar --help lists the commands"

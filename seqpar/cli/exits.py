@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,9 +27,12 @@ from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
-from seqpar.cli.interrupted import AGENT, REPORTS, Stopped, ends_when_stopped, leaves
+from seqpar.cli.args import Args, ProfileArgs
+from seqpar.cli.signals import AGENT, REPORTS, Handler, Stopped, ends_when_stopped, handled, leaves
 from seqpar.mesh import mesh as meshes
+from seqpar.mesh.boundary import CancelledError, StepBoundary
 from seqpar.mesh.errors import is_failure
+from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.processes import MEETING
 from seqpar.mesh.watch import is_lost
 
@@ -171,6 +174,27 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
             if isinstance(cause, KeyboardInterrupt):
                 leave(cause.number if isinstance(cause, Stopped) else signal.SIGINT)
             _tell(rank, pipe, cause, GRACE_S)
+
+
+@contextmanager
+def stoppable(args: Args, mesh: Mesh) -> Iterator[Callable[[], None]]:
+    """Yield a function that every rank calls between steps: all ranks raise `Stopped` there if one got a signal.
+
+    Without it, ranks on other machines, which a terminal does not reach, would time out. SIGTERM is not noted: it comes
+    from what ends ranks after one has failed, which then calls no boundary. A profile has none, because it would be
+    measured.
+    """
+    if isinstance(args, ProfileArgs):
+        yield lambda: None
+        return
+    handler = Handler("note", leaves())
+    try:
+        with handled(handler, (signal.SIGINT, signal.SIGHUP)):
+            yield StepBoundary(mesh, lambda: None if handler.number is None else "cancelled")
+    except CancelledError:
+        raise Stopped(handler.number or signal.SIGINT) from None
+    if handler.number is not None:  # after the last boundary
+        raise Stopped(handler.number)
 
 
 def _tell(rank: int, pipe: int | None, error: BaseException, grace_s: float) -> NoReturn:

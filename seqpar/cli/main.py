@@ -13,17 +13,16 @@ from typing import Annotated, Any
 
 import tyro
 
-from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs, ProfileArgs, ReplicaArgs
+from seqpar.cli.args import Args, ConvertArgs, PlanArgs, ProfileArgs, ReplicaArgs, VerifyArgs
 from seqpar.cli.exits import guarded
-from seqpar.cli.interrupted import at_once
-from seqpar.cli.quick_exit import quick_exit
 from seqpar.cli.ranks import start, wanted
+from seqpar.cli.signals import at_once, quick_exit
 from seqpar.types.flags import parsed
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Profile = Annotated[ProfileArgs, tyro.conf.subcommand("profile")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
-Fidelity = Annotated[FidelityArgs, tyro.conf.subcommand("fidelity")]
+Verify = Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
 Convert = Annotated[ConvertArgs, tyro.conf.subcommand("convert")]
 Replica = Annotated[ReplicaArgs, tyro.conf.subcommand("replica")]
 
@@ -40,8 +39,8 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Profile | Plan | Fidelity | Convert | Replica
-    args: Args | ProfileArgs | PlanArgs | FidelityArgs | ConvertArgs | ReplicaArgs
+    commands: Any = Sample | Profile | Plan | Verify | Convert | Replica
+    args: Args | ProfileArgs | PlanArgs | VerifyArgs | ConvertArgs | ReplicaArgs
     args = parsed(commands, words, "seqpar", shows=rank == 0)
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
@@ -64,11 +63,11 @@ def command(words: Sequence[str], rank: int = 0) -> None:
             from seqpar.cli.replica import run_replica
 
         run_replica(args)
-    elif isinstance(args, FidelityArgs):
+    elif isinstance(args, VerifyArgs):
         with at_once():
-            from seqpar.cli.verify import run_fidelity
+            from seqpar.cli.verify import run_verify
 
-        run_fidelity(args)
+        run_verify(args)
     else:
         with at_once():
             from seqpar.cli.sample import run
@@ -76,7 +75,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         run(args)
 
 
-def _is_start(args: Args | FidelityArgs | ReplicaArgs) -> bool:
+def _is_start(args: Args | VerifyArgs | ReplicaArgs) -> bool:
     """Return whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
     count, world = wanted(args.gpus, args.ranks), os.environ.get("WORLD_SIZE")  # set in each rank
     asked = args.gpus is not None or args.ranks is not None

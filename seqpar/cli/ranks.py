@@ -22,7 +22,7 @@ from typing import get_args
 import torch
 
 from seqpar.cli.exits import STARTER, Kind, Report, Reports
-from seqpar.cli.interrupted import REPORTS, SIGNALS
+from seqpar.cli.signals import REPORTS, SIGNALS
 from seqpar.mesh.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
 from seqpar.types.arguments import check_whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqpar.cli.args import ReplicaArgs
 from seqpar.cli.job import DTYPES
-from seqpar.cli.quick_exit import quick_exit
+from seqpar.cli.signals import quick_exit
 from seqpar.mesh import mesh as meshes
 from seqpar.mesh.watch import Deadlines
 from seqpar.serve.ranks.loop import run

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from seqpar.cli.args import Args
+from seqpar.cli.exits import stoppable
 from seqpar.cli.job import check_decoding, checked, named, outputs, parse_size
 from seqpar.cli.plan import dry_run, preferences_of
 from seqpar.cli.profiling import check_profile, profiled
-from seqpar.cli.stopping import stoppable
 from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh

@@ -1,4 +1,4 @@
-"""`seqpar fidelity`: compare every way in which these processes can compute pictures, and fail if one is too wrong."""
+"""`seqpar verify`: compare every way in which these processes can compute pictures, and fail if one is too wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 
 import torch
 
-from seqpar.cli.args import Args, FidelityArgs, Options
+from seqpar.cli.args import Args, Options, VerifyArgs
 from seqpar.cli.job import DTYPES, check
 from seqpar.cli.plan import preferences_of
 from seqpar.cli.summary import versions
@@ -26,7 +26,7 @@ RANDOM = (
 )
 
 
-def run_fidelity(args: FidelityArgs) -> None:
+def run_verify(args: VerifyArgs) -> None:
     """The whole path from flags to the table; FloatingPointError if a way does not hold. Every rank calls it."""
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
@@ -55,7 +55,7 @@ def run_fidelity(args: FidelityArgs) -> None:
         raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
 
 
-def checked(args: FidelityArgs, ranks: Mesh) -> OwnJob:
+def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     """Return the job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if any(not 1 <= count <= world for count in args.counts):
@@ -70,13 +70,13 @@ def checked(args: FidelityArgs, ranks: Mesh) -> OwnJob:
     return job
 
 
-def _as_sample(args: FidelityArgs) -> Args:
+def _as_sample(args: VerifyArgs) -> Args:
     """Return the flags of the run that is compared."""
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
     return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 
-def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]:
+def _dtypes(args: VerifyArgs, device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the data types to compare; ValueError for those that exact mode has no kernels for."""
     if args.dtype != "auto":
         if args.exact and DTYPES[args.dtype].itemsize > 2:
@@ -86,7 +86,7 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
     return half if args.exact else (torch.float32, *half)
 
 
-def _head(args: FidelityArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
+def _head(args: VerifyArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
     """Return the lines that say what is compared with what, and what a reader of the table must know."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     known = {
@@ -104,7 +104,7 @@ def _head(args: FidelityArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Se
     return "\n".join([*lines, *(f"note      {note}" for note in shown)])
 
 
-def _write(args: FidelityArgs, rows: Sequence[Row]) -> None:
+def _write(args: VerifyArgs, rows: Sequence[Row]) -> None:
     """Write flags, versions and rows as JSON, whole or not at all."""
     facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
     with written(args.out) as path:

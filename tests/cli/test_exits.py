@@ -19,7 +19,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, cause_of, guarded, kind_of, line_of
-from seqpar.cli.interrupted import Stopped
+from seqpar.cli.signals import Stopped
 from seqpar.local import reference
 from seqpar.mesh import processes
 from seqpar.mesh.watch import LostRankError

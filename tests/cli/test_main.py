@@ -36,7 +36,7 @@ def test_help_is_one_screen_with_the_commands_of_users() -> None:
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
     listed = re.findall(r"^  ([a-z]+) ", entry.HELP.partition("options:")[0], re.MULTILINE)
-    assert listed == ["sample", "serve", "plan", "profile", "fidelity", "convert"]
+    assert listed == ["sample", "serve", "plan", "profile", "verify", "convert"]
 
 
 @pytest.mark.parametrize("name", entry.COMMANDS)
@@ -61,6 +61,7 @@ def test_every_command_that_help_lists_exists(
         ("smaple --help", 2, "", "error: 'smaple' is not a command; did you mean sample?"),
         ("server", 2, "", "error: 'server' is not a command; did you mean serve?"),
         ("replicas", 2, "", "error: 'replicas' is not a command; seqpar --help lists the commands"),
+        ("fidelity --gpus 2", 2, "", "error: seqpar fidelity is now seqpar verify"),
         ("--prompt cat", 2, "", "error: '--prompt' is not a command; seqpar --help lists the commands"),
     ],
     ids=str,

@@ -19,9 +19,9 @@ from torch.distributed.run import main as agent
 from launch.benches.fault_job import BAR
 from seqpar.cli import entry
 from seqpar.cli.args import Args
-from seqpar.cli.interrupted import SIGNALS
+from seqpar.cli.exits import stoppable
 from seqpar.cli.main import main, sample
-from seqpar.cli.stopping import stoppable
+from seqpar.cli.signals import SIGNALS
 from seqpar.cli.summary import Progress
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import pictures

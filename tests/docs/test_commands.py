@@ -11,7 +11,7 @@ import pytest
 import tyro
 from torch.distributed.run import main as agent
 
-from seqpar.cli.main import Convert, Fidelity, Plan, Replica, Sample, sample
+from seqpar.cli.main import Convert, Plan, Replica, Sample, Verify, sample
 from seqpar.serve.front.command import ServeArgs
 from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
 from tests.support.forks import Forked
@@ -57,7 +57,7 @@ def test_a_command_without_a_test_is_found(text: str) -> None:
 
 def flags(command: str) -> tuple[Any, list[str]] | None:
     """Return the parser of a command of ours and its words; None for other programs and for outlines ([--flag])."""
-    kinds: Any = Sample | Plan | Fidelity | Convert | Replica
+    kinds: Any = Sample | Plan | Verify | Convert | Replica
     _, script, rest = command.partition("launch/sample.py")
     if "[" in command or not (script or "seqpar " in command or "-m seqpar.cli " in command):
         return None

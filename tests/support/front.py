@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = [sys.executable, "-u", "-m", "tests.support.fake_replica"]
 RUN = """
 import sys
-from seqpar.cli.quick_exit import quick_exit
+from seqpar.cli.signals import quick_exit
 from seqpar.serve.front.command import main
 code = main(sys.argv[1:], CHILD)
 print("torch was loaded" if "torch" in sys.modules else "torch was not loaded", file=sys.stderr)

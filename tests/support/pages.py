@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(
-    r"seqpar (sample|plan|fidelity|convert|serve|replica) |python3? (-|\w+/)|pytest\b"
+    r"seqpar (sample|plan|verify|convert|serve|replica) |python3? (-|\w+/)|pytest\b"
     r"|(torchrun|pip|curl|bash|srun|hf|mkdocs) "
 )
 MARK = re.compile(r"<!-- (.+) -->\n*\Z")

@@ -1,4 +1,4 @@
-"""`seqpar fidelity` from flags to its table."""
+"""`seqpar verify` from flags to its table."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.cli.args import FidelityArgs
-from seqpar.cli.verify import RANDOM, _head, checked, run_fidelity
+from seqpar.cli.args import VerifyArgs
+from seqpar.cli.verify import RANDOM, _head, checked, run_verify
 from seqpar.mesh.mesh import Mesh
 from tests.support.pool import Pool
 from tests.verifying.faults import Fault, ending, lost_shard, none
 
 
-def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fault: Fault) -> tuple[str, str]:
+def printed(rank: int, world: int, device: torch.device, args: VerifyArgs, fault: Fault) -> tuple[str, str]:
     """Return what rank prints, and the error with which it ends."""
-    return ending(rank, fault, lambda: run_fidelity(args))
+    return ending(rank, fault, lambda: run_verify(args))
 
 
 def test_a_table_is_printed_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "new" / "verdicts.json"
-    args = FidelityArgs(classes=("cat",), steps=1, strategy="kv_gather", transport="collective", out=out)
+    args = VerifyArgs(classes=("cat",), steps=1, strategy="kv_gather", transport="collective", out=out)
     (shown, ended), (_, other) = ranks.run(2, printed, args, none)
     assert ended == other == ""
     for text in (
@@ -42,7 +42,7 @@ def test_a_table_is_printed_and_the_verdicts_are_written(ranks: Pool, tmp_path: 
 
 def test_a_fault_ends_in_an_error_that_names_it_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "dtype": "bf16"}
-    args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path / "verdicts.json", **flags)
+    args = VerifyArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path / "verdicts.json", **flags)
     for shown, ended in ranks.run(2, printed, args, lost_shard):
         assert ended.startswith(
             "got bfloat16, 2 ranks, ulysses 2, ulysses, collective: attention in blocks.0 of step 1"
@@ -52,9 +52,9 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_verdicts_are_written(ran
 
 
 def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
-    args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path / "verdicts.json"), Mesh.single()
+    args, alone = VerifyArgs("dit-s/8", ("1",), size="128", out=tmp_path / "verdicts.json"), Mesh.single()
     assert RANDOM in _head(args, checked(args, alone), alone, "1 way", ())
-    assert RANDOM not in _head(args, checked(FidelityArgs(out=tmp_path / "verdicts.json"), alone), alone, "1 way", ())
+    assert RANDOM not in _head(args, checked(VerifyArgs(out=tmp_path / "verdicts.json"), alone), alone, "1 way", ())
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
         (
@@ -63,4 +63,4 @@ def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            run_fidelity(FidelityArgs(**{**vars(args), **wrong}))
+            run_verify(VerifyArgs(**{**vars(args), **wrong}))

@@ -43,17 +43,14 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
         if name in parameters:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not request.images:
-        request.refuse("expected --image, too: it says how far a picture is changed", strength=request.strength)
+        request.refuse("it changes an input image; add --image", strength=request.strength)
         if needs_picture(kind):
-            raise ValueError(
-                f"got --model {request.model} without --image, expected one: {kind.__name__} begins with it"
-            )
+            raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
     sister = class_of_pictures(kind, index)
     if sister is None:
-        got = f"got --image {' '.join(map(str, request.images))} with --model {request.model}"
-        expected = f"expected none: {kind.__name__} takes no picture"
-        raise ValueError(f"{got}, {expected}; name a model that edits pictures, or makes videos of them")
+        other = "use a model that edits images or generates videos from them"
+        request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)
     _check_count(request, sister.__name__)
     return sister
 
@@ -139,10 +136,11 @@ def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
 def _check_count(request: GenerationRequest, name: str) -> None:
     """Raise ValueError for more pictures, or more results, than a pipeline takes."""
     if len(request.images) > 1 and not _find.takes_several_images(name):
-        request.refuse(f"expected one picture, which serves all prompts: {name} takes no more", image=request.images)
+        request.refuse(f"{name} takes one input image, for all prompts", image=request.images)
     if _find.makes_one_result(name) and len(request.pictures) > 1:
-        got = f"got {len(request.pictures)} pictures to make with --image"
-        raise ValueError(f"{got}, expected one: {name} takes one prompt; run it again for others")
+        raise ValueError(
+            f"{len(request.pictures)} results with --image, but {name} takes one prompt; run it once for each"
+        )
 
 
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
@@ -163,29 +161,29 @@ def frame_rate(request: GenerationRequest, parameters: Mapping[str, inspect.Para
 
 def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
-    request.refuse(f"expected none: {name} takes texts", classes=request.classes)
+    request.refuse(f"{name} takes prompts", classes=request.classes)
     request.refuse(FOR_CLASSES, respacing=request.respacing)
-    request.refuse("expected none: its files say the number", heads=request.heads)
-    request.refuse(
-        "expected none: diffusers' loop has none", eta=request.eta, guidance_channels=request.guidance_channels
-    )
+    request.refuse("its files state the number", heads=request.heads)
+    request.refuse("diffusers' loop has no such setting", eta=request.eta, guidance_channels=request.guidance_channels)
     if "num_frames" not in parameters:
-        request.refuse(f"expected none: {name} makes no videos", frames=request.frames, fps=request.fps)
+        request.refuse(f"{name} generates images, no videos", frames=request.frames, fps=request.fps)
     if "enable_temporal_reasoning" in parameters:
-        request.refuse(
-            f"expected none: {name} makes five frames, of which the last is its result", frames=request.frames
-        )
+        request.refuse(f"{name} generates five frames and returns the last", frames=request.frames)
     if "strength" in parameters and not draws_anew(parameters):
-        request.refuse(f"expected none: that of {name} says how firmly a picture is kept", strength=request.strength)
+        request.refuse(
+            f"for {name} it means how closely the image is kept; use seqpar.load for it", strength=request.strength
+        )
     if not request.prompts:
-        raise ValueError(f"got --model {request.model} without --prompt, expected one: {name} takes texts")
-    known, plain = ("self", "prompt", "image"), inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
-    needed = [key for key in needed if key not in known]
-    if "prompt" not in parameters or needed:
-        takes = ", ".join(needed) or "no prompt"
+        raise ValueError(f"--model {request.model} needs --prompt: {name} takes prompts")
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    others = ", ".join(sorted(required - {"self", "prompt", "image"}))
+    if "prompt" not in parameters or others:
         raise ValueError(
-            f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt and a picture"
+            f"{name} takes {others or 'no prompt'}; seqpar passes prompts and images alone: use seqpar.load and call it"
         )
 
 
@@ -207,7 +205,7 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
     }
     for argument, (flag, value) in flags.items():
         if argument not in parameters:
-            request.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
+            request.refuse(f"{name} takes no {argument}", **{flag: value})
         elif value is not None:
             arguments[argument] = value
     if request.images:
@@ -224,11 +222,12 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
 def _distilled(request: GenerationRequest, name: str, embeds: bool, count: int) -> dict[str, Any]:
     """Return further arguments of a pipeline with both guidances; ValueError for a flag that would have no effect."""
     if not embeds:
-        without = f"expected --true-guidance: the transformer of this {name} takes no scale as an input"
+        without = f"the transformer of this {name} takes no scale as an input; use --true-guidance"
         request.refuse(without, guidance=request.guidance)
     if (request.true_guidance or 1.0) <= 1:
         request.refuse(
-            "expected --true-guidance over 1, too: without it there is one branch", negative_prompt=request.negative
+            "it has no effect without classifier-free guidance; add --true-guidance over 1",
+            negative_prompt=request.negative,
         )
         return {}
     return {} if request.negative is not None else {"negative_prompt": [""] * count}
@@ -258,8 +257,8 @@ def check_frames(request: GenerationRequest, name: str, frames: Frames | None) -
         below, above = request.frames - over, request.frames - over + factor
         near = f"{below} or {above}" if below > 0 else str(above)
         counted = f"{rest} more than a multiple of {factor}" if rest else f"a multiple of {factor}"
-        why = f"the decoder of this {name} makes {factor} frames of a latent one"
-        raise ValueError(f"got --frames {request.frames}, expected {counted}, as {near}: {why}")
+        why = f"the decoder of {name} generates {factor} frames per latent frame"
+        raise ValueError(f"got --frames {request.frames}, expected {counted}, such as {near}: {why}")
 
 
 def _fact(vae: Any, field: str) -> Any:

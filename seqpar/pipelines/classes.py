@@ -127,7 +127,7 @@ class Files(_files.Files):
 
     def check(self, request: GenerationRequest) -> OwnJob:
         """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
-        reason = "expected none: this model makes pictures of classes (--classes)"
+        reason = "this model generates images of classes (--classes)"
         texts = {"prompt": request.prompts, "negative_prompt": request.negative}
         request.refuse(reason, **texts, true_guidance=request.true_guidance)
         request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)

@@ -129,7 +129,7 @@ def _guidance(
     if scale is None and "guidance_scale" in parameters:
         scale = parameters["guidance_scale"].default
     if is_distilled(str(parts.index["_class_name"]), parts.index):
-        request.refuse("expected none: this model is distilled, and makes one branch", guidance=request.guidance)
+        request.refuse("this model is distilled: it has one branch", guidance=request.guidance)
         scale = 1.0
     scale = float(scale) if isinstance(scale, (int, float)) else 1.0
     if "true_cfg_scale" in parameters:

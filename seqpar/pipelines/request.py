@@ -10,10 +10,10 @@ from seqpar.loading.lora import Lora
 from seqpar.pipelines.image_files import Picture
 from seqpar.types.guidance import Guidance
 
-FOR_CLASSES = "expected none: it is for models that make pictures of classes"
-NO_VIDEOS = "expected none: this model makes no videos"
-NO_IMAGES = "expected none: this model takes no picture"
-NO_LORA = "expected none: it is for folders of diffusers pipelines that make pictures of texts (--prompt)"
+FOR_CLASSES = "only models of classes take it"
+NO_VIDEOS = "this model generates images, no videos"
+NO_IMAGES = "this model takes no input image"
+NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,26 @@ class GenerationRequest:
         return [text for text in self.prompts for _ in range(self.repeat)]
 
     def refuse(self, reason: str, **flags: object) -> None:
-        """Raise ValueError for the first of these flags (by their names) that is given; reason: why it cannot be."""
+        """Raise ValueError for the first of these flags (by their names) that is given; reason: a clause."""
         for name, value in flags.items():
             if value is not None and value != ():
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                raise ValueError(f"got --{name.replace('_', '-')} {shown} with --model {self.model}, {reason}")
+                raise ValueError(f"--{name.replace('_', '-')} {shown} with --model {self.model}: {reason}")
 
     def needs_prompts(self) -> None:
-        """Raise ValueError for flags of other models than those that make pictures of texts, and without a prompt."""
-        self.refuse("expected none: this model makes pictures of texts (--prompt)", classes=self.classes)
+        """Raise ValueError for flags that models of prompts do not take, and without a prompt."""
+        self.refuse("this model generates images from prompts (--prompt)", classes=self.classes)
         self.refuse(NO_VIDEOS, frames=self.frames, fps=self.fps)
         self.refuse(NO_IMAGES, image=self.images, strength=self.strength)
         self.refuse(FOR_CLASSES, respacing=self.respacing)
         if not self.prompts:
-            raise ValueError(f"got --model {self.model} without --prompt, expected one: it makes pictures of texts")
+            raise ValueError(f"--model {self.model} needs --prompt: it generates images from prompts")
 
-    def free_guidance(self, scale: float) -> Guidance:
-        """Return classifier-free guidance of `--guidance`, or of this scale without one; ValueError if it is none."""
-        guidance = Guidance(scale if self.guidance is None else self.guidance, self.guidance_channels)
+    def free_guidance(self, default: float) -> Guidance:
+        """Return classifier-free guidance of `--guidance`, or of the default scale."""
+        guidance = Guidance(default if self.guidance is None else self.guidance, self.guidance_channels)
         if self.guidance_channels is not None and not guidance.on:
-            off = f"with --guidance {guidance.scale:g}, expected guidance over 1: without it there is nothing to guide"
-            raise ValueError(f"got --guidance-channels {self.guidance_channels} {off}")
+            raise ValueError(
+                f"--guidance-channels {self.guidance_channels} needs guidance over 1, got --guidance {guidance.scale:g}"
+            )
         return guidance

@@ -32,7 +32,7 @@ from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser_parts
 from seqpar.pipelines.own_loop import Encode, FromTexts, OwnJob, described, drawn_in, generated
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.request import NO_LORA, GenerationRequest
 from seqpar.pipelines.unidiffuser_parts import captions, image_streams, text_encoder
 from seqpar.types.guidance import Guidance, check_pictures
 
@@ -54,11 +54,10 @@ class Files(unidiffuser_parts.Files):
     def check(self, request: GenerationRequest) -> OwnJob:
         """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
         request.needs_prompts()
-        noise = "expected none: the unconditional branch takes noise as its text"
+        noise = "the unconditional branch takes noise as its text"
         request.refuse(noise, negative_prompt=request.negative)
-        request.refuse("expected none: --guidance is classifier-free here", true_guidance=request.true_guidance)
-        loras = "expected none: LoRA files are for pipelines with a transformer of diffusers"
-        request.refuse(loras, lora=request.loras)
+        request.refuse("--guidance is classifier-free for this model", true_guidance=request.true_guidance)
+        request.refuse(NO_LORA, lora=request.loras)
         prompts, guidance = request.pictures, request.free_guidance(GUIDANCE)
         return self.job(
             Pipeline,

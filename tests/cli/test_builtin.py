@@ -55,8 +55,8 @@ def test_a_prompt_alone_is_drawn_by_the_model_of_texts(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("builtin", "got --prompt a with --model builtin, expected none: this model makes pictures of classes"),
-        ("builtin-text", "got --classes 7 with --model builtin-text, expected none: FluxPipeline takes texts"),
+        ("builtin", "--prompt a with --model builtin: this model generates images of classes"),
+        ("builtin-text", "--classes 7 with --model builtin-text: FluxPipeline takes prompts"),
     ],
 )
 def test_classes_and_a_prompt_are_refused_together(tmp_path: Path, model: str, message: str) -> None:

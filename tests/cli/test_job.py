@@ -26,10 +26,7 @@ from tests.support.tiny import diffusers_dit, original_state_dict
     [
         ({"seed": -1}, "got --seed=-1, expected a whole number from 0 to 9223372036854775807"),
         ({"seed": 2**63}, "got --seed=9223372036854775808"),
-        (
-            {"guidance": 1.0, "guidance_channels": 3},
-            "got --guidance-channels 3 with --guidance 1, expected guidance over",
-        ),
+        ({"guidance": 1.0, "guidance_channels": 3}, "--guidance-channels 3 needs guidance over 1, got --guidance 1"),
         ({"guidance_channels": 5}, "got guidance on 5 channels"),
         ({"eta": 2.0}, "got eta 2, expected 0"),
         ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),

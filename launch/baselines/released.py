@@ -6,6 +6,7 @@ can build the same model beside any version of the project.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -358,181 +359,9 @@ def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
 
 # Models -----------------------------------------------------------------------------------------------------------
 
-JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
-FLUX: Mapping[str, Any] = {
-    **JOINT,
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-}
-CHROMA: Mapping[str, Any] = {
-    **{name: value for name, value in FLUX.items() if name not in ("pooled_projection_dim", "guidance_embeds")},
-    "approximator_num_channels": 64,
-    "approximator_hidden_dim": 5120,
-    "approximator_layers": 5,
-}
-COGVIDEOX: Mapping[str, Any] = {
-    "num_attention_heads": 48,
-    "attention_head_dim": 64,
-    "in_channels": 16,
-    "out_channels": 16,
-    "time_embed_dim": 512,
-    "text_embed_dim": 4096,
-    "num_layers": 42,
-    "patch_size": 2,
-    "use_rotary_positional_embeddings": True,
-}
-FLUX2: Mapping[str, Any] = {
-    "patch_size": 1,
-    "in_channels": 128,
-    "num_layers": 8,
-    "num_single_layers": 48,
-    "attention_head_dim": 128,
-    "num_attention_heads": 48,
-    "joint_attention_dim": 15360,
-    "mlp_ratio": 3.0,
-    "axes_dims_rope": (32, 32, 32, 32),
-}
-KREA2: Mapping[str, Any] = {
-    "in_channels": 64,
-    "num_layers": 28,
-    "attention_head_dim": 128,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 12,
-    "intermediate_size": 16384,
-    "timestep_embed_dim": 256,
-    "text_hidden_dim": 2560,
-    "num_text_layers": 12,
-    "text_num_attention_heads": 20,
-    "text_num_key_value_heads": 20,
-    "text_intermediate_size": 6912,
-    "num_layerwise_text_blocks": 2,
-    "num_refiner_text_blocks": 2,
-    "axes_dims_rope": (32, 48, 48),
-    "rope_theta": 1000.0,
-}
-FLUX3: Mapping[str, Any] = {  # the class's own: none was published beside it
-    "in_channels": 128,
-    "cond_in_channels": 128,
-    "num_layers": 5,
-    "num_single_layers": 28,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 20480,
-    "mlp_ratio": 3.0,
-    "axes_dims_rope": (32, 32, 32, 32),
-}
-QWEN: Mapping[str, Any] = {
-    **JOINT,
-    "patch_size": 2,
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 60,
-    "joint_attention_dim": 3584,
-}
-SD35: Mapping[str, Any] = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 38,
-    "attention_head_dim": 64,
-    "num_attention_heads": 38,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 2432,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-}
-WAN: Mapping[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-}
-LTX: Mapping[str, Any] = {
-    "in_channels": 128,
-    "out_channels": 128,
-    "num_attention_heads": 32,
-    "attention_head_dim": 64,
-    "cross_attention_dim": 2048,
-    "num_layers": 28,
-    "caption_channels": 4096,
-}
-LTX2: Mapping[str, Any] = {
-    "in_channels": 128,
-    "out_channels": 128,
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "cross_attention_dim": 4096,
-    "audio_in_channels": 128,
-    "audio_out_channels": 128,
-    "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 64,
-    "audio_cross_attention_dim": 2048,
-    "num_layers": 48,
-    "caption_channels": 3840,
-    "rope_type": "split",
-}
-
-Z_IMAGE: Mapping[str, Any] = {
-    "in_channels": 16,
-    "dim": 3840,
-    "n_layers": 30,
-    "n_refiner_layers": 2,
-    "n_heads": 30,
-    "n_kv_heads": 30,
-    "cap_feat_dim": 2560,
-    "axes_dims": (32, 48, 48),
-    "axes_lens": (1024, 512, 512),
-}
-HUNYUAN: Mapping[str, Any] = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "num_layers": 20,
-    "num_single_layers": 40,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 4.0,
-    "patch_size": 2,
-    "patch_size_t": 1,
-    "guidance_embeds": True,
-    "text_embed_dim": 4096,
-    "pooled_projection_dim": 768,
-    "rope_axes_dim": (16, 56, 56),
-}
-HUNYUAN15: Mapping[str, Any] = {
-    "in_channels": 65,
-    "out_channels": 32,
-    "num_attention_heads": 16,
-    "attention_head_dim": 128,
-    "num_layers": 54,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 4.0,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "text_embed_dim": 3584,
-    "text_embed_2_dim": 1472,
-    "image_embed_dim": 1152,
-    "rope_axes_dim": (16, 56, 56),
-    "target_size": 640,
-    "task_type": "t2v",
-}
-
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
+FOUR_AXES: Mapping[str, Any] = {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)}
 NARROW_KREA2: Mapping[str, Any] = {
     **FEW,
     "num_key_value_heads": 2,
@@ -548,172 +377,96 @@ NARROW_KREA2: Mapping[str, Any] = {
 NARROW_HUNYUAN: Mapping[str, Any] = {**FEW, "rope_axes_dim": (4, 6, 6), "text_embed_dim": 12}
 NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
 NARROW_LTX: Mapping[str, Any] = {**FEW, "cross_attention_dim": 64, "caption_channels": 12}
-
-CHROMA1_HD = Released(
-    "chroma1-hd",
-    "ChromaTransformer2DModel",
-    CHROMA,
-    squarest(4096),
-    512,
-    chroma_inputs,
-    {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16},
-    cheap={"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1},
-)
-RELEASED: Mapping[str, Released] = {
-    model.name: model
-    for model in (
-        Released(
-            "flux.1-dev",
-            "FluxTransformer2DModel",
-            FLUX,
-            squarest(4096),
-            512,
-            flux_inputs,
-            {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8},
-        ),
-        CHROMA1_HD,
-        replace(CHROMA1_HD, name="chroma1-hd-prompt", inputs=partial(chroma_inputs, words=64)),
-        Released(
-            "cogvideox-5b",
-            "CogVideoXTransformer3DModel",
-            COGVIDEOX,
-            (13, 30, 45),
-            226,
-            cogvideox_inputs,
-            {**FEW, "text_embed_dim": 12, "time_embed_dim": 8},
-        ),
-        Released(
-            "flux.2-dev",
-            "Flux2Transformer2DModel",
-            FLUX2,
-            squarest(4096),
-            512,
-            flux2_inputs,
-            {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
-        ),
-        Released("krea-2", "Krea2Transformer2DModel", KREA2, squarest(4096), 512, krea2_inputs, NARROW_KREA2),
-        Released(
-            "krea-2-prompt",
-            "Krea2Transformer2DModel",
-            KREA2,
-            squarest(4096),
-            64,
-            krea2_inputs,
-            NARROW_KREA2,
-            padded=512,
-        ),
-        Released(
-            "flux.3",
-            "Flux3Transformer2DModel",
-            FLUX3,
-            squarest(4096),
-            512,
-            flux3_inputs,
-            {**NARROW, "num_single_layers": 2, "cond_in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
-        ),
-        Released(
-            "qwen-image",
-            "QwenImageTransformer2DModel",
-            QWEN,
-            squarest(4096),
-            128,
-            qwen_inputs,
-            {**NARROW, "out_channels": 4},
-        ),
-        Released(
-            "qwen-image-edit",
-            "QwenImageTransformer2DModel",
-            {**QWEN, "zero_cond_t": True},
-            (2, 64, 64),
-            128,
-            qwen_inputs,
-            {**NARROW, "out_channels": 4},
-        ),
-        Released(
-            "sd3.5-large",
-            "SD3Transformer2DModel",
-            SD35,
-            squarest(4096),
-            333,
-            sd3_inputs,
-            {**FEW, "joint_attention_dim": 12, "caption_projection_dim": 64, "pooled_projection_dim": 8},
-        ),
-        Released(
-            "hunyuan-video",
-            "HunyuanVideoTransformer3DModel",
-            HUNYUAN,
-            (33, 34, 60),
-            64,
-            hunyuan_video_inputs,
-            {**NARROW_HUNYUAN, "num_single_layers": 2, "pooled_projection_dim": 8},
-            padded=256,
-        ),
-        Released(
-            "hunyuan-video-1.5",
-            "HunyuanVideo15Transformer3DModel",
-            HUNYUAN15,
-            (31, 30, 53),
-            64,
-            hunyuan_video15_inputs,
-            {**NARROW_HUNYUAN, "text_embed_2_dim": 8, "image_embed_dim": 8},
-            padded=1000,
-        ),
-        Released("wan2.1-14b", "WanTransformer3DModel", WAN, (21, 30, 52), 512, wan_inputs, NARROW_WAN, joined=False),
-        Released("wan2.2-14b", "WanTransformer3DModel", WAN, (21, 45, 80), 512, wan_inputs, NARROW_WAN, joined=False),
-        Released(
-            "wan2.2-ti2v-5b",
-            "WanTransformer3DModel",
-            {
-                **WAN,
-                "num_attention_heads": 24,
-                "in_channels": 48,
-                "out_channels": 48,
-                "ffn_dim": 14336,
-                "num_layers": 30,
-            },
-            (31, 22, 40),
-            512,
-            wan_by_token,
-            NARROW_WAN,
-            joined=False,
-        ),
-        Released(
-            "z-image",
-            "ZImageTransformer2DModel",
-            Z_IMAGE,
-            squarest(4096),
-            128,
-            z_image_inputs,
-            {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "axes_dims": (4, 6, 6)},
-            state="x",
-        ),
-        Released(
-            "ltx-2",
-            "LTX2VideoTransformer3DModel",
-            LTX2,
-            (16, 16, 24),
-            1024,
-            ltx2_inputs,
-            {
-                **NARROW_LTX,
-                "audio_num_attention_heads": 4,
-                "audio_attention_head_dim": 8,
-                "audio_cross_attention_dim": 32,
-            },
-            joined=False,
-        ),
-        Released(
-            "ltx-video-2b", "LTXVideoTransformer3DModel", LTX, (21, 16, 22), 128, ltx_inputs, NARROW_LTX, joined=False
-        ),
-        Released(
-            "ltx-video-13b",
-            "LTXVideoTransformer3DModel",
-            {**LTX, "attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
-            (16, 22, 38),
-            128,
-            ltx_inputs,
-            NARROW_LTX,
-            joined=False,
-        ),
-    )
+NARROW_LTX2: Mapping[str, Any] = {
+    **NARROW_LTX,
+    "audio_num_attention_heads": 4,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 32,
 }
+NARROW_Z_IMAGE: Mapping[str, Any] = {
+    **{"dim": 64, "n_layers": 2, "n_refiner_layers": 1},
+    **{"n_heads": 4, "n_kv_heads": 4, "axes_dims": (4, 6, 6)},
+}
+COGVIDEOX: Mapping[str, Any] = {
+    **{"num_attention_heads": 48, "num_layers": 42},
+    "use_rotary_positional_embeddings": True,
+}
+SD35: Mapping[str, Any] = {
+    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+    **{"pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+}
+WAN_5B: Mapping[str, Any] = {
+    **{"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336},
+    **{"in_channels": 48, "out_channels": 48},
+}
+LTX_13B: Mapping[str, Any] = {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48}
+SQUARE = squarest(4096)
+# of Chroma, whose approximator has buffers of another width
+CHEAP: Mapping[str, Any] = {"num_attention_heads": 1, "joint_attention_dim": 1, "approximator_hidden_dim": 1}
+FLUX: Mapping[str, Any] = {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8}
+CHROMA: Mapping[str, Any] = {**NARROW, "num_single_layers": 2, "approximator_hidden_dim": 16}
+SD3: Mapping[str, Any] = {**FEW, "joint_attention_dim": 12, "caption_projection_dim": 64, "pooled_projection_dim": 8}
+HUNYUAN: Mapping[str, Any] = {**NARROW_HUNYUAN, "num_single_layers": 2, "pooled_projection_dim": 8}
+HUNYUAN15: Mapping[str, Any] = {**NARROW_HUNYUAN, "text_embed_2_dim": 8, "image_embed_dim": 8}
+VIDEO: Mapping[str, Any] = {**FEW, "text_embed_dim": 12, "time_embed_dim": 8}
+QWEN: Mapping[str, Any] = {**NARROW, "out_channels": 4}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of diffusers. inputs, narrow, joined, cheap, state: of `Released`."""
+
+    theirs: str
+    inputs: Inputs
+    narrow: Mapping[str, Any]
+    joined: bool = True
+    cheap: Mapping[str, Any] | None = None
+    state: str = "hidden_states"
+
+    def model(self, name: str, size: tuple[int, ...], text: int, padded: int = 0, **changes: Any) -> Released:
+        """Return a model of this class. changes: arguments that differ from the class's defaults."""
+        parameters = inspect.signature(getattr(diffusers, self.theirs).__init__).parameters.values()
+        config = {each.name: each.default for each in parameters if each.default is not each.empty} | changes
+        names = (self.theirs, config, size, text, self.inputs, self.narrow, self.joined, self.cheap, self.state)
+        return Released(name, *names, padded)
+
+
+FLUX_1 = Family("FluxTransformer2DModel", flux_inputs, FLUX)
+CHROMA_1 = Family("ChromaTransformer2DModel", chroma_inputs, CHROMA, cheap=CHEAP)
+CHROMA_PROMPT = replace(CHROMA_1, inputs=partial(chroma_inputs, words=64))
+COGVIDEOX_1 = Family("CogVideoXTransformer3DModel", cogvideox_inputs, VIDEO)
+FLUX_2 = Family("Flux2Transformer2DModel", flux2_inputs, FOUR_AXES)
+KREA_2 = Family("Krea2Transformer2DModel", krea2_inputs, NARROW_KREA2)
+FLUX_3 = Family("Flux3Transformer2DModel", flux3_inputs, {**FOUR_AXES, "cond_in_channels": 16})
+QWEN_IMAGE = Family("QwenImageTransformer2DModel", qwen_inputs, QWEN)
+SD_3 = Family("SD3Transformer2DModel", sd3_inputs, SD3)
+HUNYUAN_1 = Family("HunyuanVideoTransformer3DModel", hunyuan_video_inputs, HUNYUAN)
+HUNYUAN_15 = Family("HunyuanVideo15Transformer3DModel", hunyuan_video15_inputs, HUNYUAN15)
+WAN = Family("WanTransformer3DModel", wan_inputs, NARROW_WAN, joined=False)
+Z_IMAGE = Family("ZImageTransformer2DModel", z_image_inputs, NARROW_Z_IMAGE, state="x")
+LTX_2 = Family("LTX2VideoTransformer3DModel", ltx2_inputs, NARROW_LTX2, joined=False)
+LTX = Family("LTXVideoTransformer3DModel", ltx_inputs, NARROW_LTX, joined=False)
+
+MODELS = (
+    FLUX_1.model("flux.1-dev", SQUARE, 512, guidance_embeds=True),
+    CHROMA_1.model("chroma1-hd", SQUARE, 512),
+    CHROMA_PROMPT.model("chroma1-hd-prompt", SQUARE, 512),
+    COGVIDEOX_1.model("cogvideox-5b", (13, 30, 45), 226, **COGVIDEOX),
+    FLUX_2.model("flux.2-dev", SQUARE, 512),
+    KREA_2.model("krea-2", SQUARE, 512),
+    KREA_2.model("krea-2-prompt", SQUARE, 64, padded=512),
+    FLUX_3.model("flux.3", SQUARE, 512),  # no weights were published beside the class
+    QWEN_IMAGE.model("qwen-image", SQUARE, 128),
+    QWEN_IMAGE.model("qwen-image-edit", (2, 64, 64), 128, zero_cond_t=True),
+    SD_3.model("sd3.5-large", SQUARE, 333, **SD35),
+    HUNYUAN_1.model("hunyuan-video", (33, 34, 60), 64, padded=256),
+    HUNYUAN_15.model("hunyuan-video-1.5", (31, 30, 53), 64, padded=1000, task_type="t2v"),
+    WAN.model("wan2.1-14b", (21, 30, 52), 512),
+    WAN.model("wan2.2-14b", (21, 45, 80), 512),
+    replace(WAN, inputs=wan_by_token).model("wan2.2-ti2v-5b", (31, 22, 40), 512, **WAN_5B),
+    Z_IMAGE.model("z-image", SQUARE, 128),
+    LTX_2.model("ltx-2", (16, 16, 24), 1024, rope_type="split"),
+    LTX.model("ltx-video-2b", (21, 16, 22), 128),
+    LTX.model("ltx-video-13b", (16, 22, 38), 128, **LTX_13B),
+)
+RELEASED: Mapping[str, Released] = {model.name: model for model in MODELS}

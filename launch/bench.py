@@ -1,11 +1,9 @@
 """Benches: each prints a table and writes JSON lines. `rates` measures a machine for the planner.
 
 python launch/bench.py compare --trees ../other --gpus 2                 # ms and bits of two versions
-torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b   # our loop: layouts, ceilings, other engines
+torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b   # our loop: layouts and ceilings
 torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev     # `parallelize`: ceilings, diffusers, cache-dit
-torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # prompt to PNG by part; or FLUX.1
 python launch/bench.py loading --model qwen-image --folder FOLDER        # seqpar.load beside diffusers' fastest way
-torchrun --nproc_per_node=2 launch/bench.py profiles                     # where the time of models' steps goes, and why
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
@@ -29,21 +27,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import (
-    calls,
-    compare,
-    decode,
-    exchange,
-    faults,
-    latency,
-    loading,
-    measure,
-    pipeline,
-    profiles,
-    serve,
-    soak,
-    steps,
-)
+from launch.benches import calls, compare, decode, exchange, faults, latency, loading, measure, serve, soak, steps
 from seqpar.cli.exits import guarded
 
 # flags of a bench -> the function that runs it
@@ -51,9 +35,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     compare.Compare: compare.main,
     steps.Steps: steps.main,
     calls.Calls: calls.main,
-    pipeline.Pipeline: pipeline.main,
     loading.Loading: loading.main,
-    profiles.Profiles: profiles.main,
     decode.Decode: decode.main,
     exchange.Exchange: exchange.main,
     soak.Soak: soak.main,

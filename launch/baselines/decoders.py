@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launch.baselines.flux_pipeline import VAE
+from launch.baselines.pipelines import VAE
 
 NARROW = (8, 8, 8, 8)
 DETAIL = 0.1  # standard deviation of the latents' noise beside their low frequencies
@@ -42,7 +42,6 @@ class Decoder:
 
     @property
     def video(self) -> bool:
-        """Return whether it decodes videos."""
         return self.frames is not None and self.frames > 1
 
     def build(self, dtype: torch.dtype, device: torch.device, tiny: bool = False) -> Any:
@@ -60,7 +59,6 @@ class Decoder:
         return 1, self.channels, *(() if self.frames is None else (self.latent_frames(frames),)), *sides
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a video."""
         return (frames - 1) // self.frames + 1 if self.video and self.frames else 1
 
 

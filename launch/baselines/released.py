@@ -62,7 +62,6 @@ class Released:
 
     @property
     def tokens(self) -> int:
-        """Return the number of the state's tokens."""
         tokens = 1
         for side in self.size:
             tokens *= side
@@ -70,7 +69,6 @@ class Released:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Return the tokens of the streams that attention joins with the state."""
         return (self.text,) if self.joined else ()
 
     def sized(self, tokens: int | None, text: int | None) -> Released:
@@ -92,7 +90,6 @@ class Released:
         )
 
     def build(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Return diffusers' own transformer with random weights, made on the device."""
         theirs = getattr(diffusers, self.theirs)
         with torch.device("meta"):
             model = theirs(**self.config)
@@ -113,7 +110,6 @@ class Released:
         return model.requires_grad_(False).eval()
 
     def arguments(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of one call; they are the same on every rank."""
         drawn = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -279,7 +275,6 @@ def hunyuan_video15_inputs(model: Released, random: Callable[..., Tensor]) -> di
 
 
 def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a video, text and timestep as `WanPipeline` passes them."""
     sides = (side * own for side, own in zip(model.size, model.config["patch_size"], strict=True))
     video = random(1, model.config["in_channels"], *sides)
     return {

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from launch.baselines.graphs import graphed
 from seqpar.mesh.mesh import Mesh
 
 
@@ -39,7 +37,6 @@ def engine_name(world: int, counts: tuple[int, ...]) -> str:
 
 
 def shared_copy(module: nn.Module) -> Any:
-    """Return a copy of a module with the same weights."""
     return copy.deepcopy(module, {id(x): x for x in (*module.parameters(), *module.buffers())})
 
 
@@ -129,34 +126,3 @@ def compile_blocks(module: Any) -> None:
     for one in module.modules():
         if type(one).__name__ in names:
             one.compile(dynamic=False, options={"triton.cudagraphs": False})
-
-
-class Graphed:
-    """A transformer's forward as one CUDA graph, as users of diffusers write it by hand.
-
-    The first call captures it; later calls copy their tensors in, replay, and copy the result out. All calls must have
-    the same shapes and the same other arguments.
-    """
-
-    def __init__(self, forward: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._forward = forward
-        self._given: dict[str, Tensor] = {}
-        self._made: tuple[Tensor, ...] = ()
-        self._replay: Callable[[], None] | None = None
-
-    def __call__(self, **arguments: Any) -> tuple[Tensor, ...]:
-        """Return what the forward returns with return_dict=False."""
-        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-        if self._replay is None:
-            self._given = {name: x.clone() for name, x in tensors.items()}
-            work = partial(self._forward, **{**arguments, **self._given})
-            work()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
-
-            def keep() -> None:
-                self._made = work()
-
-            self._replay = graphed(keep)
-        for name, x in tensors.items():
-            self._given[name].copy_(x)
-        self._replay()
-        return tuple(x.clone() for x in self._made)

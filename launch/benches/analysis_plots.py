@@ -74,7 +74,6 @@ def _lines(names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_ours(line: dict[str, Any]) -> bool:
-    """Return whether a line is of our engine, of one picture in all its branches of guidance."""
     case = line.get("case")
     if not isinstance(case, dict) or case.get("model") not in MODELS or case.get("images", 1) != 1:
         return False
@@ -96,7 +95,6 @@ def measured_shares() -> tuple[Point, ...]:
 
 
 def measured_times() -> tuple[Point, ...]:
-    """Return the least median ms of a step on each number of GPUs, and its file."""
     least: dict[tuple[str, int, int], Point] = {}
     for file, line in _lines(TIMES):
         if line.get("bench") not in ("steps", "scale", "calls") or not line.get("ms") or not _is_ours(line):

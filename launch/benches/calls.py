@@ -2,11 +2,10 @@
 
     torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev --strategy kv_first ulysses --out lines.jsonl
 
-Our rows are `seqpar.parallelize` around diffusers' transformer: with our model or our blocks on its weights, with
-diffusers' own modules, and with these compiled; on an even number of ranks also both branches of guidance on a cfg
-axis. Peers (`launch/benches/peers.py`) are diffusers' own engine and cache-dit. The reference of a row is the ceiling
-of its strategy: the matrix products and the attention of one rank alone, in one CUDA graph, without the products that
-make the modulation.
+Our rows are `seqpar.parallelize` around diffusers' transformer: with our blocks on its weights, and with diffusers' own
+modules; on an even number of ranks also both branches of guidance on a cfg axis. Peers are diffusers' own engine and
+cache-dit. The reference of a row is the ceiling of its strategy: the GEMMs and the attention of one rank alone, in one
+CUDA graph, without the GEMMs of the modulation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -22,11 +21,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import seqpar
-from launch.baselines.graphs import graphed
 from launch.baselines.released import RELEASED, Released
-from launch.baselines.transformers import compile_blocks, shared_copy
+from launch.baselines.transformers import (
+    backend_for,
+    backends_kept,
+    cached,
+    classes_kept,
+    compile_blocks,
+    device_mesh,
+    engine,
+    engine_name,
+    shared_copy,
+)
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from launch.benches.timing import graphed
 from seqpar.families._find import CUTS, WORK
 from seqpar.families._masks import JOINED
 from seqpar.loop.loop import digest
@@ -79,17 +88,14 @@ class Case:
 
     @cached_property
     def work(self) -> Work:
-        """Return the operations of a call."""
         return WORK[self.model.theirs](self.model.config, self.model.text)
 
     @cached_property
     def theirs(self) -> nn.Module:
-        """Return diffusers' model with random weights."""
         return self.model.build(self.dtype, self.mesh.device)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of a call, the same on every rank."""
         arguments, text = self.model.arguments(self.dtype, self.mesh.device), self.model.text
         masks = CUTS[self.model.theirs].masks.items() if self.args.masked else ()
         for name, stream in masks:
@@ -100,12 +106,10 @@ class Case:
 
     @cached_property
     def truth(self) -> Tensor:
-        """Return the result of diffusers' model on one rank, as it comes."""
         with torch.no_grad():
             return first(self.theirs(**self.arguments, return_dict=False)[0])
 
     def ceiling(self, strategy: str) -> Reference:
-        """Return the ceiling of a strategy, for one branch on all ranks."""
         mine = share(self.work, self.model.tokens, strategy, self.mesh, 1, self.model.others)
         mine = replace(mine, masked=self.args.masked)
         return Reference(f"ceiling of {strategy}", partial(_ceiling, self, mine))
@@ -122,8 +126,6 @@ def main(args: Calls) -> None:
     args.check()
     if args.exact:
         exact.turn_on()
-    from launch.benches.peers import cache_dit, peers  # they import this module
-
     device = Mesh.joined().device
     mesh, known = Mesh.from_env(cfg=1, device=device), RELEASED[args.model]
     for tokens in args.tokens or (None,):
@@ -142,9 +144,7 @@ def main(args: Calls) -> None:
 
 def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
-    world, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    compiled = ["generic, compiled"] * (on_gpu and not case.args.exact)  # which exact mode refuses
-    ways = ["fused blocks", "generic", *compiled]
+    world, ways = case.mesh.world.size, ["fused blocks", "generic"]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
@@ -160,8 +160,6 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     """Parallelize a copy of diffusers' module, which shares its weights."""
     mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
     module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
-    if "compiled" in way:
-        compile_blocks(module)
     transport = "auto" if alone and cfg == 1 else case.args.transport
     chosen = {"local": case.args.local, "transport": transport, "native": not way.startswith("generic")}
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
@@ -198,7 +196,6 @@ class Keeps:
         self.out: Tensor | None = None
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], object]:
-        """Return the work without gradients; its last result is kept."""
 
         @torch.no_grad()
         def step() -> None:
@@ -225,3 +222,70 @@ def _ceiling(case: Case, mine: Share) -> Iterator[Timed]:
     local = choose_local(case.args.local, device, case.dtype, case.work.head_dim, mine.masked).name
     step = ceiling(case.work, mine, local, case.dtype, device)
     yield Timed.of(graphed(step) if device.type == "cuda" else step, device)
+
+
+LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
+
+
+def peers(case: Case) -> Iterator[Row]:
+    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph.
+
+    On several GPUs the fastest also computes both branches of true guidance, one call after the other.
+    """
+    model, mesh, on_gpu = case.model, case.mesh, case.mesh.device.type == "cuda"
+    name = engine_name(mesh.world.size, (model.tokens, *model.others, case.work.heads))
+    about = {"attention": backend_for(mesh.device, case.dtype), "engine": name}
+    ranks, reference = cache(partial(device_mesh, mesh)), case.ceiling("ulysses")
+
+    @cache  # compiling takes a minute: the row in a graph uses the module of the row without
+    def made(compiled: bool) -> Any:
+        twin = engine(case.theirs, name, ranks(), mesh.device, case.dtype)
+        if compiled:
+            compile_blocks(twin)
+        return twin
+
+    for launch in LAUNCHES if on_gpu else LAUNCHES[:1]:
+        ready = partial(_peer, case, made, launch)
+        yield Row("peer", f"{name}, {launch}", ready, reference, about | {"launch": launch})
+    if on_gpu and mesh.world.size % 2 == 0:
+        ready = partial(_peer, case, made, LAUNCHES[-1], 2)
+        yield Row("peer", f"{name}, both branches, {LAUNCHES[-1]}", ready, reference, about | {"cfg": 1}, times=2)
+
+
+def cache_dit(case: Case) -> Iterator[Row]:
+    """Yield cache-dit's Ulysses (without caching) with compiled blocks, without a CUDA graph and in one.
+
+    No graph can hold a forward that copies from the host, as Chroma's. The rows exist where the package is installed,
+    and may come anywhere among others: what cache-dit replaces in diffusers is restored when a row ends.
+    """
+    for launch in LAUNCHES[2:] if case.mesh.device.type == "cuda" and case.mesh.world.size > 1 else ():
+        about = {"engine": "cache-dit Ulysses", "launch": launch}
+        ready = partial(with_cache_dit, case, launch)
+        yield Row("peer", f"cache-dit Ulysses, {launch}", ready, case.ceiling("ulysses"), about)
+
+
+@contextmanager
+def with_cache_dit(case: Case, launch: str) -> Iterator[Timed]:
+    """Set cache-dit's row up; methods and backends of diffusers that it replaces are restored when the row ends."""
+    case.truth.shape  # noqa: B018 (computed now, because diffusers' own call would fail while its methods are replaced)
+    with (
+        classes_kept(),
+        backends_kept(),
+        _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as ready,
+    ):
+        yield ready
+
+
+@contextmanager
+def _peer(case: Case, twins: Callable[[bool], Any], launch: str, branches: int = 1) -> Iterator[Timed]:
+    """Call another engine's module; branches: how often in a step."""
+    module, keeps = twins("compiled" in launch), Keeps(case)
+    step = keeps(lambda: first(module(**case.arguments, return_dict=False)[0]))
+    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+    call = graphed(step) if "graph" in launch else step
+
+    def every() -> None:
+        for _ in range(branches):
+            call()
+
+    yield Timed.of(every, case.mesh.device, keeps.facts)

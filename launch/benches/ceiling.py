@@ -97,7 +97,6 @@ def _block(kind: Alone, weights: Sequence[Tensor], attend: Core) -> None:
 
 
 def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor]) -> Alone:
-    """Return the random inputs and weights of blocks of one kind."""
     # QKV of every stream comes first, because attention needs it
     shapes = sorted(kind.products(mine.tokens, mine.others), key=lambda product: product[1:] != kind.gemms[0])
     made: dict[tuple[int, int], Tensor] = {}
@@ -125,7 +124,6 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor])
 def _inputs(
     random: Callable[..., Tensor], batch: int, dim: int, call: AttentionCall, masked: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return q, k and v of one call, and a key mask if asked; k and v are views of one tensor."""
     k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
     masks = [key_bias(k.new_ones(batch, call.keys, dtype=torch.bool), k.dtype)] if masked else []
     return random(batch, call.queries, call.heads, dim), k, v, *masks

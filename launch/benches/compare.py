@@ -86,7 +86,6 @@ def main(args: Compare) -> None:
 
 
 def measured(work: str, trees: Sequence[Path], args: Compare) -> dict[Path, list[dict[str, Any]]]:
-    """Return the answers of every checkout's ranks, one for each round."""
     answers: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in trees}
     with ExitStack() as stack:
         jobs = {tree: stack.enter_context(_job(work, tree, args)) for tree in trees}

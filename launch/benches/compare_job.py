@@ -47,11 +47,9 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of weights and activations."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def mesh(self, cfg: int = 1, ring: int = 1) -> Any:
-        """Return a mesh of all ranks."""
         return self.seqpar.Mesh.from_env(cfg=cfg, ring=ring, ulysses=self.ranks // cfg // ring, device=self.device)
 
     def wait(self) -> None:
@@ -177,16 +175,15 @@ def picture(at: Setting, pixels: str, steps: str = "28") -> Timer:
 
 
 def flux(at: Setting, small_transformer: bool = False) -> Any:
-    """Return FLUX.1's pipeline with random weights; small: all parts are."""
-    parts, known = import_module("launch.baselines.flux_pipeline"), import_module("launch.baselines.released")
+    parts, known = import_module("launch.baselines.pipelines"), import_module("launch.baselines.released")
     released = known.RELEASED["flux.1-dev"]
     chosen = released.small() if at.small else released
     if small_transformer and not at.small:
         chosen = replace(released, config={**released.config, "num_layers": 1, "num_single_layers": 1})
     # two versions of FLUX.1 have to fit into 80 GB, and encoders are the same code in both
-    few = {**parts.T5, "num_layers": 2}
-    sizes = parts.SMALL if at.small else parts.Sizes(t5=few)
-    return parts.pipeline(chosen.build(at.dtype, at.device), at.dtype, at.device, sizes)
+    few = {**parts.FLUX_SIZES, "t5": {**parts.T5, "num_layers": 2}}
+    sizes = parts.SMALL_FLUX if at.small else few
+    return parts.flux(chosen.build(at.dtype, at.device), at.dtype, at.device, sizes)
 
 
 WORKS: dict[str, Callable[..., Timer]] = {
@@ -199,7 +196,6 @@ WORKS: dict[str, Callable[..., Timer]] = {
 
 
 def digest(x: Tensor) -> str:
-    """Return 16 hex digits of a hash over the bits of a tensor."""
     return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from launch.baselines.decoders import DECODERS, Decoder, latents
-from launch.baselines.graphs import graphed
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from launch.benches.timing import graphed
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.vae.parallel import ParallelVAE
@@ -56,13 +56,11 @@ class Case:
 
     @cached_property
     def z(self) -> Tensor:
-        """Return the latents, in the decoder's dtype."""
         shape = self.decoder.shape(self.size, self.args.frames)
         return latents(shape).to(self.mesh.device, next(self.vae.parameters()).dtype)
 
     @cached_property
     def truth(self) -> Tensor:
-        """Return what diffusers decodes on this rank."""
         with torch.no_grad():
             return self.vae.decode(self.z, return_dict=False)[0]
 
@@ -154,7 +152,6 @@ class _Work:
 
 
 def _facts(case: Case, out: Tensor | None) -> Line:
-    """Return the distance to diffusers' picture on rank 0."""
     return far(out, case.truth) if out is not None and case.mesh.is_main else {}
 
 

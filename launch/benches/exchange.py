@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import seqpar.transports
-from launch.baselines.graphs import graphed
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from launch.benches.timing import elapsed, rand
+from launch.benches.timing import elapsed, graphed, rand
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
@@ -75,7 +74,6 @@ def check(args: Exchange, world: int) -> None:
 
 
 def _layout(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> tuple[HeadLayout, Line]:
-    """Return the tokens of each rank for which it writes so many MiB, and what lines say of them."""
     dtype, ranks = default_dtype(mesh.device), mesh.world.size
     parts = {"ulysses in": 3, "ulysses back": 1, "kv gather": 2 * ranks}[move]  # tensors of a rank's tokens
     row_bytes = parts * args.batch * args.heads * args.head_dim * dtype.itemsize
@@ -86,7 +84,6 @@ def _layout(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> tuple[He
 
 
 def rows(mesh: Mesh, move: str, layout: HeadLayout) -> Iterator[Row]:
-    """Yield a row for each transport."""
     reference = Reference("bare", partial(_bare, mesh, move, layout))
     for name in plugins(seqpar.transports):
         yield Row("ours", f"{move}, {name}", partial(_ours, mesh, move, layout, name), reference, {"transport": name})
@@ -110,7 +107,6 @@ def _bare(mesh: Mesh, move: str, layout: HeadLayout) -> Iterator[Timed]:
 
 
 def _timed(move: Move, mesh: Mesh) -> Timed:
-    """Return the row of a move; every rank must make the same number of calls."""
     if mesh.device.type != "cuda":
         return Timed.of(move, mesh.device)
     replay = graphed(move, GRAPH_CALLS)
@@ -134,7 +130,6 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Mov
 
 
 def bare(move: str, axis: Axis, layout: HeadLayout) -> Move:
-    """Return one collective that moves as many bytes."""
     rows = layout.batch * layout.tokens[axis.rank] * layout.heads * layout.head_dim
     sent = _random(layout, {"ulysses in": 3 * rows, "ulysses back": rows, "kv gather": 2 * rows}[move])
     if move == "kv gather":
@@ -150,6 +145,5 @@ def _random(layout: HeadLayout, *shape: int) -> Tensor:
 
 
 def _inputs(layout: HeadLayout, count: int, tokens: int, heads: int) -> list[Tensor]:
-    """Return tensors (B, tokens, heads, D) that are slices of one fused projection."""
     fused = _random(layout, layout.batch, tokens, count * heads, layout.head_dim)
     return list(fused.split(heads, dim=2))

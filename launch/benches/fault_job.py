@@ -37,9 +37,7 @@ class Started(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs."""
-        ...
+    def poll(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,9 @@ class Job:
 
     @property
     def out(self) -> Path:
-        """Return the file of the picture, the only one that the job may leave."""
         return self.folder / "out" / "picture.png"
 
     def command(self) -> list[str]:
-        """Return the words with the output."""
         return [*self.words, "--out", str(self.out)]
 
     def settings(self) -> dict[str, str]:
@@ -90,17 +86,14 @@ class Outcome:
 
     @property
     def lines(self) -> list[str]:
-        """Return the lines of the error output without progress bars."""
         return [line for line in BAR.sub("\n", self.text).splitlines() if line.strip()]
 
     @property
     def message(self) -> str:
-        """Return the last line of the error output."""
         return self.lines[-1] if self.lines else ""
 
     @property
     def digest(self) -> str | None:
-        """Return the digest of the latents that the command printed, or None."""
         found = DIGEST.search(self.text)
         return found[1] if found else None
 
@@ -198,7 +191,6 @@ def _kill(alive: Iterable[Process]) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, ...; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # all processes are looked at many times a second
             return file.read().rpartition(b")")[2].decode().split()
@@ -215,13 +207,11 @@ def _state(pid: int) -> str:
 
 
 def _alive(process: Process) -> bool:
-    """Return whether it runs, sleeps or is stopped; a zombie has ended."""
     fields = _stat(process[0])
     return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == process[1]
 
 
 def _descendants(known: set[Process]) -> set[Process]:
-    """Return children of known processes, and their children."""
     every = {int(name): fields for name in os.listdir("/proc") if name.isdigit() if (fields := _stat(int(name)))}
     found, new = set[Process](), {pid for pid, _ in known}
     while new:
@@ -231,7 +221,6 @@ def _descendants(known: set[Process]) -> set[Process]:
 
 
 def _made(names: set[str], processes: Sequence[int]) -> set[str]:
-    """Return the names of shared memory that these processes have open or mapped, or whose names hold their ids."""
     if not names:
         return set()
     own = {name for name in names if {int(digits) for digits in re.findall(r"\d+", name)} & set(processes)}
@@ -250,7 +239,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def _left(folder: Path, names: set[str]) -> list[str]:
-    """Return which of these files are still there, once they have had time to go."""
     end = time.monotonic() + SETTLE_S
     while (more := _names(folder) & names) and time.monotonic() < end:
         time.sleep(LOOK_S)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from launch.baselines.folders import saved_loras
+from launch.baselines.pipelines import saved_loras
 from launch.benches.loading import write
 from launch.benches.served import a_rank, asked, get, server, status, until_ready
 from launch.benches.timing import append, command, environment
@@ -81,7 +81,6 @@ class Picture:
 
     @property
     def ranks_s(self) -> float:
-        """Return the seconds of the ranks."""
         return sum(self.parts_s.values())
 
 
@@ -95,7 +94,6 @@ class Bench:
     drawn: random.Random
 
     def body(self, **other: Any) -> dict[str, Any]:
-        """Return the body of a request."""
         shape = {"size": self.args.size, "steps": self.args.steps, "seed": 1}
         return {"prompt": "a red fox in deep snow", **shape, **other}
 
@@ -275,7 +273,6 @@ def _open_jobs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _until(look: Callable[[], Any]) -> Any:
-    """Return what `look` finds, as soon as it is something."""
     while not (found := look()):
         time.sleep(NOTICE_S)
     return found

@@ -14,16 +14,22 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import diffusers
 import torch
 
+import seqpar
+from launch.baselines.pipelines import saved
 from launch.benches.timing import append, command, environment, spread
+from seqpar.kernels import _quack
+from seqpar.mesh.mesh import Mesh, default_dtype
 
 ROOT = Path(__file__).parents[2]
-JOB = str(Path(__file__).with_name("loading_job.py"))
 RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 LIMIT_S = 300.0
 
@@ -70,11 +76,10 @@ def _started(program: list[str], words: tuple[str, ...], gpu: int | None = None)
     environ = {**os.environ, "PYTHONPATH": path, "HF_ENABLE_PARALLEL_LOADING": "yes"}
     if gpu is not None:
         environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    return subprocess.Popen([*program, JOB, *words], stdout=subprocess.PIPE, env=environ)
+    return subprocess.Popen([*program, __file__, *words], stdout=subprocess.PIPE, env=environ)
 
 
 def _answers(processes: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
-    """Return what the ranks of jobs say. Raises RuntimeError if one fails."""
     said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     if failed := [process for process in processes if process.returncode]:
         raise RuntimeError(f"got exit code {failed[0].returncode} of {failed[0].args}, expected 0")
@@ -93,3 +98,48 @@ def _told(args: Loading, way: str, rounds: list[list[dict[str, Any]]]) -> None:
     shown = f"{seconds['median']:.2f} s ({seconds['min']:.2f} - {seconds['max']:.2f})"
     before = f"after a tiny one in {tiny['median']:.2f} s"
     print(f"{way}: {shown}, {before}; {size / 1e9:.2f} GB of files; GiB on each GPU: {gpus}", flush=True)
+
+
+def job(way: str, model: str, folder: Path) -> None:
+    """Do what a command line names. The tiny pipeline lies beside the whole one."""
+    device, tiny = torch.device("cuda" if torch.cuda.is_available() else "cpu"), folder.with_name(f"{folder.name}-tiny")
+    if way == "write":
+        saved(model, folder, default_dtype(device))
+        saved(model, tiny, default_dtype(device), small=True)
+        return
+    mesh = Mesh.joined()
+    torch.ones(1, device=mesh.device)
+    load = _ours if way == "ours" else _diffusers
+    (first, tiny_s), facts = _timed(load, tiny, mesh), {"rank": os.environ.get("RANK")}
+    if way == "ours":
+        seqpar.release(first)
+    del first
+    pipe, seconds = _timed(load, folder, mesh)
+    assert all(x.device.type == device.type for x in pipe.transformer.parameters())
+    gpu = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    print(json.dumps({"seconds": seconds, "tiny_s": tiny_s, "gpu_bytes": gpu, **facts}), flush=True)
+
+
+def _timed(load: Callable[[Path], Any], folder: Path, mesh: Mesh) -> tuple[Any, float]:
+    mesh.on_all_ranks(lambda: None)
+    start = time.perf_counter()
+    pipe = load(folder)
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    return pipe, time.perf_counter() - start
+
+
+def _ours(folder: Path) -> Any:
+    """Load a pipeline; quack, which only the whole one looks for, is imported with the tiny one, as all else is."""
+    _quack.load()
+    return seqpar.load(folder)
+
+
+def _diffusers(folder: Path) -> Any:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind: Any = diffusers.DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
+    return kind.from_pretrained(folder, torch_dtype=default_dtype(device), device_map=device.type)
+
+
+if __name__ == "__main__":
+    job(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -20,8 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from launch.baselines.graphs import graphed
-from launch.benches.timing import over, timed
+from launch.benches.timing import graphed, over, timed
 from seqpar.kernels.push import push
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner import rates
@@ -93,7 +92,6 @@ def main(args: Rates) -> None:
 
 
 def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
-    """Return all rates for one dtype; they are equal on every rank."""
     device, sizes = mesh.device, GPU if mesh.device.type == "cuda" else CPU
     machine = here(device, mesh.world.size, "auto", ranks_of_a_host(mesh))
 
@@ -135,7 +133,6 @@ def attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Return (FLOPs, TFLOP/s) of the local attention that `auto` chooses here."""
     attend = load_local(choose_local("auto", device, dtype, dim).name)
     q, k, v = (torch.randn(batch, tokens, heads, dim, device=device).to(dtype) for _ in range(3))
     flops = core(batch, tokens, tokens, heads, dim).flops
@@ -143,7 +140,6 @@ def attention(
 
 
 def copying(size: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that copies `size` bytes."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -171,7 +167,6 @@ def exchanges(mesh: Mesh, host: int | None, sent: tuple[int, ...]) -> dict[str, 
 
 
 def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
-    """Return the points (bytes that leave each rank, us) of one transport."""
     others, points = mesh.world.size - 1, []
     transport: Transport = module.Transport()
     for size in sent:

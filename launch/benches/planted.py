@@ -44,16 +44,13 @@ class Plant:
     folder: str = ""
 
     def text(self) -> str:
-        """Return the value of the environment variable."""
         return json.dumps(asdict(self))
 
     def moment(self) -> Path:
-        """Return the file that holds the time of the fault, in seconds since 1970."""
         return Path(self.folder, "moment")
 
 
 def planted() -> Plant:
-    """Return what the environment says."""
     return Plant(**json.loads(os.environ.get(PLANTED, "{}")))
 
 

@@ -17,14 +17,18 @@ from typing import Any
 
 import torch
 
-from launch.benches.split import Steps, split
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
 from seqpar.mesh.mesh import Mesh
+from seqpar.profiling.columns import NAMES, mean
+from seqpar.profiling.profile import finished
+from seqpar.profiling.record import MEASURED, StepRecorder
 
 GIB = 1 << 30
 # what engines, compilers and torch raise for a case that they cannot run
 REFUSALS = (ValueError, RuntimeError, AssertionError, TypeError, AttributeError, ImportError, KeyError, IndexError)
 LATE = "left out: --minutes are over"
+Steps = Callable[[int, Callable[[int], None]], object]
+"""Makes a number of steps and calls a function of their index after each."""
 Line = dict[str, Any]
 
 
@@ -42,7 +46,6 @@ class Timed:
 
     @staticmethod
     def of(step: Callable[[], object], device: torch.device, facts: Callable[[], Line] = dict) -> Timed:
-        """Return a row whose step is called again and again."""
 
         def steps(count: int, on_step: Callable[[int], None]) -> None:
             for index in range(count):
@@ -169,7 +172,6 @@ def _measured(row: Row, mesh: Mesh, flags: Flags, references: References) -> Lin
 
 
 def _in_turn(sides: Mapping[str, Timed], flags: Flags, mesh: Mesh) -> dict[str, list[float]]:
-    """Return this rank's ms of the row and of its reference in each round, after a first call of each."""
     calls = {}
     for name, side in sides.items():
         side.ms(1)  # allocates, compiles and captures
@@ -183,7 +185,6 @@ def _in_turn(sides: Mapping[str, Timed], flags: Flags, mesh: Mesh) -> dict[str, 
 
 
 def _allocated(device: torch.device) -> float:
-    """Return the most bytes that torch's allocator gave out since the last row."""
     return float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
 
 
@@ -197,7 +198,6 @@ def free(device: torch.device) -> None:
 
 
 def shown(line: Line) -> str:
-    """Return one line of the table."""
     name, ms = line["case"]["way"], line["ms"]
     if ms is None:
         return f"{name:<58} {line['refused']}"
@@ -211,3 +211,13 @@ def shown(line: Line) -> str:
         if parts in line:
             text += "\n  ms: " + ", ".join(f"{name} {value:.2f}" for name, value in line[parts].items())
     return text + (f", hidden {line['hidden_ms']:.2f}" if "hidden_ms" in line else "")
+
+
+def split(steps: Steps, mesh: Mesh) -> dict[str, Any]:
+    """Return what the line of a row says, whose graphs have been captured; `split_ms` adds up to the time of a step."""
+    recorder = StepRecorder(mesh, MEASURED, before=0, blocks=False)
+    with recorder:
+        steps(recorder.needs, recorder)
+    profile = finished(recorder, mesh, None, None, None)
+    whole = mean([profile.mean(rank) for rank in profile.ranks])
+    return {"split_ms": {name: getattr(whole, name) for name in NAMES}, "hidden_ms": whole.hidden}

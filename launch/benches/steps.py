@@ -1,12 +1,11 @@
-"""ms a denoising step of models of classes on every layout of the running processes, beside ceilings and other engines.
+"""ms per denoising step of models of classes on every layout of the running processes, beside ceilings.
 
     torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b --tokens 256 4096 --out lines.jsonl
 
 Our rows sample by our own loop, one picture with guidance; a step is timed from the end of the second one to the end of
 the last, and the digest is that of the latents after 25 steps: equal digests are equal bits, also between runs with
 different numbers of processes. Their reference is the ceiling of their layout: the matrix products and the attention of
-one rank alone. Peers of Large-DiT are plain Ulysses and diffusers' context parallelism around the published model
-(`launch/baselines/engines.py`), eager, with compiled blocks, and each in a CUDA graph.
+one rank alone.
 """
 
 from __future__ import annotations
@@ -22,21 +21,17 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
-from launch.baselines.engines import OtherEngine, other_engines, other_step, plain_model, with_core
-from launch.baselines.graphs import graphed
-from launch.baselines.plain_large_dit import PlainLargeDiT
-from launch.baselines.transformers import device_mesh
 from launch.benches.ceiling import ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from launch.benches.timing import graphed
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.interface import SequenceModel
 from seqpar.loop.loop import Sampler, digest, draw_noise
-from seqpar.loop.models import large_dit
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
-from seqpar.planner.plan import choose_local, load_local, work_of
+from seqpar.planner.plan import choose_local, work_of
 from seqpar.types.guidance import Guidance
 
 GUIDANCE = Guidance(4.0)
@@ -46,7 +41,7 @@ MOST_STEPS = 200  # of a run
 
 @dataclass(frozen=True)
 class Steps(Flags):
-    """Time a denoising step on every layout of the running processes, beside its ceiling and other engines."""
+    """Time a denoising step on every layout of the running processes, beside its ceiling."""
 
     model: str = "large-dit-7b"
     """A preset (random weights), "builtin" or a checkpoint of a model of classes."""
@@ -54,12 +49,8 @@ class Steps(Flags):
     """Square token counts."""
     layouts: tuple[str, ...] = ()
     """Layouts to time, as strategy:cfg:ring (ulysses:2:1); all that fit if none are given."""
-    peers: bool = True
-    """Also time other engines, if it is a Large-DiT."""
-    compiled: bool = True
-    """Also time other engines with compiled blocks (minutes of compilation)."""
     local: str = "auto"
-    """Local attention of our layouts, of ceilings and of plain Ulysses."""
+    """Local attention of our layouts and of ceilings."""
     transport: str = "auto"
     """Transport of the exchanges between ranks."""
     graph: bool = True
@@ -95,8 +86,7 @@ def main(args: Steps) -> None:
     model = Files.locate(args.model).blueprint.build(default_dtype(world.device), world.device)
     for tokens in args.tokens:
         case = Case(args, model, Mesh.from_env(cfg=1, device=world.device), tokens)
-        rows = [*ours(case), *(peers(case) if args.peers and isinstance(model, large_dit.Model) else ())]
-        measure("steps", case.about, rows, case.mesh, args)
+        measure("steps", case.about, ours(case), case.mesh, args)
         torch._dynamo.reset()
 
 
@@ -141,42 +131,30 @@ class Case:
 
     @property
     def about(self) -> Line:
-        """Return what all lines repeat."""
         about: Line = {"model": self.args.model, "tokens": self.tokens, "exact": self.args.exact}
         return about | {"dtype": str(self.dtype).removeprefix("torch."), "graph": self.args.graph}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return height and width of the latent."""
         return (isqrt(self.tokens) * self.model.config.patch_size,) * 2
 
     @cached_property
     def local(self) -> str:
-        """Return the name of the local attention."""
         head_dim = self.model.config.attention_head_dim
         return choose_local(self.args.local, self.mesh.device, self.dtype, head_dim).name
 
-    @cached_property
-    def plain(self) -> PlainLargeDiT:
-        """Return the plain model, which other engines compute."""
-        return plain_model(self.model.config, self.dtype, self.mesh.device)
-
     def mesh_of(self, layout: Layout) -> Mesh:
-        """Return the mesh of a layout."""
         return Mesh.from_env(1, layout.cfg, layout.ring, layout.ulysses, device=self.mesh.device)
 
     def ceiling(self, layout: Layout) -> Reference:
-        """Return the ceiling of a layout."""
         return Reference(f"ceiling of {layout}", partial(_ceiling, self, layout))
 
 
 def ours(case: Case) -> Iterator[Row]:
-    """Yield a row for each layout."""
     for layout in fitting(case.args.layouts, case.mesh.world.size):
         about = {"layout": str(layout), "local": case.local, "guidance": "axis" if layout.cfg == 2 else "batched"}
         yield Row("ours", str(layout), partial(_ours, case, layout), case.ceiling(layout), about)
@@ -218,29 +196,3 @@ def _ceiling(case: Case, layout: Layout) -> Iterator[Timed]:
     mine = share(work, case.tokens, layout.strategy, case.mesh_of(layout))
     step = ceiling(work, mine, case.local, case.dtype, device)
     yield Timed.of(graphed(step) if device.type == "cuda" else step, device)
-
-
-def peers(case: Case) -> Iterator[Row]:
-    """Yield the rows of other engines, those in CUDA graphs last, because a capture may fail."""
-    heads, local = case.model.config.num_attention_heads, load_local(case.local)
-    engines = other_engines(case.mesh, device_mesh(case.mesh), case.tokens, heads, local)
-    reference = case.ceiling(next(x for x in fitting((), case.mesh.world.size) if x.cfg == x.ring == 1))
-    for graph in (False, True) if case.mesh.device.type == "cuda" else (False,):
-        for compiled in (False, True) if case.args.compiled else (False,):
-            for engine in engines:
-                if engine.compiles or not compiled:
-                    launch = " + ".join(["compiled blocks" if compiled else "eager", *(["graph"] if graph else [])])
-                    ready = partial(_peer, case, engine, compiled, graph)
-                    yield Row("peer", f"{engine.name}, {launch}", ready, reference, {"launch": launch})
-
-
-@contextmanager
-def _peer(case: Case, engine: OtherEngine, compiled: bool, graph: bool) -> Iterator[Timed]:
-    """Compute a step of a plain model with another engine's attention."""
-    if engine.refusal is not None:
-        raise ValueError(engine.refusal)
-    twin = with_core(case.plain, engine.core, compiled)
-    step = other_step(twin, case.model, case.size, case.mesh, GUIDANCE.scale)
-    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
-    step = graphed(step) if graph else step
-    yield Timed.of(step, case.mesh.device)

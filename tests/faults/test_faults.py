@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, carried_out
+from launch.benches.faults import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.planted import main
 from tests.support.forks import Forked
 from tests.support.pool import server

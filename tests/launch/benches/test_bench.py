@@ -16,7 +16,6 @@ from launch.benches.compare import Compare
 from launch.benches.decode import Decode, check
 from launch.benches.exchange import Exchange
 from launch.benches.faults import Faults
-from launch.benches.pipeline import Pipeline
 from launch.benches.steps import Steps, fitting
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -49,7 +48,6 @@ def test_layouts_use_all_ranks_once(world: int, count: int) -> None:
         (Calls(model="flux"), "got --model flux, expected one of flux.1-dev"),
         (Calls(masked=True), "got --masked for flux.1-dev, whose calls take no mask of padding"),
         (Calls(seconds=0.0), "--seconds 0, expected at least 1 and more than 0"),
-        (Pipeline(steps=0), "got --steps 0, expected at least 1"),
         (Exchange(), "got 1 process, expected at least 2"),
         (Compare(works=("sleep",)), "got --works sleep, expected works that begin with call"),
         (Compare(rounds=0), "got --rounds 0"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import seqpar
-from launch.baselines import flux_pipeline
+from launch.baselines import pipelines
 from launch.benches import compare, compare_job, faults, loading
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
@@ -42,7 +42,7 @@ def test_two_versions_are_timed_in_turn_and_their_bits_compared(
 
 def test_what_ranks_of_another_version_import_needs_nothing_of_this_version() -> None:
     """So the decoder's config, which is in `seqpar` too, stands in `launch` once more."""
-    assert flux_pipeline.VAE == FLUX_VAE
+    assert pipelines.VAE == FLUX_VAE
     named = set(re.findall(r'import_module\("(launch[.a-z_]+)"\)', Path(compare_job.__file__).read_text()))
     assert named
     for module in named:

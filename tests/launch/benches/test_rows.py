@@ -16,25 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launch import bench
-from launch.baselines.engines import other_engines, other_step, plain_model, ulysses, with_core
 from launch.baselines.released import RELEASED
-from launch.baselines.transformers import device_mesh
-from launch.benches import plot, rows, steps
+from launch.benches import rows
 from launch.benches.exchange import MOVES
-from launch.benches.pipeline import WAYS
 from seqpar.families._find import WORK
-from seqpar.local import sdpa
-from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.profiling.columns import NAMES
-from tests.support.meshes import mesh as make_mesh
-from tests.support.meshes import random
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.bench
 QUICK = ("--rounds", "2", "--seconds", "0.001")
 CPU = torch.device("cpu")
-TINY = large_dit.Config(64, 2, 4, 4, 48, num_classes=10, sample_size=8)
 Line = dict[str, Any]
 
 
@@ -79,59 +71,6 @@ def test_a_step_of_our_loop_is_timed(benched: Callable[..., list[Line]]) -> None
         assert line["split_ms"]["attention"] > 0
 
 
-def peers(rank: int, world: int, device: torch.device) -> list[Line]:
-    """Measure our layouts and other engines of a small Large-DiT."""
-    model = large_dit.Model(TINY).requires_grad_(False)
-    args = steps.Steps(compiled=False, rounds=1, seconds=0.001)
-    case = steps.Case(args, model, Mesh.from_env(cfg=1, device=device), 16)
-    return rows.measure("steps", case.about, [*steps.ours(case), *steps.peers(case)], case.mesh, args)
-
-
-def test_other_engines_are_timed_beside_ours(cpus: Pool, tmp_path: Path) -> None:
-    """Strategies that only move data have one set of bits; the plot shows ours, peers and ceilings."""
-    lines, _ = cpus.run(2, peers)
-    timed = {line["case"]["way"] for line in lines if line["ms"]}
-    assert timed >= {"ulysses cfg1 ring1 ulysses2", "plain Ulysses, eager", "diffusers Ulysses, eager"}
-    ours = {line["case"]["way"]: line["digest"] for line in lines if "digest" in line}
-    assert len({bits for way, bits in ours.items() if way.startswith(("ulysses cfg1", "kv_gather cfg1"))}) == 1
-    pytest.importorskip("matplotlib")
-    plot.steps(lines).savefig(tmp_path / "steps.png")
-
-
-def compared(rank: int, world: int, device: torch.device) -> dict[str, float]:
-    """Return each engine's largest error on this rank's tokens, relative to the plain model on one rank."""
-    torch.manual_seed(0)
-    mesh, model, plain = make_mesh(device, cfg=1), large_dit.Model(TINY).double(), plain_model(TINY, torch.float64, CPU)
-    whole = other_step(plain, model, (8, 8), Mesh.single(CPU), 4.0)()
-    mine = slice(16 * rank // world, 16 * (rank + 1) // world)
-    errors = {}
-    for engine in other_engines(mesh, device_mesh(mesh), 16, 4, sdpa.attend):
-        out = other_step(with_core(plain, engine.core, False), model, (8, 8), mesh, 4.0)()
-        errors[engine.name] = float((out - whole[:, mine]).abs().max() / whole.abs().max())
-    wrong = with_core(plain, lambda q, k, v: sdpa.attend(q, k.flip(1), v)[0], False)
-    errors["wrong"] = float((other_step(wrong, model, (8, 8), Mesh.single(CPU), 4.0)() - whole).abs().max())
-    return errors
-
-
-def test_other_engines_compute_the_plain_model(cpus: Pool) -> None:
-    for errors in cpus.run(2, compared):
-        assert errors.pop("wrong") > 1e-9  # a negative control
-        assert list(errors) == ["plain Ulysses", "diffusers Ulysses"]
-        assert max(errors.values()) < 1e-6
-
-
-def attended(rank: int, world: int, device: torch.device) -> float:
-    """Return the largest error of plain Ulysses on this rank's tokens."""
-    axis = make_mesh(device, cfg=1).sequence
-    q, k, v = (random((2, 4 * world, 2 * world, 8), seed, device) for seed in range(3))
-    mine, core = slice(4 * rank, 4 * rank + 4), ulysses(lambda *qkv: sdpa.attend(*qkv)[0], axis)
-    return float((core(*(x[:, mine] for x in (q, k, v))) - sdpa.attend(q, k, v)[0][:, mine]).abs().max())
-
-
-def test_plain_ulysses_is_attention_over_all_tokens(cpus: Pool) -> None:
-    assert max(cpus.run(3, attended)) < 1e-12
-
-
 SPLIT = {"flux.1-dev", "ltx-2"}  # whose parts are timed, too, which takes most of the time and knows no model
 # they make several rows of modulation, attend to the text or the image alone in blocks before their own, pad the text,
 # or compute sound: `Work` counts none of it
@@ -173,16 +112,6 @@ def test_a_call_has_the_flops_that_torch_counts(model: str) -> None:
     assert counter.get_total_flops() == work.step(1, known.tokens, known.others).flops + rest
 
 
-@pytest.mark.parametrize("model", ["flux.1-dev", "qwen-image"])
-def test_a_picture_is_timed_by_part(benched: Callable[..., list[Line]], model: str) -> None:
-    lines = benched("pipeline", "--model", model, "--steps", "2", "--size", "64", "--rounds", "2")
-    ours = [line for line in lines if line["ms"]]
-    assert [line["case"]["way"] for line in ours] == [f"parallelize, {way}" for way in WAYS]
-    for line in ours:
-        assert set(line["parts_ms"]) == {"encode", "steps", "decode", "png"}
-        assert line["difference"] < 1e-4
-
-
 def test_strips_are_the_picture_of_one_rank(benched: Callable[..., list[Line]]) -> None:
     lines = benched("decode", "--vae", "kl", "wan", "--size", "64", "--frames", "5", *QUICK)
     ways = {(line["case"]["vae"], line["case"]["way"]): line for line in lines}
@@ -191,13 +120,11 @@ def test_strips_are_the_picture_of_one_rank(benched: Callable[..., list[Line]]) 
         assert ways[vae, "diffusers, eager, again"]["over"] > 0
 
 
-def test_exchanges_are_timed_beside_bare_collectives(benched: Callable[..., list[Line]], tmp_path: Path) -> None:
+def test_exchanges_are_timed_beside_bare_collectives(benched: Callable[..., list[Line]]) -> None:
     lines = benched("exchange", "--megabytes", "0.001", "--heads", "4", "--head-dim", "2", *QUICK)
     ways = {(line["case"]["move"], line["case"]["transport"]) for line in lines if line["ms"]}
     assert ways == {(move, way) for move in MOVES for way in ("collective", "peer")}
     assert all(line["over"] > 0 and line["reference"] == "bare" for line in lines)
-    pytest.importorskip("matplotlib")
-    plot.exchange(lines).savefig(tmp_path / "exchange.png")
 
 
 def refused(rank: int, world: int, device: torch.device) -> list[Line]:

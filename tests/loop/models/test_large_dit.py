@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.baselines.plain_large_dit import PlainLargeDiT
 from seqpar import DistributedDiT
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.loop.blueprint import Blueprint, locate
@@ -19,6 +18,7 @@ from seqpar.mesh.mesh import Mesh
 from tests.graphs.test_distributed import local
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.pairs import covering
+from tests.support.plain_large_dit import PlainLargeDiT
 from tests.support.pool import Pool
 
 CLOSE = 1e-10

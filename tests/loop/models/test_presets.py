@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from launch.baselines.plain_large_dit import PlainLargeDiT
 from seqpar import DistributedDiT
 from seqpar.loop.blueprint import locate
 from seqpar.loop.models import dit, large_dit
 from seqpar.mesh.mesh import Mesh
 from tests.loop.models.test_large_dit import ours, plain
 from tests.support.meshes import random
+from tests.support.plain_large_dit import PlainLargeDiT
 
 # depth, width, heads (a head's width follows): arXiv 2212.09748, table 1, and facebookresearch/DiT
 DIT = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}

@@ -1,8 +1,7 @@
 """Large-DiT as its authors wrote it: separate projections, complex rotary, adaLN inside each block, nothing fused.
 
-`launch/bench.py steps` times it by other engines and the tests compare with it: parameters have names of the original
-state dict, and the arithmetic is that of the published model, module by module, in the model's own dtype. The tokens
-may be one rank's, if `core` attends to the tokens of all ranks (`launch/baselines/engines.py`).
+Tests compare with it: parameters have names of the original state dict, and the arithmetic is that of the published
+model, module by module, in the model's own dtype.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def _plant_in_exchanges(plant: Plant) -> None:
 
     taken, chance, count = Turns.take, random.Random(0), [0]
 
-    def take(self: Turns, turn: int, call: str) -> None:
-        taken(self, turn, call)
+    def take(self: Turns, call: str) -> None:
+        taken(self, call)
         if plant.what == "late":
             if not count[0]:
                 happen(plant)

@@ -1,8 +1,8 @@
-"""The base class of all transports, which make exchanges; it enforces the same rules for every transport.
+"""The base class of all transports; it enforces the same rules for every transport.
 
 A transport is one file or folder in `seqpar/transports` that exports `Transport` (a subclass of the class here),
-`FACTS`, `why_not` and `why_not_tried`. The base class checks that the calls of an exchange come in order, keeps a
-transport alive as long as any of its exchanges, and refuses calls of exchanges whose memory was released.
+`FACTS`, `why_not` and `why_not_tried`. The base class checks the order of an exchange's calls, keeps a transport alive
+as long as any of its exchanges, and rejects calls of exchanges whose memory was released.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -18,24 +18,23 @@ from torch import Tensor
 
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.watch import LostRankError, Watch
-from seqpar.transports import _turns
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports._turns import TurnError, Turns
+from seqpar.transports._turns import HaloInTurn, InTurn, NoNeighbours, RotationInTurn, TurnError, Turns
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the planner, the benches and the tests must know about a transport. Its file exports one as `FACTS`.
+    """Facts about a transport for the planner, benches and tests; its file exports one as `FACTS`.
 
     rates: device type -> the key of its measured times in `seqpar.planner.rates.Rates.exchange`.
     unasked: device type -> why transport "auto" may choose it there; on other device types it must be chosen by name.
-    preference: if "auto" may choose several transports that work, it takes the one with the highest number.
-    in_place: whether a rank writes directly into the memory that its reader reads, without a copy on either side.
-    bare: (axis, bytes to each rank, device) -> a function that moves these bytes and does nothing else, for a bench to
-        time; None for transports in place, of which the bench times the second half of an exchange of heads.
+    preference: of several transports that work, "auto" takes the one with the highest number.
+    in_place: a rank writes directly into the memory that its reader reads, without a copy on either side.
+    bare: (axis, bytes to each rank, device) -> a function that moves these bytes and nothing else, for a bench to time;
+        None for transports in place, of which the bench times the second half of an exchange of heads.
     """
 
     rates: Mapping[str, str]
@@ -46,10 +45,10 @@ class Facts:
 
 
 class Transport:
-    """Makes exchanges, each of which owns its buffers. Subclasses implement the methods that begin with an underscore.
+    """Makes exchanges, each of which owns its buffers. Collective: all ranks of an axis make the same ones in order.
 
-    These methods return exchanges without checks (`seqpar.transports._exchanges`); only a bench that times half of an
-    exchange alone may use them directly. Every rank of an axis makes the same exchanges in the same order.
+    Subclasses implement the methods that begin with an underscore. These return exchanges without checks
+    (`seqpar.transports._exchanges`); only a bench that times half of an exchange may use them directly.
     """
 
     def __init__(self) -> None:
@@ -58,9 +57,9 @@ class Transport:
         self.watch: Watch | None = None
 
     def part(self) -> Self:
-        """Return a transport whose `release` frees its own exchanges only, so that those of one use can be freed.
+        """Return a transport whose `release` frees its own exchanges only.
 
-        The order of calls is shared: `abandon` of either ends what is unfinished in both, in reverse order.
+        The order of calls is shared: `abandon` of either ends all unfinished exchanges of both, in reverse order.
         """
         part = copy(self)
         part.exchanges = WeakSet()
@@ -70,7 +69,20 @@ class Transport:
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make an exchange from sharded tokens to sharded heads, and the one back; the two must alternate."""
         self.watch = self.watch or axis.watch
-        return _turns.both_ways(self._heads(axis, layout), self, layout.device)
+        to_heads, to_tokens = self._heads(axis, layout)
+        calls = {
+            "to_heads.outboxes": to_heads.outboxes,
+            "to_heads.deliver": to_heads.deliver,
+            "to_tokens.outboxes": to_tokens.outboxes,
+            "to_tokens.deliver": to_tokens.deliver,
+        }
+        turns = Turns(self, "an exchange of heads", layout.device, calls)
+        checked: tuple[Any, Any] = InTurn(to_heads, turns), InTurn(to_tokens, turns)
+        for name in calls:
+            way, method = name.split(".")
+            checked[way == "to_tokens"].check(method, name)
+        checked[0].check_start("to_heads.start", before="to_heads.deliver")
+        return checked
 
     def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
         """Make an exchange that brings the keys and values of all tokens to every rank.
@@ -78,25 +90,34 @@ class Transport:
         overlap: `start_keys` and `start_values` send k and v while this rank computes the next projection.
         """
         self.watch = self.watch or axis.watch
-        return _turns.key_values(self._key_values(axis, layout, overlap), self, layout.device, overlap)
+        made = self._key_values(axis, layout, overlap)
+        starts = {"start_keys": made.start_keys, "start_values": made.start_values}
+        calls = {"outboxes": made.outboxes, **(starts if overlap else {}), "deliver": made.deliver}
+        checked: Any = InTurn(made, Turns(self, "an exchange of keys and values", layout.device, calls))
+        for name in ("outboxes", *starts, "deliver"):
+            checked.check(name, name)
+        checked.check_start("start", before=None if overlap else "deliver")
+        return checked
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """Make a ring; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self.watch = self.watch or axis.watch
-        return _turns.RotationInTurn(self._ring(axis, sizes, shape, like), self, like.device)
+        return RotationInTurn(self._ring(axis, sizes, shape, like), self, like.device)
 
     def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """Make a gather: every rank gets all blocks (sizes[r], *shape), with dtype and device of `like`.
-
-        Each call makes a new gather with its own buffers.
-        """
+        """Make a gather: every rank gets all blocks (sizes[r], *shape), with dtype and device of `like`."""
         self.watch = self.watch or axis.watch
-        return _turns.gather(self._gather(axis, sizes, shape, like), self, like.device)
+        made = self._gather(axis, sizes, shape, like)
+        calls = {"outbox": made.outbox, "deliver": made.deliver}
+        checked: Any = InTurn(made, Turns(self, "a gather", like.device, calls))
+        for name in calls:
+            checked.check(name, name)
+        return checked
 
     def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
         """Make a halo: neighbours swap blocks of at most `capacity` elements, with dtype and device of `like`.
 
-        Raises `ValueError` for a negative capacity or one over 2^31 bytes, and for a dtype of more than 8 bytes.
+        Raises ValueError for a negative capacity or one over 2^31 bytes, and for a dtype of more than 8 bytes.
         """
         if capacity < 0 or capacity * like.element_size() >= 2**31 or like.element_size() > 8:
             raise ValueError(
@@ -105,43 +126,40 @@ class Transport:
             )
         self.watch = self.watch or axis.watch
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            exchange = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
-        return _turns.HaloInTurn(exchange, self, axis, capacity, like)
+            exchange = self._halo(axis, capacity, like) if axis.size > 1 else NoNeighbours()
+        return HaloInTurn(exchange, self, axis, capacity, like)
 
     def abandon(self) -> None:
         """Finish every exchange that an error left unfinished, so that it can be used again; otherwise do nothing.
 
-        Exchanges are finished in reverse order of their start. This rank sends what the other ranks still expect, with
-        whatever the outboxes hold, and waits for them. So call this before the next use, not where the error is caught,
-        because the other ranks may be gone. An exchange whose own capture in a CUDA graph failed has sent nothing; it
-        only starts again. Raises `RuntimeError` while a CUDA graph is captured, because a capture sends nothing.
+        This rank sends what the other ranks still expect, with the current contents of the outboxes, and waits for
+        them. So call this before the next use, not where the error is caught: the other ranks may have exited. An
+        exchange whose own capture in a CUDA graph failed has sent nothing and only starts again. Raises RuntimeError
+        while a CUDA graph is captured.
         """
         while self.unfinished:
             self.unfinished[-1].finish()
 
     def check(self) -> None:
-        """Raise `TimeoutError` if this rank waited for another in vain, and name that rank.
+        """Raise TimeoutError with the late rank if a wait of this rank timed out.
 
         A transport whose exchanges do not raise this error themselves waits for the device.
         """
         self.check_now()
 
     def check_now(self) -> None:
-        """Raise `TimeoutError` if it is known that this rank waited in vain; this does not wait for the device."""
+        """Raise TimeoutError if a wait of this rank is known to have timed out; does not wait for the device."""
         if self.watch is not None:
             self.watch.raise_if_failed()
         if (error := self.late()) is not None:
             raise LostRankError(error)
 
     def late(self) -> str | None:
-        """Return what is known of a wait in vain that the watch does not see, or None."""
+        """Return the error of a wait that timed out and that the watchdog does not see, or None."""
         return None
 
     def release(self) -> None:
-        """Free all buffers; every rank must call this. Exchanges made before refuse every later call.
-
-        Parts are released by their own calls, before this one.
-        """
+        """Free all buffers; later calls of their exchanges raise. Collective. Release parts before."""
         for turns in self.exchanges:
             turns.release()
         # in place, because parts share the list
@@ -165,10 +183,7 @@ class Transport:
         raise NotImplementedError
 
     def _separate(self) -> None:
-        """Begin with no exchanges, as a part of the transport that this one was copied from.
-
-        A transport without memory that outlives its exchange has nothing to do.
-        """
+        """Drop the exchanges of the transport that this part was copied from. For memory that outlives an exchange."""
 
     def _release(self) -> None:
-        """Free the memory that outlives its exchange; a transport without such memory does nothing."""
+        """Free memory that outlives its exchange."""

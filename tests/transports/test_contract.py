@@ -245,25 +245,25 @@ def test_an_error_in_attention_leaves_later_calls_right(
 def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed capture has sent nothing; an exchange that began outside of a capture cannot be finished in one."""
     made, owner = [], Transport()
-    calls = tuple((name, partial(made.append, name)) for name in ("outboxes", "deliver"))
+    calls = {name: partial(made.append, name) for name in ("outboxes", "deliver")}
     turns, state = Turns(owner, "an exchange", torch.device("cuda"), calls), {"capturing": True}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    turns.take(0, "outboxes")
+    turns.take("outboxes")
     owner.abandon()
-    turns.take(0, "outboxes")  # in a second capture
+    turns.take("outboxes")  # in a second capture
     state["capturing"] = False
     owner.abandon()
     assert made == []
-    turns.take(0, "outboxes")
+    turns.take("outboxes")
     state["capturing"] = True
-    with pytest.raises(RuntimeError, match="got the capture of a CUDA graph while an exchange is unfinished"):
+    with pytest.raises(RuntimeError, match="an exchange is unfinished after an error and a CUDA graph is captured"):
         owner.abandon()
     assert made == []
     state["capturing"] = False
     owner.abandon()
     assert made == ["deliver"]
-    turns.take(0, "outboxes")
-    turns.take(1, "deliver")
+    turns.take("outboxes")
+    turns.take("deliver")
     assert owner.unfinished == []
 
 
@@ -375,7 +375,7 @@ def released(rank: int, world: int, device: torch.device, name: str) -> list[str
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_exchange_is_refused_after_its_transport_was_released(ranks: Pool, transport: str) -> None:
     for told in ranks.run(2, released, transport):
-        assert all("after release(), expected a new exchange" in text for text in told)
+        assert all("was called after release(); make a new exchange" in text for text in told)
 
 
 def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def refused(rank: int, world: int, device: torch.device, name: str) -> list[str]
         with pytest.raises(ValueError, match="make a halo for the largest block") as caught:
             halo.swap(*(wrong if place is not None else None for place in places))
         told.append(str(caught.value))
-    with pytest.raises(ValueError, match="has no such neighbour; pass None there") as caught:
+    with pytest.raises(ValueError, match="has no such neighbour") as caught:
         halo.swap(like[:4], like[:4], None, None)
     told.append(str(caught.value))
     for capacity, dtype in ((-1, torch.float32), (1, torch.complex128), (1 << 30, torch.bfloat16)):

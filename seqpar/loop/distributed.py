@@ -28,7 +28,7 @@ from seqpar.mesh.watch import Calls
 from seqpar.planner.plan import Plan, check_names, for_library, named_mesh, settled
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.planner.search import Preferences
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.types.arguments import check_dense, check_dtype, check_floats, check_kind, is_not_finite
 from seqpar.types.protocols import Attend
 

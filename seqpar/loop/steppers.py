@@ -36,7 +36,7 @@ from seqpar.loop.schedules import (
 )
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.types.protocols import state_dtype
 
 NOISE_BYTES = 256 * 2**20  # most of a run's noise that a rank holds at a time

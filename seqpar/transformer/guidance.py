@@ -23,7 +23,7 @@ from seqpar.mesh.inputs import shapes
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.mesh.watch import KINDS
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 
 Split = tuple[Axis, tuple[int, ...]]
 """An axis, and the number of rows of each of its ranks."""

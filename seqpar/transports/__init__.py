@@ -1,1 +1,1 @@
-"""How blocks travel between ranks. Each transport is one file or folder; `_contract.py` says what it exports."""
+"""Transports move blocks between ranks. Each is one file or folder; `_contract.py` defines what it exports."""

@@ -1,7 +1,7 @@
-"""The exchanges that strategies use: outboxes to write to, and `deliver` (or `rotate`) to read what has arrived.
+"""Exchanges, as strategies use them: outboxes to write to, and `deliver` (or `rotate`) to read from.
 
-Every rank of an axis makes the same exchanges and calls them in the same order. The calls of one exchange must follow
-its order, too; `seqpar.transports._contract.Transport` checks that for every transport.
+Every rank of an axis makes the same exchanges and calls them in the same order. The calls of one exchange have an
+order, too, which `seqpar.transports._contract.Transport` checks for every transport.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from seqpar.types.outboxes import Outboxes
 
 
 class ToHeads(Protocol):
-    """From sharded tokens to sharded heads: q, k, v of this rank's tokens travel to the ranks of their heads."""
+    """From sharded tokens to sharded heads: sends q, k, v of the local tokens to the ranks of their heads."""
 
     @property
     def flags(self) -> Flags | None:
-        """Return the flags that the writing kernel may raise and wait for instead of `deliver`; None if it may not.
-
-        After a kernel that does so, call `deliver(met=True)` next.
-        """
+        """Flags that the writing kernel may raise and wait for; `deliver(met=True)` must follow. None if it may not."""
         ...
 
     def outboxes(self) -> Outboxes:
@@ -32,10 +29,7 @@ class ToHeads(Protocol):
         ...
 
     def start(self) -> None:
-        """Send what was written, so that it travels while this rank does other work.
-
-        Optional: call it once between writing and `deliver`, and write with a kernel that leaves `flags` alone.
-        """
+        """Send asynchronously. Optional, once between writing (by a kernel that leaves `flags` alone) and `deliver`."""
         ...
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,11 +41,11 @@ class ToHeads(Protocol):
 
 
 class ToTokens(Protocol):
-    """From sharded heads to sharded tokens: the output of attention travels to the ranks of its tokens."""
+    """From sharded heads to sharded tokens: sends the output of attention to the ranks of its tokens."""
 
     @property
     def flags(self) -> Flags | None:
-        """See `ToHeads.flags`."""
+        """As in `ToHeads`."""
         ...
 
     def outboxes(self) -> Destinations:
@@ -59,7 +53,7 @@ class ToTokens(Protocol):
         ...
 
     def deliver(self, met: bool = False) -> Tensor:
-        """Return the output (B, l, H, D); valid until the next call. met: see `ToHeads.deliver`."""
+        """Return the output (B, l, H, D); valid until the next call. met: as in `ToHeads`."""
         ...
 
 
@@ -68,7 +62,7 @@ class KeyValues(Protocol):
 
     @property
     def flags(self) -> Flags | None:
-        """See `ToHeads.flags`."""
+        """As in `ToHeads`."""
         ...
 
     def outboxes(self) -> Outboxes:
@@ -76,7 +70,7 @@ class KeyValues(Protocol):
         ...
 
     def start(self) -> None:
-        """See `ToHeads.start`. An exchange made with overlap has `start_keys` and `start_values` instead."""
+        """As in `ToHeads`. An exchange made with overlap has `start_keys` and `start_values` instead."""
         ...
 
     def start_keys(self) -> None:
@@ -90,7 +84,7 @@ class KeyValues(Protocol):
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, l, H, D) of this rank's tokens, and k and v (B, L, G, D) of all tokens.
 
-        They are valid until the next call of `outboxes`. met: see `ToHeads.deliver`.
+        They are valid until the next call of `outboxes`. met: as in `ToHeads`.
         """
         ...
 
@@ -103,7 +97,7 @@ class Rotation(Protocol):
         ...
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, block): this rank's block first, then those of the ranks before it, nearest first.
+        """Yield (owner, block): the local block, then blocks of the ranks before this one, nearest first.
 
         owner: the rank on the axis that wrote the block. Read a block before you ask for the next, and iterate to the
         end: only then may the rotation start again.
@@ -130,19 +124,19 @@ class Halo(Protocol):
     """
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before` and `after`.
+        """Send `first` to the rank before and `last` to the rank after; receive from them into `before` and `after`.
 
         `before` has the shape of the `last` of the rank before, `after` that of the `first` of the rank after. None
-        where nothing goes; its sender and its receiver must agree, and every rank of the axis must call, also one that
-        has nothing to swap. All may be strided views of 1 to 5 dims with at most `capacity` elements, other sizes at
-        every call; they must not overlap. Elements travel in the order of the dims, so a channels-last tensor travels
-        fastest as a view whose dims are permuted to the order of its memory, on both sides. When the call returns,
-        `first` and `last` may be written and `before` and `after` read, on a GPU in the order of the current stream.
+        where nothing is sent; sender and receiver must agree, and every rank of the axis must call. Blocks may be
+        strided views of 1 to 5 dims with at most `capacity` elements, of other sizes at every call; they must not
+        overlap. Elements are sent in the order of the dims, so a channels-last tensor is fastest as a view whose dims
+        are permuted to the order of its memory, on both sides. When the call returns, `first` and `last` may be written
+        and `before` and `after` read, on a GPU in the order of the current stream.
 
         A swap is one call, so an error between two swaps leaves nothing to finish. Ranks that make unequal numbers of
         swaps wait for each other until the deadline of the transport.
 
-        Raises `ValueError`, before anything moves, for a block that is too large, of another dtype or device, or for a
-        neighbour that does not exist. It is the same on all ranks whose arguments have the same fault.
+        Raises ValueError, before anything moves, for a block that is too large, of another dtype or device, or for a
+        neighbour that does not exist.
         """
         ...

@@ -1,4 +1,4 @@
-"""Finds the transports in this folder and their facts; no other module names a transport for all of them."""
+"""Finds the transports in this folder and their facts; no other module lists them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> ModuleType:
-    """Return the transport's module. Raises `ValueError` with all names if there is none of this name."""
+    """Return the transport's module; raises ValueError with all names if there is none of this name."""
     return plugin(seqpar.transports, name, "transport")
 
 
@@ -30,6 +30,6 @@ def unasked(device_type: str) -> list[str]:
     A device type that no transport mentions is treated like a CPU.
     """
     facts_of = {name: facts(name) for name in names()}
-    known = any(device_type in one.unasked for one in facts_of.values())
-    taken = [name for name, one in facts_of.items() if (device_type if known else "cpu") in one.unasked]
-    return sorted(taken, key=lambda name: -facts_of[name].preference)
+    listed = any(device_type in candidate.unasked for candidate in facts_of.values())
+    chosen = [name for name, each in facts_of.items() if (device_type if listed else "cpu") in each.unasked]
+    return sorted(chosen, key=lambda name: -facts_of[name].preference)

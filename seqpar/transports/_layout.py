@@ -14,7 +14,7 @@ from seqpar.mesh.shard import Shard
 class HeadLayout:
     """One attention layer over one axis: rank r holds tokens[r] tokens before and counts(r) heads after the exchange.
 
-    Heads move in whole groups (a key-value head with its query heads), so a rank may get none.
+    Heads are sharded in whole groups (a key-value head with its query heads), so a rank may get none.
     """
 
     batch: int

@@ -25,7 +25,7 @@ from seqpar.mesh.shard import Shard
 from seqpar.mesh.watch import Calls
 from seqpar.planner.plan import load_transport
 from seqpar.planner.predict import GIB
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.vae.known import decoding_bytes, spatial_factor, why_changed, why_unknown
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.pixels import check_finite, in_range, scaled

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar.mesh.mesh import Mesh
 from seqpar.transports._contract import Transport
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.vae.known import spatial_factor, why_untested
 from seqpar.vae.norms import fewer_passes
 from seqpar.vae.rules import StripMode

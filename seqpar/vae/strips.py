@@ -17,7 +17,7 @@ from seqpar.mesh import exact
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports._contract import Gather, Halo, Transport
-from seqpar.transports.collective.point_to_point import CollectiveGather
+from seqpar.transports.collective import CollectiveGather
 
 
 class Exchanges:

@@ -26,7 +26,7 @@ from seqpar.mesh.inputs import broadcast
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard, Tokens
 from seqpar.planner.costs import facts_of
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.types.protocols import Attend, Core, Projected, Stream
 from seqpar.verifying.compare import (
     BITS,

@@ -22,7 +22,7 @@ from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner.costs import facts_of
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from seqpar.verifying.compare import BITS, WIDER, Comparison, Error, Place, TokenShare, digest, error
 from seqpar.verifying.look import AFTER, Look, Streams, copied, in_place_of
 from seqpar.verifying.one_rank import held

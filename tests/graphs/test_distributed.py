@@ -12,7 +12,7 @@ from seqpar.loop.request import Request
 from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from tests.attention.test_strategies import counted_calls
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh

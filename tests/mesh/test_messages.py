@@ -179,7 +179,7 @@ def overwritten(rank: int, world: int, device: torch.device, victim: Path) -> st
             box = padded(encode((name, None), tuple[str, str | None]), SMALL)
             gathered(mesh.world, device, box, "strange")
         return ""
-    with pytest.raises(LostRankError, match=r"got shared memory named '.*/fd/.*', expected that of a rank") as caught:
+    with pytest.raises(LostRankError, match=r"'.*/fd/.*' is not shared memory of a rank") as caught:
         Arena(mesh.world, 64, device)
     return str(caught.value)
 

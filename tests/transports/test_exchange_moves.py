@@ -12,8 +12,13 @@ from torch import Tensor
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh.shard import Shard
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.exchange import CollectiveToHeads, CollectiveToTokens
-from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation, gather
+from seqpar.transports.collective import (
+    CollectiveGather,
+    CollectiveRotation,
+    CollectiveToHeads,
+    CollectiveToTokens,
+    gather,
+)
 from seqpar.types.protocols import Prepare
 from tests.support.meshes import coded
 from tests.support.meshes import mesh as make_mesh

@@ -32,7 +32,7 @@ from seqpar.transformer import masks
 from seqpar.transformer.blocks import BlockHook
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.hooks import ShardHook
-from seqpar.transports.collective.exchange import CollectiveToHeads
+from seqpar.transports.collective import CollectiveToHeads
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
 """Takes the patch that ends with the test, and this rank."""

@@ -1,8 +1,8 @@
 """An arena: memory on every rank of an axis that all of these ranks have mapped and can write.
 
-GPUs use torch's symmetric memory over NVLink, CPUs use shared files in memory, without names. Both follow the same
-protocol, so tests on CPUs cover what runs on GPUs. When it wins: a kernel writes where the reader will read, without a
-send buffer, a collective or a copy on arrival. All ranks must be processes of one machine.
+A kernel writes where the reader will read, without a send buffer, a collective or a copy on arrival. GPUs use torch's
+symmetric memory over NVLink, CPUs use shared files in memory, without names. Both follow the same protocol, so tests on
+CPUs cover GPU code. All ranks must be processes of one machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Arena:
-    """`nbytes` of mapped memory on each rank of an axis, zero at first. All ranks make it together, of equal size."""
+    """`nbytes` of mapped memory on each rank of an axis, zero at first. Collective."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device) -> None:
         self._axis = axis
@@ -51,17 +51,17 @@ class Arena:
                 torch.cuda.synchronize(device)
         except RuntimeError as raised:
             error = raised
-        # this call waits for all ranks: no rank writes before all memory is zero, or waits for a rank that failed
-        if failed := first_told(axis, None if error is None else str(error)):
+        # waits for all ranks: no rank writes before all memory is zero, or waits for a rank that failed
+        if failed := first_reason(axis, None if error is None else str(error)):
             raise RuntimeError(failed) from error
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of a rank's memory that begins `start` bytes after its beginning."""
+        """Return a view of a rank's memory from byte `start` on."""
         nbytes = prod(shape) * dtype.itemsize
         return self._ranks[rank][start : start + nbytes].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Free the memory once no rank uses it any more; views of it must not be used again."""
+        """Free the memory; views of it must not be used again. Collective."""
         if self._ranks and self._ranks[0].is_cuda:
             torch.cuda.synchronize(self._ranks[0].device)
         collect_on_axis(self._axis, None, None)
@@ -69,34 +69,31 @@ class Arena:
 
 
 class Fields:
-    """The layout of an arena: fields one after another, at the same places on every rank.
-
-    A field has room for the largest size that any rank needs.
-    """
+    """The layout of an arena: fields at the same places on every rank, each with the largest size of any rank."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def add(self, *sizes: int) -> int:
-        """Add a field for the largest of these sizes (bytes, one for each rank); return the byte where it starts."""
+        """Add a field with the largest of these sizes (bytes on each rank); return its first byte."""
         start = self.nbytes
         self.nbytes += -(-max(sizes) // ALIGN) * ALIGN
         return start
 
 
 def why_no_peers(axis: Axis, device: torch.device) -> str | None:
-    """Return None if the ranks of an axis can write each other's memory, otherwise the reason, the same on all."""
+    """Return None if the ranks of an axis can write each other's memory, otherwise the reason. Collective."""
     if axis.size == 1:
         return None
     hosts = collect_on_axis(axis, socket.gethostname(), str)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
-    return first_told(axis, _why_not_here(axis, device))
+    return first_reason(axis, _why_not_here(axis, device))
 
 
-def first_told(axis: Axis, reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one, the same on all ranks; None if no rank has one."""
-    return next((each for each in collect_on_axis(axis, reason, str | None) if each is not None), None)
+def first_reason(axis: Axis, reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one, on all ranks; None if no rank has one. Collective."""
+    return next((text for text in collect_on_axis(axis, reason, str | None) if text is not None), None)
 
 
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
@@ -121,7 +118,7 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     os.environ.setdefault(MULTICAST, "1")  # torch reads it at the rendezvous, and would set multicast up otherwise
     rendezvous = _rendezvous()
     # torch counts the rendezvous of a process, not of a group, and ranks must have equal counts. Ranks with a lower
-    # count (after other batches or other meshes) catch up with rendezvous of their own, alone
+    # count (after other batches or other meshes) catch up with rendezvous in a group of one rank
     most = max(collect_on_axis(axis, rendezvous.count, int))
     alone, memory, error = None, None, None
     try:
@@ -131,7 +128,7 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         memory = rendezvous.memory(nbytes, device)
     except RuntimeError as raised:
         error = str(raised)
-    if failed := first_told(axis, error):  # in the rendezvous all ranks would wait for the failed one
+    if failed := first_reason(axis, error):  # in the rendezvous all ranks would wait for the failed one
         raise RuntimeError(failed)
     if alone is not None:
         dist.destroy_process_group(alone)
@@ -139,25 +136,24 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     assert axis.group is not None
     handle = rendezvous.meet(memory, axis.group)
     if getattr(handle, "multicast_ptr", 0):
-        raise ValueError(f"got symmetric memory with multicast, expected none; set {MULTICAST}=1")
+        raise ValueError(f"symmetric memory with multicast is not supported; set {MULTICAST}=1")
     return [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(axis.size)], (memory, handle)
 
 
 class _Rendezvous:
-    """Makes torch's symmetric memory, and counts how often this process has had a rendezvous for it."""
+    """Allocates torch's symmetric memory, and counts the rendezvous of this process."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def memory(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory of this rank that others can map; RuntimeError if there is none."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # not symmetric.empty: its pool may give ranks different slots, and then they would write to wrong places
         return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
     def meet(self, memory: Tensor, group: dist.ProcessGroup) -> Any:
-        """Return the handle that gives access to the other ranks' memory; keep it with this rank's memory."""
+        """Return the handle of the other ranks' memory; keep it with the local memory."""
         import torch.distributed._symmetric_memory as symmetric
 
         self.count += 1
@@ -166,12 +162,11 @@ class _Rendezvous:
 
 @cache
 def _rendezvous() -> _Rendezvous:
-    """Return the only one of this process, because torch's counter is also one for the process."""
     return _Rendezvous()
 
 
 def _alone(axis: Axis) -> dist.ProcessGroup:
-    """Make a group of this rank only; no other rank takes part in making it."""
+    """Make a group of this rank, without the other ranks."""
     assert axis.group is not None
     me = dist.get_process_group_ranks(axis.group)[axis.rank]
     group = dist.new_group([me], backend="gloo", use_local_synchronization=True)
@@ -190,7 +185,7 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         except RuntimeError as raised:
             error = str(raised)
         # all ranks have mapped all files, so that they can be closed; or all raise what failed on one
-        if failed := first_told(axis, error):
+        if failed := first_reason(axis, error):
             raise RuntimeError(failed)
     return buffers, None
 
@@ -201,10 +196,10 @@ def _mapped(path: str, nbytes: int) -> Tensor:
 
 @contextmanager
 def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
-    """Make a file in memory of that size; yield its name for `_path_of`, and why that failed, or None.
+    """Make a file in memory of that size; yield (its name for `_path_of`, the reason of a failure or None).
 
-    On Linux it has no name in any folder, so that nothing is left behind by a rank that is killed here. Its memory is
-    reserved, because a write that finds no memory would kill the process.
+    On Linux it has no name in any folder, so a rank that is killed here leaves nothing behind. Its memory is reserved,
+    because a write that finds no memory would kill the process.
     """
     with ExitStack() as opened:
         name = ""
@@ -218,14 +213,14 @@ def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
                 file.truncate(nbytes)
             error = None
         except OSError as failed:
-            error = f"got {nbytes} bytes of shared memory, which fails: {failed.strerror or failed}"
+            error = f"cannot allocate {nbytes} bytes of shared memory: {failed.strerror or failed}"
         yield name, error
 
 
 def _path_of(name: str) -> str:
-    """Return the path of a rank's shared memory by the name that it sent; LostRankError if it is something else.
+    """Return the path of a rank's shared memory by the name that it sent; raises LostRankError for any other file.
 
-    It is checked, because this rank writes to it: a stranger in the place of a rank could name any file of this user.
+    This rank writes to the file, and another process in the place of a rank could send any path of this user.
     """
     if IN_MEMORY and re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
         path, process = f"/proc/{name}", f"/proc/{name.partition('/')[0]}"
@@ -234,7 +229,7 @@ def _path_of(name: str) -> str:
                 return path
     elif not IN_MEMORY and re.fullmatch(rf"{MEMORY}-\w+", name):
         return os.path.join(tempfile.gettempdir(), name)
-    raise LostRankError(f"got shared memory named {name[:60]!r}, expected that of a rank of this user; {WHO}")
+    raise LostRankError(f"{name[:60]!r} is not shared memory of a rank of this user; {WHO}")
 
 
 def _anonymous() -> IO[bytes]:

@@ -1,6 +1,6 @@
-"""Blocks copied into other ranks' memory: `PeerGather` for guidance branches, `PeerRotation` for rings.
+"""Blocks written into other ranks' memory: `PeerGather` for guidance branches, `PeerRotation` for rings, `PeerHalo`.
 
-`seqpar.transports._exchanges` says what they do, `seqpar.transports.peer.exchange` explains the protocol.
+The protocol is in `seqpar.transports.peer.exchange`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from seqpar.kernels import halo
 from seqpar.kernels.flags import Flags, Late
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import starts
-from seqpar.transports.peer.arena import Arena, Fields
+from seqpar.transports.peer.arena import ALIGN, Arena, Fields
 
 FLAG_BYTES = 8
 
 
 class PeerGather:
-    """Copies every rank's block into every rank's memory; see `seqpar.transports._exchanges.Gather`.
+    """Copies every rank's block into every rank's memory.
 
-    It is meant for one exchange a step: nothing else synchronises these ranks, so each call first waits until all ranks
-    have begun it and have finished reading the last result.
+    For one exchange per step: nothing else synchronizes these ranks, so each call first waits until all ranks have
+    entered it and have read the last result.
     """
 
     def __init__(
         self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
-        """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, fields = axis.rank, Fields()
         whole = (sum(sizes), *shape)
         start = fields.add(torch.Size(whole).numel() * like.element_size())
@@ -42,11 +42,9 @@ class PeerGather:
         ]
 
     def outbox(self) -> Tensor:
-        """Return where to write this rank's block: its place in the whole tensor."""
         return self._wholes[self._rank][self._mine]
 
     def deliver(self) -> Tensor:
-        """Return the whole tensor; valid until `outbox` is written again."""
         self._begun.meet()
         spread(self._wholes, self._rank, self._mine)
         self._arrived.meet()
@@ -56,15 +54,14 @@ class PeerGather:
 class PeerRotation:
     """Copies each block into the next rank's memory while this rank reads it.
 
-    A rank has two slots: it reads one while the rank before it writes the other. It tells the rank before it when a
-    slot is free, and the rank after it when a block has arrived. On GPUs the copies run on a separate stream, while
+    A rank has two slots: it reads one while the rank before it writes the other. It signals the rank before it when a
+    slot is free, and the rank after it when a block is written. On GPUs the copies run on a separate stream, while
     attention computes.
     """
 
     def __init__(
         self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
-        """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, self._sizes = axis.rank, sizes
         before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
         whole, fields = (max(sizes), *shape), Fields()
@@ -87,11 +84,9 @@ class PeerRotation:
         self._aside = Aside(like.device)
 
     def outbox(self) -> Tensor:
-        """Return where to write this rank's block before `rotate`."""
         return self._here[0][: self._sizes[self._rank]]
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, block): this rank's block, then those of the ranks before it; see `Rotation.rotate`."""
         count = len(self._sizes)
         self._free.tell()  # this rank has read all blocks of the last call, so its second slot is free
         for step in range(count):
@@ -115,17 +110,14 @@ class PeerRotation:
 
 
 class Aside:
-    """A separate stream beside the current one on a GPU; on other devices all work runs in order."""
+    """A separate stream on a GPU; on other devices all work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Run the body on the separate stream, after all work that is already queued on the current stream.
-
-        Work that is queued on the current stream later does not wait for the body.
-        """
+        """Run the body on the separate stream, after all work that is already queued on the current stream."""
         if self._stream is None:
             yield
             return
@@ -140,10 +132,7 @@ class Aside:
 
 
 def flags_at(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> Flags:
-    """Make flags with which every rank tells every rank, itself included.
-
-    Each rank's memory holds one flag for every rank, from byte `start` on.
-    """
+    """Make flags by which every rank signals every rank, itself included; they begin at byte `start` of the arena."""
     flag = start + axis.rank * FLAG_BYTES
     theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
     return Flags.of(
@@ -152,7 +141,7 @@ def flags_at(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> F
 
 
 def spread(wholes: list[Tensor], rank: int, mine: slice) -> None:
-    """Copy this rank's part of its tensor into the tensors of all other ranks."""
+    """Copy the local part of the local tensor into the tensors of all other ranks."""
     for other in after(rank, len(wholes)):
         wholes[other][mine].copy_(wholes[rank][mine])
 
@@ -164,3 +153,45 @@ def after(rank: int, count: int) -> list[int]:
 
 def slices(sizes: tuple[int, ...]) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
+
+
+SIDES = (0, 1)  # the neighbour before, the neighbour after
+
+
+class PeerHalo:
+    """Swaps edges with the neighbours through inboxes in their memory: two launches, no collective, no host.
+
+    A swap writes both edges into the neighbours' inboxes, signals both neighbours and waits for both, and then copies
+    from the local inboxes to the destinations. Both neighbours meet at every swap, even if one direction is empty.
+
+    Each inbox has two slots, which alternate. Two are enough: a rank writes swap n + 2 into the slot of swap n, and
+    before that it has met its neighbour at swap n + 1. The neighbour joins that meeting, in the order of its stream,
+    after it has copied the edges of swap n. So a slot is never written while it is read, although no rank waits for
+    anyone to read. With one slot, a fast rank would write swap n + 1 over swap n. The slot follows from the counter of
+    swaps that the flags keep on the device. So replays of a CUDA graph, graphs with an odd number of swaps, calls
+    between replays and captures that failed all use the right slot, and nothing more has to meet, which `PeerKeyValues`
+    needs.
+    """
+
+    def __init__(self, axis: Axis, capacity: int, like: Tensor, late: Late, number: int) -> None:
+        fields, room = Fields(), -(-max(1, capacity * like.element_size()) // ALIGN) * ALIGN
+        inboxes, flags = fields.add(4 * room), fields.add(2 * FLAG_BYTES)
+        self.arena = arena = Arena(axis, fields.nbytes, like.device)
+        neighbours = {side: axis.rank + step for side, step in zip(SIDES, (-1, 1), strict=True)}
+        sides = [side for side in SIDES if 0 <= neighbours[side] < axis.size]
+
+        def inbox(rank: int, side: int) -> Tensor:
+            return arena.view(rank, inboxes + 2 * side * room, (2, room), torch.uint8)
+
+        # to the rank before, this rank is the one after, and the other way round
+        there = [inbox(neighbours[side], 1 - side) if side in sides else None for side in SIDES]
+        here = [inbox(axis.rank, side) if side in sides else None for side in SIDES]
+        self._there, self._here = (there[0], there[1]), (here[0], here[1])
+        theirs = [arena.view(neighbours[side], flags + (1 - side) * FLAG_BYTES, (), torch.int64) for side in sides]
+        mine = arena.view(axis.rank, flags + sides[0] * FLAG_BYTES, (len(sides),), torch.int64)
+        self._flags = Flags.of(tuple(theirs), mine, late, number, tuple(neighbours[side] for side in sides))
+        self.all_flags = [self._flags]
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        halo.send((first, last), self._there, self._flags)
+        halo.take((before, after), self._here, self._flags)

@@ -1,9 +1,9 @@
 """Exchanges without collectives: a rank writes directly into the memory of its readers.
 
-`outboxes()` returns views of the readers' own buffers (`seqpar.transports.peer.arena`). After writing, a rank tells all
-ranks and waits for them, at the end of the kernel that wrote, or in `deliver()` if plain torch wrote. There is no send
-buffer, no copy on arrival, and the host does not wait. When it wins: one machine whose GPUs reach each other's memory.
-The gain over NCCL is largest at small blocks, where NCCL's launch and permutes cost more than moving the bytes.
+`outboxes()` returns views of the readers' own buffers (`seqpar.transports.peer.arena`). After writing, a rank signals
+all ranks and waits for them, at the end of the kernel that wrote, or in `deliver()` if plain torch wrote. There is no
+send buffer, no copy on arrival, and the host does not wait. The gain over NCCL is largest at small blocks, where NCCL's
+launch and permutes cost more than moving the bytes.
 
 No rank may write where another still reads. The exchange of heads needs no extra rule for that, because its two halves
 alternate: before a rank writes q, k, v of the next exchange, it has met all ranks in the second half, and each rank
@@ -26,10 +26,10 @@ from seqpar.types.outboxes import Outbox, Outboxes, take_turns
 
 
 class PeerHeads:
-    """An exchange of heads: q, k, v travel to the ranks of their heads, and the output back, in one arena."""
+    """An exchange of heads: q, k, v to the ranks of their heads, and the output back, in one arena."""
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
-        self._layout, self._rank = layout, axis.rank
+        self._layout, self.rank = layout, axis.rank
         size, (batch, dim) = layout.dtype.itemsize, (layout.batch, layout.head_dim)
         rows = [h + 2 * g for h, g in map(layout.counts, range(axis.size))]
         fields = Fields()
@@ -40,13 +40,13 @@ class PeerHeads:
         shapes = [(sum(layout.tokens), batch, n, dim) for n in rows]
         self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
-        self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
+        self.outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.to_heads, self.to_tokens = PeerToHeads(self), PeerToTokens(self)
 
     def outboxes(self) -> Outboxes:
-        """Return the outboxes of q, k, v: for each rank its heads of this rank's tokens, in its slab."""
-        mine = slices(self._layout.tokens)[self._rank]
+        """Outboxes of q, k, v: for each rank its heads of the local tokens, in its slab."""
+        mine = slices(self._layout.tokens)[self.rank]
         boxes = []
         for rank, slab in enumerate(self._slabs):
             h, g = self._layout.counts(rank)
@@ -55,65 +55,56 @@ class PeerHeads:
         return Outboxes(boxes)
 
     def destinations(self) -> Destinations:
-        """Return the destinations of the output: for each rank this rank's heads of its tokens, in its buffer."""
-        heads = self._layout.q_slice(self._rank)
-        views = [out[:, :, heads].transpose(0, 1) for out in self._outs]
-        return Destinations(views, (self._rank + 1) % len(views))
+        """Destinations of the output: for each rank the local heads of its tokens, in its buffer."""
+        heads = self._layout.q_slice(self.rank)
+        views = [out[:, :, heads].transpose(0, 1) for out in self.outs]
+        return Destinations(views, (self.rank + 1) % len(views))
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of this rank's slab with its heads of all tokens: q (B, L, h, D), k and v (B, L, g, D)."""
-        h, g = self._layout.counts(self._rank)
-        q, k, v = self._slabs[self._rank].transpose(0, 1).split((h, g, g), dim=2)
+        """Views of the local slab, the local heads of all tokens: q (B, L, h, D), k and v (B, L, g, D)."""
+        h, g = self._layout.counts(self.rank)
+        q, k, v = self._slabs[self.rank].transpose(0, 1).split((h, g, g), dim=2)
         return q, k, v
-
-    def out(self) -> Tensor:
-        """Return the output of this rank's tokens, (B, l, H, D)."""
-        return self._outs[self._rank]
 
 
 class PeerToHeads:
-    """See `seqpar.transports.collective.exchange.CollectiveToHeads`."""
+    """The first half of an exchange of heads; nothing is copied on arrival."""
 
     def __init__(self, heads: PeerHeads) -> None:
         self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
-        self._told = False
+        self._started = False
 
     def outboxes(self) -> Outboxes:
-        """Return where to write q, k, v: for each rank its heads of this rank's tokens, in its memory."""
-        self._told = False  # a capture that failed after `start` has told nobody
+        self._started = False  # a capture that failed after `start` has signalled no rank
         return self._boxes
 
     def start(self) -> None:
-        """Tell the other ranks that q, k, v are written."""
         self.flags.tell()
-        self._told = True
+        self._started = True
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, L, h, D), k and v (B, L, g, D) as strided views of this rank's slab."""
         if not met:
-            self.flags.wait() if self._told else self.flags.meet()
+            self.flags.wait() if self._started else self.flags.meet()
         return self._heads
 
 
 class PeerToTokens:
-    """See `seqpar.transports.collective.exchange.CollectiveToTokens`; this class needs no copy on arrival."""
+    """The second half of an exchange of heads; nothing is copied on arrival."""
 
     def __init__(self, heads: PeerHeads) -> None:
-        self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.out()
+        self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.outs[heads.rank]
 
     def outboxes(self) -> Destinations:
-        """Return where to write the output: for each rank this rank's heads of its tokens, in its memory."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """Return the output (B, l, H, D)."""
         if not met:
             self.flags.meet()
         return self._out
 
 
 class PeerKeyValues:
-    """Writes every rank's keys and values into every rank's memory; see `seqpar.transports._exchanges.KeyValues`.
+    """Writes every rank's keys and values into every rank's memory.
 
     Between two captures of CUDA graphs there must be a call outside of a capture; a warm-up call is one.
     """
@@ -138,10 +129,10 @@ class PeerKeyValues:
         self._boxes = take_turns([self._outboxes(slot) for slot in self._slots])
         for boxes in self._boxes:
             _ = boxes.places  # made now, because only captures use the second slot, and a capture must not copy
-        self._in_capture = self._told = False
+        self._in_capture = self._started = False
 
     def outboxes(self) -> Outboxes:
-        """Return where to write q (this rank's own buffer) and k and v (every rank's memory)."""
+        """Return where to write q (a local buffer) and k and v (every rank's memory)."""
         capturing = self._layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # a graph may follow any other call, also its own last one, so the first call in it waits until all ranks have
         # read both slots; a call outside of a capture always waits, because its speed matters less
@@ -149,40 +140,38 @@ class PeerKeyValues:
         return self.open(0 if first else 1 - self._slot, first)
 
     def open(self, slot: int, first: bool) -> Outboxes:
-        """Return the outboxes of a slot; with `first`, after all ranks have finished reading both slots."""
+        """Return the outboxes of a slot; with `first`, wait until all ranks have read both slots."""
         if first:
             self._begun.meet()
-        self._slot, self._told = slot, False  # a capture that failed after `start` has told nobody
+        self._slot, self._started = slot, False  # a capture that failed after `start` has signalled no rank
         return self._boxes[slot]
 
     def start(self) -> None:
-        """Tell the other ranks that k and v are written."""
         self.arrived.tell()
-        self._told = True
+        self._started = True
 
     def start_keys(self) -> None:
-        """Do nothing: the kernel that prepares k has already written it where it will be read."""
+        """Do nothing: the kernel that prepares k and v writes them where they will be read."""
 
     def start_values(self) -> None:
-        """Do nothing: the kernel that prepares v has already written it where it will be read."""
+        """Do nothing, like `start_keys`."""
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, l, H, D) of this rank's tokens, k and v (B, L, G, D) of all; see `KeyValues.deliver`."""
         if not met:
-            self.arrived.wait() if self._told else self.arrived.meet()
+            self.arrived.wait() if self._started else self.arrived.meet()
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `deliver` returns, without waiting for the other ranks."""
+        """Return the result of `deliver`, without waiting for the other ranks."""
         k, v = self.slot()[self._rank].transpose(1, 2)
         return self.q_BlHD, k, v
 
     def slot(self) -> list[Tensor]:
-        """Return every rank's keys and values in the current slot, (2, L, B, G, D) each."""
+        """Keys and values of every rank in the current slot, (2, L, B, G, D) each."""
         return self._slots[self._slot]
 
     def readers(self) -> list[int]:
-        """Return the ranks that get k and v from the preparing kernel, in the order of the writes.
+        """Ranks that get k and v from the preparing kernel, in the order of the writes.
 
         Each rank starts with the rank after it, so that the ranks do not all write to one rank at once.
         """
@@ -190,11 +179,11 @@ class PeerKeyValues:
 
     def _outboxes(self, slot: list[Tensor]) -> Outboxes:
         mine = slices(self._layout.tokens)[self._rank]
-        every = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, self._layout.kv_heads)}
+        heads = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, self._layout.kv_heads)}
         boxes = []
         for rank in self.readers():
             k, v = slot[rank][:, mine]
-            boxes.append(Outbox(self.q_BlHD.transpose(0, 1) if rank == self._rank else None, k, v, **every))
+            boxes.append(Outbox(self.q_BlHD.transpose(0, 1) if rank == self._rank else None, k, v, **heads))
         return Outboxes(boxes)
 
 
@@ -211,7 +200,7 @@ class PeerOverlappedKeyValues(PeerKeyValues):
         self._aside = Aside(layout.device)
 
     def readers(self) -> list[int]:
-        """Return this rank only; the other ranks get copies."""
+        """This rank only; the other ranks get copies."""
         return [self._rank]
 
     def start_keys(self) -> None:
@@ -220,7 +209,7 @@ class PeerOverlappedKeyValues(PeerKeyValues):
             self._spread(0)
 
     def start_values(self) -> None:
-        """Copy v to the other ranks and tell them; the copies of k precede on the same stream."""
+        """Copy v to the other ranks and signal them; the copies of k precede on the same stream."""
         with self._aside.begun():
             self._spread(1)
             self.arrived.tell()
@@ -230,7 +219,6 @@ class PeerOverlappedKeyValues(PeerKeyValues):
         spread([whole[part] for whole in self.slot()], self._rank, slices(self._layout.tokens)[self._rank])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for all copies, and return what `PeerKeyValues.deliver` returns."""
         self._aside.join()
         self.arrived.wait()
         return self.read()

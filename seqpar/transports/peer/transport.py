@@ -1,7 +1,7 @@
-"""Peer memory: kernels write directly into the memory of the rank that will read, and flags say when it is there.
+"""Peer memory: kernels write directly into the memory of the rank that will read, and flags signal completion.
 
-It works between ranks of one machine. When it wins: GPUs that reach each other's memory, most of all with small and
-middle-sized blocks; see `seqpar.transports.peer.exchange`.
+For ranks of one machine whose GPUs reach each other's memory, most of all with small and middle-sized blocks; the
+protocol is in `seqpar.transports.peer.exchange`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from seqpar.mesh.watch import Deadlines, Watch, drain
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.peer.arena import first_told, why_no_peers
-from seqpar.transports.peer.blocks import PeerGather, PeerRotation
+from seqpar.transports.peer.arena import first_reason, why_no_peers
+from seqpar.transports.peer.blocks import PeerGather, PeerHalo, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
-from seqpar.transports.peer.halo import PeerHalo
 
 T = TypeVar("T")
-SETTLE_S = 0.01  # after its first number, the rest of a record has arrived in host memory
+SETTLE_S = 0.01  # after its first number, the rest of a record is in host memory
 TRIAL_S = 30.0  # deadline of the test exchange: longer than ranks need to compile the kernel of the flags
 FACTS = _contract.Facts(
     rates={"cuda": "peer", "cpu": "peer"},
@@ -38,7 +37,7 @@ FACTS = _contract.Facts(
 
 def why_not(mesh: Mesh) -> str | None:
     """Return None if ranks that exchange are on one machine and reach each other's memory, otherwise the reason."""
-    # every rank asks for both axes, because an answer is the same only on the ranks of its axis
+    # every rank checks both axes, because a reason is shared only by the ranks of its axis
     reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -51,8 +50,8 @@ _ANSWERS: dict[
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
     """Return None if the ranks of an axis reach each other's memory and a test exchange worked, otherwise the reason.
 
-    The answer is the same on all ranks of the axis. The test exchanges one number per rank, because access over some
-    buses lacks what flags need. It runs once for each axis and device, however often it is asked for.
+    Collective, with the same result on all ranks of the axis. The test exchanges one number per rank, because access
+    over some buses lacks what flags need. It runs once for each axis and device.
     """
     key = tuple(_world_rank(axis, rank) for rank in range(axis.size)) if axis.group else (axis.rank,), device
     if key not in _ANSWERS:
@@ -61,12 +60,12 @@ def why_not_tried(axis: Axis, device: torch.device) -> str | None:
 
 
 def trial(axis: Axis, device: torch.device) -> str | None:
-    """Return what `why_not_tried` tells, by a new test exchange."""
+    """Return the result of `why_not_tried` by a new test exchange."""
     reason = why_no_peers(axis, device)
     if reason is not None or axis.size == 1:
         return reason
     transport = Transport(TRIAL_S)
-    reason = first_told(axis, _tried(transport, axis, device))
+    reason = first_reason(axis, _tried(transport, axis, device))
     if reason is None:
         transport.release()
     return reason
@@ -80,17 +79,17 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
         transport.check()
     except (RuntimeError, TimeoutError) as error:
         return f"a test exchange failed: {str(error).splitlines()[0]}"
-    wanted = list(range(axis.size))
-    return None if arrived == wanted else f"a test exchange delivered {arrived}, expected {wanted}"
+    expected = list(range(axis.size))
+    return None if arrived == expected else f"a test exchange delivered {arrived}, expected {expected}"
 
 
 @dataclass(eq=False)
 class _Record:
-    """What a transport and its parts share.
+    """State that a transport and its parts share.
 
-    follows: whether the deadline is the watch's, which changes from call to call. late: the first wait that missed the
-    deadline; None before the first exchange. made: number -> (axis, what it moves, exchange), for all exchanges that
-    were not freed. count: how many were ever made.
+    follows: the deadline is the watchdog's, which changes from call to call. late: the first wait that missed the
+    deadline; None before the first exchange. made: number -> (axis, contents, exchange), for all exchanges that were
+    not freed. count: of all exchanges ever made.
     """
 
     follows: bool
@@ -100,24 +99,23 @@ class _Record:
     count: int = 0
 
     def begin(self, device: torch.device, watch: Watch | None) -> None:
-        """Make the record on the device of the first exchange."""
         if self.follows and watch is not None:
             self.deadline_s = watch.limit_s
             watch.follow(self)
         self.late = Late.on(device, self.deadline_s)
 
     def limit(self, deadline_s: float) -> None:
-        """Set the deadline of what is queued from now on, if it is the watch's."""
+        """Set the deadline of work that is queued from now on, if it is the watchdog's."""
         if self.follows and self.late is not None and deadline_s != self.deadline_s:
             self.deadline_s = deadline_s
             self.late.limit(deadline_s)
 
 
 class Transport(_contract.Transport):
-    """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
+    """Makes exchanges through peer memory.
 
     All waits share one deadline, and one record of the first wait that missed it (`seqpar.kernels.flags.Late`).
-    deadline_s: None follows the watch of the first axis (`watch`), whose deadlines change from call to call.
+    deadline_s: None follows the watchdog of the first axis, whose deadlines change from call to call.
     """
 
     def __init__(self, deadline_s: float | None = None) -> None:
@@ -126,36 +124,31 @@ class Transport(_contract.Transport):
         self._made: dict[int, tuple[Axis, str, Any]] = {}
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
-        """Make both halves of the exchange in one arena."""
         both = PeerHeads(axis, layout, *self._next(layout.device))
         self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
         return both.to_heads, both.to_tokens
 
     def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
-        """Make two slots that alternate; with overlap, copies on a separate stream fill those of the other ranks."""
         make = PeerOverlappedKeyValues if overlap else PeerKeyValues
         exchange = make(axis, layout, *self._next(layout.device))
         return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
     def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
-        """Make a ring whose copies run while attention computes."""
         rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """Make a gather that copies this rank's block to each other rank."""
         exchange = PeerGather(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"blocks of {sizes} x {shape}", exchange)
 
     def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
-        """Make two slots for each neighbour; one kernel writes into the neighbours' slots and waits for theirs."""
         exchange = PeerHalo(axis, capacity, like, *self._next(like.device))
         return self._keep(axis, f"edges of at most {capacity} elements", exchange)
 
     def check(self) -> None:
-        """Raise `TimeoutError` if this rank waited in vain; see the base class.
+        """Wait for the device; raise TimeoutError with the late rank if a wait timed out.
 
-        Only this rank raises; the program that started the ranks must end the others.
+        Only this rank raises; the program that started the ranks must terminate the others.
         """
         record = self._record.late
         if record is not None:
@@ -163,7 +156,7 @@ class Transport(_contract.Transport):
         self.check_now()
 
     def late(self) -> str | None:
-        """Return the error of the first wait that missed its deadline, or None; this does not wait for the device."""
+        """Return the error of the first wait that missed its deadline, or None; does not wait for the device."""
         record = self._record.late
         if record is None or not int(record.seen[0]):
             return None
@@ -180,7 +173,7 @@ class Transport(_contract.Transport):
         )
 
     def _release(self) -> None:
-        """Free the arenas. After a wait in vain nothing is freed, because the other ranks may never get here."""
+        """Free the arenas; nothing after a timeout, because the other ranks may never get here."""
         if self._record.late is None or not int(self._record.late.seen[0]):
             for number, (_, _, exchange) in self._made.items():
                 exchange.arena.close()
@@ -197,7 +190,7 @@ class Transport(_contract.Transport):
         return exchange
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
-        """Return the shared record of late ranks and the number of the next exchange's first flags (each has two)."""
+        """Return the shared record of late ranks and the number of the next exchange's first flags; each has two."""
         if self._record.late is None:
             self._record.begin(device, self.watch)
         assert self._record.late is not None

@@ -33,7 +33,7 @@ from seqpar.loop.request import Request
 from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import JointShard, Shard
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.transports.collective import gather
 from tests.graphs.test_distributed import local
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random

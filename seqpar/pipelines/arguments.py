@@ -47,12 +47,13 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
         if needs_picture(kind):
             raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
-    sister = class_of_pictures(kind, index)
-    if sister is None:
+    taking = class_of_pictures(kind, index)
+    if taking is None:
         other = "use a model that edits images or generates videos from them"
         request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)
-    _check_count(request, sister.__name__)
-    return sister
+    else:
+        _check_count(request, taking.__name__)
+    return taking
 
 
 def class_of_pictures(kind: Any, index: Mapping[str, Any]) -> Any:

@@ -402,7 +402,7 @@ class DiffusersModel:
         if job.video and job.request.fps is None and RATE not in parameters:
             notes.append(("fps", f"{FPS} frames per second, as most models: the files name no number; use --fps"))
         if (length := parameters.get("max_sequence_length")) is not None:
-            by = "a prompt, encoded on rank 0"
+            by = "per prompt, encoded on rank 0"
             if job.preset is not None:
                 by = "of random numbers: no text encoder comes with this model"
             notes.append(("text", f"{length.default} tokens {by}"))

@@ -1,7 +1,8 @@
-"""What all pipelines share once their weights are loaded: mesh, sampler and decoder."""
+"""What `classes` and `unidiffuser` share: checked files, jobs, and loaded models with our own denoising loop."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
-from seqpar.pipelines.protocol import NO_LORAS, DecodeMode, Events, Result, as_text, scales
+from seqpar.pipelines.protocol import NO_LORAS, DecodeMode, Events, Result, as_text, no_event, scales
 from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -45,11 +46,11 @@ Encode = Callable[[str], tuple[Tensor, ...]]
 
 
 class Texts:
-    """The prompts of one model as tensors; it keeps those of the last call, so that they are encoded once.
+    """Encoded prompts of one model; those of the last call stay cached.
 
     shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
-    encoders; None for a model with random weights, for which random numbers stand in for encoded prompts. frees:
-    whether nothing else holds these encoders, so that their memory is given back after each call.
+    encoders; None for random weights: prompts become random numbers. frees: whether nothing else holds the encoders, so
+    that their memory is freed after each call.
     """
 
     def __init__(
@@ -63,20 +64,19 @@ class Texts:
     ) -> None:
         self.shapes = dict(shapes)
         self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
-        self._known: dict[str, tuple[Tensor, ...]] = {}
+        self._cached: dict[str, tuple[Tensor, ...]] = {}
 
-    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = lambda index: None) -> None:
-        """Encode these prompts on rank 0, and forget all others; other ranks return at once.
+    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = no_event) -> None:
+        """Encode prompts on rank 0, and drop all others; other ranks return at once.
 
         on_prompt(index): called when a prompt is encoded. Raises ValueError on rank 0 if the encoders do not load.
         """
         if not self._mesh.is_main:
             return
-        wanted = list(dict.fromkeys(prompts))
-        missing = [text for text in wanted if text not in self._known]
-        encoded = {text: self._known[text] for text in wanted if text in self._known}
+        encoded = {text: self._cached[text] for text in prompts if text in self._cached}
+        missing = [text for text in dict.fromkeys(prompts) if text not in encoded]
         if missing:
-            encoder = self._stand_in if self._ready is None else self._ready()
+            encoder = self._random if self._ready is None else self._ready()
             for index, text in enumerate(missing):
                 with torch.no_grad():
                     encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
@@ -84,22 +84,18 @@ class Texts:
             del encoder
             if self._frees:
                 collect()
-        self._known = encoded
+        self._cached = encoded
 
     def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors by name, with a row for each prompt.
-
-        Only rank 0's values count; other ranks return tensors of the same shapes. The prompts must be encoded.
-        """
+        """Return the tensors by name, with a row for each of these encoded prompts. Only rank 0's values count."""
         if self._mesh.is_main:
-            texts = (torch.stack(each) for each in zip(*(self._known[text] for text in prompts), strict=True))
+            texts = (torch.stack(rows) for rows in zip(*(self._cached[text] for text in prompts), strict=True))
         else:
             shapes = ((len(prompts), *shape) for shape in self.shapes.values())
             texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
         return dict(zip(self.shapes, texts, strict=True))
 
-    def _stand_in(self, text: str) -> tuple[Tensor, ...]:
-        """Return random numbers that depend on the prompt."""
+    def _random(self, text: str) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
 
@@ -119,7 +115,7 @@ def described(tokens: int, source: object, before: str) -> tuple[str, str]:
     """Return title and text of the summary's line about prompts. source: of the encoders, None for random numbers."""
     if source is None:
         return "text", f"{tokens} tokens of random numbers: no text encoder comes with this model"
-    return "text", f"{tokens} tokens a prompt, encoded on rank 0 before {before}"
+    return "text", f"{tokens} tokens per prompt, encoded on rank 0 before {before}"
 
 
 def timed(
@@ -129,32 +125,27 @@ def timed(
     respacing: str | None = None,
     timing: Mapping[str, Any] | None = None,
 ) -> Decision:
-    """Set a scheduler's timesteps, and return the way in which it steps; ValueError if a setting does not fit it.
+    """Set a scheduler's timesteps, and return how it steps; ValueError if a setting or one of its steps fails.
 
-    eta: None stands for the scheduler's own default. respacing: a text of the original DiT, which replaces the number
-    of steps. timing: keyword arguments of `set_timesteps` besides the number of steps.
+    eta: None takes the scheduler's default. respacing: as in the original DiT, replaces `steps`. timing: further
+    keyword arguments of `set_timesteps`.
     """
+    name = type(scheduler).__name__
     check_eta(scheduler, eta)
     if respacing is not None:
         respace(scheduler, respacing)
-        return tried(scheduler, eta)
-    check_steps(scheduler, steps)
-    try:
-        scheduler.set_timesteps(steps) if timing is None else set_timesteps(scheduler, steps, timing)
-    except FAILURES as error:
-        name = type(scheduler).__name__
-        raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
-    return tried(scheduler, eta)
-
-
-def tried(scheduler: Any, eta: float | None = None) -> Decision:
-    """Return the way in which a scheduler, whose timesteps are set, steps; `ValueError` if one of its steps fails."""
+    else:
+        check_steps(scheduler, steps)
+        try:
+            scheduler.set_timesteps(steps) if timing is None else set_timesteps(scheduler, steps, timing)
+        except FAILURES as error:
+            raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
     try:
         return decide(scheduler, {"eta": eta})
     except ValueError:
         raise
     except FAILURES as error:  # such as an index past the end of its tables
-        raise ValueError(f"got scheduler {type(scheduler).__name__!r}, which fails in its step: {error}") from error
+        raise ValueError(f"got scheduler {name!r}, which fails in its step: {error}") from error
 
 
 # the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
@@ -198,11 +189,6 @@ class Files:
             )
         return pixels[0] // self.factor, pixels[1] // self.factor
 
-    def tokens(self, pixels: tuple[int, int] | None) -> int:
-        """Return the number of tokens of a picture."""
-        height, width = self.latent_size(pixels)
-        return height * width // self.blueprint.config.patch_size**2
-
     def scheduler(self, name: str | None = None) -> Any:
         """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
 
@@ -240,9 +226,9 @@ class Files:
         """
         request.refuse(NO_LORA, lora=request.loras)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
-        scale = (
-            (4.0 if work_of(self.blueprint.config).guided else 1.0) if request.guidance is None else request.guidance
-        )
+        scale = request.guidance
+        if scale is None:
+            scale = 4.0 if work_of(self.blueprint.config).guided else 1.0
         count = [name for name in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
         return self.job(None, request, Guidance(scale), None, count, named={})
 
@@ -283,10 +269,6 @@ class Files:
         """Return for how many of these classes or prompts the modulation differs."""
         return len(set(asked))
 
-    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
-        """Return a function that returns the `Load` of one picture, with two branches or one."""
-        return lambda guided: self.load_of(("",), guided, 1, dtype)
-
     def load_of(
         self,
         asked: Sequence[object],
@@ -303,7 +285,7 @@ class Files:
         config = self.blueprint.config
         return Load(
             images=len(asked),
-            tokens=self.tokens(size),
+            tokens=math.prod(self.latent_size(size)) // config.patch_size**2,
             guidance=guided,
             steps=evaluations,
             itemsize=dtype.itemsize,
@@ -434,10 +416,10 @@ def generated(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL; without one, pictures are previews of latents.
+    """A loaded model on a mesh, with the methods of `seqpar.pipelines.protocol.Model`. A family adds `latents`.
 
-    It keeps the last run's CUDA graph for the next compatible call: use it in a `with` block, or call `release` before
-    the process group ends.
+    vae: diffusers' AutoencoderKL; without one, images are previews of latents. The last run's CUDA graph stays for the
+    next compatible call: use the model in a `with` block, or call `release` before the process group ends.
     """
 
     dit: DistributedDiT
@@ -470,8 +452,6 @@ class Loaded:
     def sampler(self) -> Sampler:
         """Return the reusable sampler of this pipeline."""
         return Sampler(self.dit)
-
-    # The protocol of `seqpar.pipelines.protocol.Model` -----------------------------------------------------------
 
     def notes(self, job: OwnJob) -> list[tuple[str, str]]:
         """Return (title, text) for the summary: work, branches, graph, decoder."""
@@ -531,40 +511,41 @@ class Loaded:
         return Result(to_pil(images), "latents", partial(digest, latents))
 
     def _way(self, job: OwnJob) -> Spread | None:
-        return None if self.vae is None else self.way(job.load.images, job.pixels, self.on_mesh.wish)
-
-    # -------------------------------------------------------------------------------------------------------------
+        """Return how the images of a job are decoded; None for previews."""
+        if self.vae is None:
+            return None
+        size = [side // self.files.factor for side in job.pixels]
+        return self.on_mesh.spread(job.load.images, size, self.on_mesh.wish)
 
     @cached_property
     def on_mesh(self) -> MeshVAE:
         """Return the VAE on the ranks of the mesh, which keeps exchanges and CUDA graphs between pictures."""
         return MeshVAE.of(self.vae, self.dit.mesh, self.dit.transport.name, lambda: (self.dit.model, self.vae))
 
-    def set_vae(self, wish: str) -> None:
-        """Spread pictures over ranks in this way from now on: "auto", "strips", "pictures" or "tiled".
+    def set_vae(self, mode: str) -> None:
+        """Decode in this way from now on: "auto", "strips", "pictures" or "tiled". Collective.
 
-        "tiled" is diffusers' tiling, which needs little memory and leaves seams. Collective.
+        "tiled" is diffusers' tiling, which needs little memory and leaves seams.
         """
-        _check_wish(wish)
+        _check_mode(mode)
         if self.vae is not None:
-            self.on_mesh.wish = wish
+            self.on_mesh.wish = mode
 
     def decode(
-        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str | None = None
+        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = no_event, mode: str | None = None
     ) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents.
+        """Return images (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents.
 
-        on_image: see `MeshVAE.pictures`. wish: how pictures are spread in this call; None takes that of `set_vae`.
+        on_image: see `MeshVAE.pictures`. mode: of this call, in place of that of `set_vae`.
         """
-        self.dit.mesh.on_all_ranks(lambda: self._check_latents(latents_NCHW, wish))
+        self.dit.mesh.on_all_ranks(lambda: self._check_latents(latents_NCHW, mode))
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.wish if wish is None else wish)
+        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.wish if mode is None else mode)
 
-    def _check_latents(self, latents_NCHW: object, wish: str | None) -> None:
-        """Raise ValueError for what is no latents of this decoder."""
-        if wish is not None:
-            _check_wish(wish)
+    def _check_latents(self, latents_NCHW: object, mode: str | None) -> None:
+        if mode is not None:
+            _check_mode(mode)
         check_floats("latents", latents_NCHW)
         assert isinstance(latents_NCHW, Tensor)
         channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
@@ -576,22 +557,17 @@ class Loaded:
         if self.vae is not None:
             self.on_mesh.check(count, (self.vae.config.latent_channels, *latent))
 
-    def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Spread | None:
-        """Return how `decode` decodes `count` pictures of a size, or None for previews."""
-        factor = self.files.factor
-        return None if self.vae is None else self.on_mesh.spread(count, [side // factor for side in pixels], wish)
 
-
-def _check_wish(wish: str) -> None:
-    if wish not in WISHES:
-        raise ValueError(f"got wish={wish!r}, expected {', '.join(WISHES)}")
+def _check_mode(mode: str) -> None:
+    if mode not in WISHES:
+        raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(WISHES)}")
 
 
 @dataclass(frozen=True)
 class FromTexts(Loaded):
-    """A loaded pipeline that makes pictures of texts; see `Loaded`. A family adds `latents` and hooks.
+    """A loaded model of prompts. A family adds `latents` and the hooks below.
 
-    `files` says where the parts (`source`) and the decoder (`decoder`) are.
+    files: have `source`, of the encoders, and `decoder`, the path of the VAE.
     """
 
     texts: Texts
@@ -603,19 +579,18 @@ class FromTexts(Loaded):
         mesh: Mesh | str | None = None,
         dtype: torch.dtype = torch.float32,
         *,
-        wish: Preferences | None = None,
+        preferences: Preferences | None = None,
         plan: Plan | None = None,
         prompts: Sequence[str] = (),
-        on_prompt: Callable[[int], None] = lambda index: None,
+        on_prompt: Callable[[int], None] = no_event,
     ) -> Self:
-        """Load the weights of transformer and decoder; every rank must call this at the same time.
+        """Load the weights of transformer and decoder. Collective: call on all ranks.
 
-        wish: the caller's choice of strategy, local attention and transport; the planner chooses the rest for one
-        picture with one branch. plan: a plan that was made before. prompts: texts that rank 0 encodes first, so that
-        the encoders are gone before other weights load; later calls of `latents` may name others. on_prompt(index):
-        called on rank 0 when a prompt is encoded.
+        preferences: strategy, local attention and transport; the planner chooses the rest for one image with one
+        branch. plan: in place of a new one. prompts: encoded first on rank 0, so that encoders leave memory before
+        other weights load; later calls of `latents` may take others. on_prompt(index): called for each of them.
         """
-        plan, mesh = placed(files, dtype, mesh, wish, plan)
+        plan, mesh = placed(files, dtype, mesh, preferences, plan)
         texts = cls._texts(files, mesh, dtype, frees=True)
 
         def read() -> Any:
@@ -632,7 +607,7 @@ class FromTexts(Loaded):
         pipe: Any,
         mesh: Mesh | str | None = None,
         *,
-        wish: Preferences | None = None,
+        preferences: Preferences | None = None,
         plan: Plan | None = None,
         **own: Any,
     ) -> Self:
@@ -641,7 +616,7 @@ class FromTexts(Loaded):
         The transformer's weights are copied, in its dtype. own: arguments of `files_of`; see `load` for the others.
         """
         files, dtype = cls.files_of(pipe, **own)
-        plan, mesh = placed(files, dtype, mesh, wish, plan)
+        plan, mesh = placed(files, dtype, mesh, preferences, plan)
         model = files.blueprint.build(dtype, mesh.device)
         texts, vae = cls._texts(files, mesh, dtype, frees=False), pipe.vae.to(mesh.device)
         return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
@@ -663,23 +638,19 @@ class FromTexts(Loaded):
 
     @classmethod
     def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype, *, frees: bool) -> Texts:
-        """Return the prompts of these files as tensors, without any yet. frees: see `Texts`."""
         ready = None if files.source is None else partial(cls.encoder, files, mesh.device, dtype)
         return Texts(cls.text_shapes(files), ready, mesh, dtype, frees=frees)
 
 
 def placed(
-    files: Files, dtype: torch.dtype, mesh: Mesh | str | None, wish: Preferences | None, plan: Plan | None
+    files: Files, dtype: torch.dtype, mesh: Mesh | str | None, preferences: Preferences | None, plan: Plan | None
 ) -> tuple[Plan, Mesh]:
-    """Return the caller's plan, or a new one for one picture with a branch for each rank of the cfg axis; and its mesh.
-
-    Every rank must call this at the same time.
-    """
+    """Return the caller's plan, or a new one for one image (two branches on a cfg axis), and its mesh. Collective."""
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    own, names = ranks.on_all_ranks(lambda: named_mesh(mesh, wish or Preferences()))
+    own, names = ranks.on_all_ranks(lambda: named_mesh(mesh, preferences or Preferences()))
     if plan is None:
-        load = files.smallest(dtype)((own.cfg.size if own is not None else names.axes.get("cfg", 1)) > 1)
-        load = replace(load, images=preferred_images(names, ranks))
+        branches = own.cfg.size if own is not None else names.axes.get("cfg", 1)
+        load = replace(files.load_of(("",), branches > 1, 1, dtype), images=preferred_images(names, ranks))
         plan = make(work_of(files.blueprint.config), load, dtype, ranks, names, own)
     return plan, settled(plan, own)
 

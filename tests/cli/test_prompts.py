@@ -64,7 +64,7 @@ def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
     (out, bars), nothing = ranks.run(2, shown, replace(args, mesh="ulysses=2"))
     for text in (
         "mesh      ulysses 2 (2 x CPU, gloo)" if ranks.device == "cpu" else "mesh      ulysses 2 (2 x ",
-        "text      512 tokens a prompt, encoded on rank 0",
+        "text      512 tokens per prompt, encoded on rank 0",
         "1 pictures, 48 tokens, float32, 2 steps of FlowMatchEulerDiscreteScheduler in FluxPipeline",
         "state     as the pipeline keeps it: the transformer has weights of float32",
         "guidance 3.5 as an input",

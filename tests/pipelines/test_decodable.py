@@ -34,7 +34,7 @@ def test_exact_mode_refuses_before_sampling_what_would_need_tiles(monkeypatch: p
             assert len(steps) == 1
             pipeline.set_vae("tiled")
             latents()
-        with pytest.raises(ValueError, match="got wish='turns', expected auto, strips, pictures, tiled"):
+        with pytest.raises(ValueError, match="got decoding mode 'turns', expected auto, strips, pictures, tiled"):
             pipeline.set_vae("turns")
     assert len(steps) == 2
 

@@ -107,7 +107,10 @@ def ours(
     mesh, wish = mesh_for(strategy, world, device, cfg, data), Preferences(strategy=strategy, transport=transport)
     asked = PROMPTS[:count] if rank == 0 else ["another"] * count
     settings = {"steps": STEPS, "guidance": ON, "seed": SEED + rank, **change}
-    with StayDouble(), Pipeline.load(Files.locate(folder), mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
+    with (
+        StayDouble(),
+        Pipeline.load(Files.locate(folder), mesh, torch.float64, preferences=wish, prompts=asked) as pipeline,
+    ):
         latents = pipeline.latents(asked, **settings)
         return latents, pipeline.decode(latents)
 
@@ -209,7 +212,10 @@ def in_mode(rank: int, world: int, device: torch.device, mode: uvit.Mode, folder
     pipelines.unidiffuser  # noqa: B018 (loads diffusers)
     mesh, guidance = mesh_for("ulysses", world, device), ON if mode == "img2text" else Guidance(1.0)
     files = Files.locate(folder, mode)
-    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=Preferences(strategy="ulysses")) as pipeline:
+    with (
+        StayDouble(),
+        Pipeline.load(files, mesh, torch.float64, preferences=Preferences(strategy="ulysses")) as pipeline,
+    ):
         noise, given = start(mode), {}
         if mode == "img2text":
             given = pipeline.image_streams([picture()], seed=SEED)

@@ -92,7 +92,7 @@ def test_who_has_which_loras(driver: Driver) -> None:
     assert "got the LoRA ../outline, expected one of other, outline" in unknown.text
     of_classes = driver.ask(named(FROG, "classes", model="builtin", prompt="cat", loras=SETS["one"]))
     assert isinstance(of_classes, Failed)
-    assert "model builtin takes no LoRA" in of_classes.text
+    assert "model builtin has no LoRAs" in of_classes.text
 
 
 def test_a_switch_reaches_weights_that_lie_in_one_matrix(tmp_path: Path) -> None:

@@ -213,7 +213,9 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
         settings = {"prompts": ["a red cat"], "guidance": Guidance(4.0), "size": (32, 48)}
-        return unidiffuser.Pipeline.of(pipe, mesh, wish=Preferences(strategy=strategy, transport=transport)), settings
+        return unidiffuser.Pipeline.of(
+            pipe, mesh, preferences=Preferences(strategy=strategy, transport=transport)
+        ), settings
     pipe.to(BF16)
     seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how != "generic")
     if how == "fp32":

@@ -22,6 +22,7 @@ from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, checked, modulations, pairs
 from seqpar.families._pipelines import Pipelines
+from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare
@@ -186,3 +187,9 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"CogVideoXTransformer3DModel": work}
+TINY = {
+    "CogVideoXTransformer3DModel": Tiny(
+        {"sample_width": 10, "sample_height": 6, "sample_frames": 9, "max_text_seq_length": 7},
+        lambda config, random: {"hidden_states": random(2, 3, config["in_channels"], 6, 10)},
+    )
+}

@@ -27,6 +27,7 @@ from seqpar.families._double import by_head, modulations, pairs, two_streams
 from seqpar.families._masks import Keys, Prepared, first_keys, shorten
 from seqpar.families._parallel import apart, branch, joined
 from seqpar.families._pipelines import Pipelines
+from seqpar.families._tiny import Tiny
 from seqpar.families.mochi import MochiProcessor
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Gemms, Work
@@ -337,3 +338,12 @@ def _of_condition(config: Mapping[str, Any], width: int) -> Gemms:
 
 
 WORK = dict.fromkeys(CUTS, work)
+TINY = {
+    "HunyuanVideo15Transformer3DModel": Tiny(
+        inputs=lambda config, random: {
+            "encoder_hidden_states_2": random(2, 5, config["text_embed_2_dim"]),
+            "encoder_attention_mask_2": torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]),
+            "image_embeds": random(2, 3, config["image_embed_dim"]),
+        }
+    )
+}

@@ -20,6 +20,7 @@ from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, pairs
 from seqpar.families._masks import Prepared, shorten
+from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.sigmoid_gate import sigmoid_gate
 from seqpar.types.facts import Blocks, Work
@@ -54,7 +55,8 @@ def _prepare(call: Prepared) -> None:
     def are_equal() -> bool:
         if not isinstance(rows, Tensor) or len(rows) < total:
             return False
-        return bool(call.read(rows, lambda: _are_equal(rows[:total]), total))
+        text = rows[:total]
+        return bool(call.read(rows, lambda: _are_equal(text), total))
 
     full = shorten(call, MASK, "encoder_hidden_states", max(4, call.ranks), are_equal)
     tokens = call.arguments[MASK].shape[1] if mask.dim() > 1 else 0
@@ -187,3 +189,12 @@ def _text(config: Mapping[str, Any], width: int) -> tuple[tuple[int, int], ...]:
 
 
 WORK = {"Krea2Transformer2DModel": work}
+TINY = {
+    "Krea2Transformer2DModel": Tiny(
+        inputs=lambda config, random: {
+            "encoder_hidden_states": random(2, 7, config["num_text_layers"], config["text_hidden_dim"]),
+            "encoder_attention_mask": torch.arange(7) < torch.tensor([[7], [5]]),
+            "position_ids": torch.cat([torch.zeros(7, 3), torch.ones(15, 3).cumsum(0)]).double(),
+        }
+    )
+}

@@ -24,6 +24,7 @@ from seqpar.families import ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._tiny import Tiny
 from seqpar.families.ltx import by_head, by_vector, key_bias, no_keys, prepare_whole, why_not_of
 from seqpar.kernels.adaln import Norm, Vectors, by_token, gate_norm_modulate, norm_modulate
 from seqpar.kernels.prepare import prepare, prepare_one
@@ -312,3 +313,12 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"LTX2VideoTransformer3DModel": work}
+TINY = {
+    "LTX2VideoTransformer3DModel": Tiny(
+        inputs=lambda config, random: {
+            "audio_hidden_states": random(2, 7, config["audio_in_channels"]),
+            "audio_encoder_hidden_states": random(2, 7, config["caption_channels"]),
+            "audio_num_frames": 7,
+        }
+    )
+}

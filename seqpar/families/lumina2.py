@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, _reads_lengths
+from seqpar.families._tiny import Tiny
 
 
 def _lumina2() -> Cuts:
@@ -19,3 +20,8 @@ def _lumina2() -> Cuts:
 
 
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}
+TINY = {
+    "Lumina2Transformer2DModel": Tiny(
+        inputs=lambda config, random: {"hidden_states": random(2, config["in_channels"], 6, 10)}
+    )
+}

@@ -12,6 +12,7 @@ from torch import Tensor
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
 from seqpar.families._processors import _heads, rotated
+from seqpar.families._tiny import Tiny
 
 
 def _mochi() -> Cuts:
@@ -88,3 +89,10 @@ class MochiProcessor:
 
 
 CUTS = {"MochiTransformer3DModel": _mochi()}
+TINY = {
+    "MochiTransformer3DModel": Tiny(
+        {"max_sequence_length": 7},
+        lambda config, random: {"hidden_states": random(2, config["in_channels"], 3, 6, 10)},
+        fp32=("pos_frequencies",),
+    )
+}

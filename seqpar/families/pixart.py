@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts
+from seqpar.families._tiny import Tiny
 
 
 def _from_patches(out: str) -> Cuts:
@@ -12,3 +15,13 @@ def _from_patches(out: str) -> Cuts:
 
 
 CUTS = {"PixArtTransformer2DModel": _from_patches("proj_out"), "DiTTransformer2DModel": _from_patches("proj_out_2")}
+TINY = {
+    "PixArtTransformer2DModel": Tiny(
+        {"caption_channels": 24, "sample_size": 16},
+        lambda config, random: {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+    ),
+    "DiTTransformer2DModel": Tiny(
+        {"sample_size": 6},
+        lambda config, random: {"hidden_states": random(2, 4, 6, 6), "class_labels": torch.tensor([3, 5])},
+    ),
+}

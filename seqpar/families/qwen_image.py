@@ -24,6 +24,7 @@ from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, _reads_lengths
 from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
 from seqpar.families._pipelines import Pipelines
+from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
 
@@ -181,3 +182,4 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"QwenImageTransformer2DModel": work}
+TINY = {"QwenImageTransformer2DModel": Tiny(inputs=lambda config, random: {"img_shapes": [[(1, 3, 5)]] * 2})}

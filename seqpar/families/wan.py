@@ -22,6 +22,7 @@ from seqpar.families._block import Block, BlockCall
 from seqpar.families._cross import constant, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._pipelines import Pipelines
+from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.protocols import Prepare, state_dtype
@@ -170,3 +171,12 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"WanTransformer3DModel": work, "WanVACETransformer3DModel": work}
+TINY = {
+    "WanVACETransformer3DModel": Tiny(
+        {"vace_layers": [0, 1]},
+        lambda config, random: {
+            "control_hidden_states": random(2, config["vace_in_channels"], 3, 6, 10),
+            "control_hidden_states_scale": torch.tensor([0.7, 1.2], dtype=torch.float64),
+        },
+    )
+}

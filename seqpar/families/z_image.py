@@ -20,6 +20,7 @@ from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
 from seqpar.families._pipelines import Pipelines
+from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Blocks, Work
 
@@ -162,3 +163,12 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"ZImageTransformer2DModel": work}
+TINY = {
+    "ZImageTransformer2DModel": Tiny(
+        inputs=lambda config, random: {
+            "x": [random(config["in_channels"], 1, 6, 10) for _ in range(2)],
+            "t": torch.tensor([0.3, 0.7], dtype=torch.float64),
+            "cap_feats": [random(tokens, config["cap_feat_dim"]) for tokens in (5, 35)],
+        }
+    )
+}

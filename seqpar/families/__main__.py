@@ -1,0 +1,34 @@
+"""Proves a family: `python -m seqpar.families NAME`, a file of this folder or a class of diffusers' transformers.
+
+It builds a tiny random model of each class (`_tiny.py`), computes a call in fp64 in one process and on 3 ranks of the
+CPU with odd numbers of tokens, by diffusers' own blocks and by the family's, and prints that they agree, or the first
+module whose output differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from seqpar.families._prove import RANKS, kinds_of, prove
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Prove the families in the arguments; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m seqpar.families", description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="a file of seqpar/families, or a transformer class")
+    try:
+        kinds = [kind for name in parser.parse_args(words).names for kind in kinds_of(name)]
+    except ValueError as error:
+        parser.error(str(error))
+    wrong = 0
+    for kind in kinds:
+        reason = prove(kind)
+        wrong += reason is not None
+        print(f"{kind}: {reason or f'{RANKS} ranks agree with one process'}", flush=True)
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Compares a tiny random model of a transformer class on several ranks with the same model in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from io import StringIO
+from itertools import permutations
+from multiprocessing.connection import Connection
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from seqpar.families._cuts import Cuts
+from seqpar.families._find import CUTS, FILES, cuts_of
+from seqpar.families._tiny import Tiny, arguments, build
+from seqpar.mesh.shard import Shard
+from seqpar.transformer.parallelize import parallelize, release
+
+RANKS = 3
+TOLERANCE = 1e-5  # relative to the largest value: models round to fp32 inside, in which a sum may round differently
+LIMIT_S = 300
+Outputs = list[tuple[str, list[Tensor]]]
+"""Path of a module -> the tensors that it returned, call after call, in the order in which the calls ended."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has found. error: of the results. first: place and path of the first module that differs, or None."""
+
+    error: float
+    first: tuple[int, str] | None
+
+
+def kinds_of(name: str) -> list[str]:
+    """Return the transformer classes that a name stands for; ValueError if it is no family and no class."""
+    if name in FILES:
+        return list(getattr(FILES[name], "CUTS", ()))
+    if name in CUTS or getattr(getattr(diffusers, name, None), "_cp_plan", None):
+        return [name]
+    raise ValueError(f"{name} is no family and no transformer with cuts; families: {', '.join(FILES)}")
+
+
+def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Report:
+    """Compare the call of a tiny model on all ranks with the same call in this process. Collective.
+
+    native: whether the family's functions compute blocks. cuts: in place of the family's.
+    """
+    tiny = next((file.TINY[kind] for file in FILES.values() if kind in getattr(file, "TINY", ())), Tiny())
+    module = build(getattr(diffusers, kind), tiny)
+    given = arguments(module, tiny)
+    with recorded(module) as whole, torch.no_grad():
+        results = module(**given, return_dict=False)
+    parallelize(module, cuts=cuts, native=native, cfg=False)
+    with recorded(module) as parts, torch.no_grad():
+        ours = module(**given, return_dict=False)
+    call: Any = module.forward
+    ranks = call.body.ranks
+    lengths, rank, size = dict(ranks.last.lengths), ranks.axis.rank, ranks.axis.size
+    release(module)
+    errors = [_error(x, y) for x, y in zip(_tensors(results), _tensors(ours), strict=True)]
+    return Report(max(errors), _first_difference(whole, parts, lengths, rank, size))
+
+
+@contextmanager
+def recorded(module: nn.Module) -> Iterator[Outputs]:
+    """Record what the submodules of a module return."""
+    outputs: Outputs = []
+    paths = {id(child): path for path, child in module.named_modules() if path}
+
+    def record(child: nn.Module, inputs: Any, output: Any) -> None:
+        if id(child) in paths:
+            outputs.append((paths[id(child)], [x.detach().clone() for x in _tensors(output)]))
+
+    handle = register_module_forward_hook(record)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _first_difference(
+    whole: Outputs, parts: Outputs, lengths: Mapping[str, int], rank: int, size: int
+) -> tuple[int, str] | None:
+    """Return place and path of the first module whose output is not this rank's part of the whole one."""
+    by_path: dict[str, list[list[Tensor]]] = {}
+    for path, tensors in parts:
+        by_path.setdefault(path, []).append(tensors)
+    for place, (path, tensors) in enumerate(whole):
+        if not by_path.get(path):
+            continue  # a function computes it inside of its block
+        for x, part in zip(tensors, by_path[path].pop(0), strict=False):
+            candidates = [each for each in _parts(x, part, lengths, rank, size) if each.shape == part.shape]
+            if candidates and min(_error(each, part) for each in candidates) > TOLERANCE:
+                return place, path
+    return None
+
+
+def _parts(whole: Tensor, part: Tensor, lengths: Mapping[str, int], rank: int, size: int) -> Iterator[Tensor]:
+    """Yield what a rank may have of a tensor: all of it, or its share of one stream, or of several in some order."""
+    yield whole
+    if whole.dim() != part.dim():
+        return
+    for dim, (total, mine) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        if total == mine:
+            continue
+        for count in range(1, len(lengths) + 1):
+            for streams in permutations(lengths.values(), count):
+                if sum(streams) == total:
+                    shares = [x[_at(dim, Shard(len_, size).slice(rank))] for x, len_ in _split(whole, streams, dim)]
+                    yield torch.cat(shares, dim)
+
+
+def _split(whole: Tensor, lengths: Sequence[int], dim: int) -> Iterator[tuple[Tensor, int]]:
+    yield from zip(whole.split(list(lengths), dim), lengths, strict=True)
+
+
+def _at(dim: int, where: slice) -> tuple[slice, ...]:
+    return (*[slice(None)] * dim, where)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the floating and complex tensors of a result, also in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() or value.is_complex() else []
+    return [x for each in value for x in _tensors(each)] if isinstance(value, (tuple, list)) else []
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference relative to the largest value; infinite for NaN."""
+    if not x.numel():
+        return 0.0
+    error = ((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item()
+    return error if error == error else float("inf")
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _on_rank(rank: int, port: int, kind: str, answers: Connection) -> None:
+    """Compare on one of `RANKS` ranks, with diffusers' own blocks and with the family's; send reports or an error."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    try:
+        with redirect_stdout(StringIO()):
+            answers.send([compare(kind, native) for native in ways(kind)])
+    except ValueError as error:
+        answers.send(str(error))
+
+
+def ways(kind: str) -> list[bool]:
+    """Return whether functions compute blocks, in each run."""
+    file = next((file for file in FILES.values() if kind in getattr(file, "CUTS", ())), None)
+    return [False, True] if hasattr(file, "BLOCKS") else [False]
+
+
+def prove(kind: str) -> str | None:
+    """Return why the ranks do not compute what one process does, or None."""
+    reason = cuts_of(model := _on_meta(kind)).why_not(model)
+    if reason is not None:
+        return f"runs on one rank alone: {reason}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context, ranks = multiprocessing.get_context("spawn"), []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe(duplex=False)
+        ranks.append((context.Process(target=_on_rank, args=(rank, port, kind, theirs), daemon=True), ours))
+        ranks[-1][0].start()
+        theirs.close()
+    answers = list[Any]()
+    for process, ours in ranks:
+        with suppress(EOFError):  # it has crashed, and its traceback is printed
+            answers += [ours.recv()] if ours.poll(LIMIT_S) else []
+        process.join(LIMIT_S)
+    if len(answers) < RANKS:
+        return "a rank has crashed or hangs"
+    if messages := [answer for answer in answers if isinstance(answer, str)]:
+        return messages[0]
+    for native, reports in zip(ways(kind), zip(*answers, strict=True), strict=True):
+        if (text := verdict(reports)) is not None:
+            return f"{text}, with {'the family' if native else 'diffusers'}'s blocks"
+    return None
+
+
+def verdict(reports: Sequence[Report]) -> str | None:
+    """Return what differs by the reports of all ranks, or None."""
+    if max(report.error for report in reports) <= TOLERANCE:
+        return None
+    first = min((report.first for report in reports if report.first is not None), default=None)
+    where = "the transformer's own result" if first is None else first[1]
+    return f"differs by {max(report.error for report in reports):.1e}; the first module that differs: {where}"
+
+
+def _on_meta(kind: str) -> Any:
+    with torch.device("meta"):
+        return getattr(diffusers, kind)()

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from seqpar.families._prove import RANKS, kinds_of, prove
+from seqpar.families._prove import RANKS, kinds_of, proofs
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -23,8 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     wrong = 0
-    for kind in kinds:
-        reason = prove(kind)
+    for kind, reason in proofs(kinds):
         wrong += reason is not None
         print(f"{kind}: {reason or f'{RANKS} ranks agree with one process'}", flush=True)
     return min(wrong, 1)

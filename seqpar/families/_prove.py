@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Report:
     with recorded(module) as parts, torch.no_grad():
         ours = module(**given, return_dict=False)
     call: Any = module.forward
-    ranks = call.body.ranks
-    lengths, rank, size = dict(ranks.last.lengths), ranks.axis.rank, ranks.axis.size
+    state = call.state
+    lengths, rank, size = dict(state.lengths), state.axis.rank, state.axis.size
     release(module)
     errors = [_error(x, y) for x, y in zip(_tensors(results), _tensors(ours), strict=True)]
     return Report(max(errors), _first_difference(whole, parts, lengths, rank, size))
@@ -144,16 +145,18 @@ def _error(x: Tensor, y: Tensor) -> float:
 # Ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _on_rank(rank: int, port: int, kind: str, answers: Connection) -> None:
+def _on_rank(rank: int, port: int, kinds: Sequence[str], answers: Connection) -> None:
     """Compare on one of `RANKS` ranks, with diffusers' own blocks and with the family's; send reports or an error."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    try:
-        with redirect_stdout(StringIO()):
-            answers.send([compare(kind, native) for native in ways(kind)])
-    except ValueError as error:
-        answers.send(str(error))
+    warnings.simplefilter("ignore")  # models in fp64 are unusual
+    for kind in kinds:
+        try:
+            with redirect_stdout(StringIO()):
+                answers.send([compare(kind, native) for native in ways(kind)])
+        except (ValueError, RuntimeError, TypeError) as error:  # what wrong cuts lead to
+            answers.send(f"{type(error).__name__}: {error}")
 
 
 def ways(kind: str) -> list[bool]:
@@ -162,31 +165,39 @@ def ways(kind: str) -> list[bool]:
     return [False, True] if hasattr(file, "BLOCKS") else [False]
 
 
-def prove(kind: str) -> str | None:
-    """Return why the ranks do not compute what one process does, or None."""
-    reason = cuts_of(model := _on_meta(kind)).why_not(model)
-    if reason is not None:
-        return f"runs on one rank alone: {reason}"
+def proofs(kinds: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each class, and why the ranks do not compute what one process does, or None."""
+    reasons = {kind: cuts_of(module := _on_meta(kind)).why_not(module) for kind in kinds}
+    splits = [kind for kind, reason in reasons.items() if reason is None]
+    yield from ((kind, f"runs on one rank alone: {reason}") for kind, reason in reasons.items() if reason)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    context, ranks = multiprocessing.get_context("spawn"), []
+    context, ranks = multiprocessing.get_context("spawn"), list[Any]()
     for rank in range(RANKS):
         ours, theirs = context.Pipe(duplex=False)
-        ranks.append((context.Process(target=_on_rank, args=(rank, port, kind, theirs), daemon=True), ours))
+        ranks.append((context.Process(target=_on_rank, args=(rank, port, splits, theirs), daemon=True), ours))
         ranks[-1][0].start()
         theirs.close()
-    answers = list[Any]()
-    for process, ours in ranks:
-        with suppress(EOFError):  # it has crashed, and its traceback is printed
-            answers += [ours.recv()] if ours.poll(LIMIT_S) else []
-        process.join(LIMIT_S)
-    if len(answers) < RANKS:
-        return "a rank has crashed or hangs"
+    for kind in splits:
+        answers = list[Any]()
+        for _, ours in ranks:
+            with suppress(EOFError):  # it has crashed, and its traceback is printed
+                answers += [ours.recv()] if ours.poll(LIMIT_S) else []
+        if len(answers) < RANKS:
+            yield kind, "a rank has crashed or hangs"
+            break
+        yield kind, _reason(kind, answers)
+    for process, _ in ranks:
+        process.terminate()
+        process.join()
+
+
+def _reason(kind: str, answers: Sequence[Any]) -> str | None:
     if messages := [answer for answer in answers if isinstance(answer, str)]:
         return messages[0]
     for native, reports in zip(ways(kind), zip(*answers, strict=True), strict=True):
         if (text := verdict(reports)) is not None:
-            return f"{text}, with {'the family' if native else 'diffusers'}'s blocks"
+            return f"{text}, with the blocks of {'the family' if native else 'diffusers'}"
     return None
 
 

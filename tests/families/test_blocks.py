@@ -56,12 +56,6 @@ KINDS = {
     "ZImageTransformer2DModel",
 }
 FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS and tiny.splits]
-# each strategy on two ranks and on another number; every second model each, so that each meets all strategies
-CASES = [
-    (world, strategy, TRANSPORTS[(index // 2 + turn) % 2], (index + turn) % 2)
-    for index, strategy in enumerate(LAYOUTS)
-    for turn, world in enumerate((2, (4, 3, 1)[index % 3]))
-]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
 # whose blocks join a text of any length: that of FLUX.3 and Krea 2 attends to itself, too, and CogVideoX 2B has the
 # positions of one length
@@ -88,27 +82,6 @@ def counted() -> Iterator[list[str]]:
         for kind, block in BLOCKS.items():
             patch.setitem(BLOCKS, kind, replace(block, compute=counting(kind, block.compute)))
         yield calls
-
-
-def times(world: int) -> int:
-    """Return how often a transformer is called: on two ranks a second call follows, which uses the same buffers."""
-    return 2 if world == 2 else 1
-
-
-def fused(
-    rank: int, world: int, device: torch.device, strategy: str, transport: str, first: int
-) -> dict[str, tuple[Outputs, list[str]]]:
-    """Return the outputs of every second transformer on this rank, of its last call, and the functions of all."""
-    outputs: Outputs = ()
-    results = {}
-    for name in FUSED[first::2]:
-        with counted() as calls:
-            body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
-            with StayDouble():
-                for _ in range(times(world)):
-                    outputs = flat(computed(body, MODELS[name].arguments(device)))
-            results[name] = tuple(x.clone() for x in outputs), list(calls)
-    return results
 
 
 def with_few(
@@ -146,14 +119,6 @@ def blocks_of(tiny: Tiny) -> list[str]:
     unused = tiny.unused or "none"
     named = [(type(one).__name__, one) for path, one in tiny.build().named_modules() if not path.startswith(unused)]
     return [kind for kind, one in named if kind in BLOCKS and BLOCKS[kind].why_not(one) is None]
-
-
-@pytest.mark.parametrize(("world", "strategy", "transport", "first"), CASES)
-def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str, transport: str, first: int) -> None:
-    for results in ranks.run(world, fused, strategy, transport, first):
-        for name, (outputs, calls) in results.items():
-            assert error(outputs, truth(name, ranks.device)) < TOLERANCE, name
-            assert sorted(calls) == sorted(times(world) * blocks_named(name)), name
 
 
 def test_every_family_is_tested() -> None:

@@ -19,7 +19,6 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor
 
-from seqpar.families._cuts import CutTokens
 from seqpar.families._find import cuts_of
 from seqpar.graphs.graphs import Graphs
 from seqpar.graphs.signature import form_of
@@ -28,7 +27,7 @@ from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.hooks import ShardedModule
 from tests.support.calls import Captures
-from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, short_truth, truth
+from tests.support.diffusers_tiny import MODELS, few, flat, random, short_truth
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
@@ -38,16 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autoca
 TOLERANCE = 1e-12
 VISIBLE = 1e-3
 CPU = torch.device("cpu")
-WORLDS = {"wan_like_lengths": 3}
-# each model on two ranks, which divide no number of tokens or heads, and on one, three or four; strategies take turns
-CASES = [
-    case
-    for index, name in enumerate(SPLIT)
-    for case in (
-        (2, [*LAYOUTS][index % len(LAYOUTS)], name),
-        (WORLDS.get(name, (4, 3, 1)[index % 3]), [*LAYOUTS][(index // 3 + 1) % len(LAYOUTS)], name),
-    )
-]
 Outputs = tuple[Tensor, ...]
 
 
@@ -85,40 +74,10 @@ def called(body: ShardedCall, arguments: Mapping[str, Any]) -> Outputs:
         return tuple(x.clone() for x in flat(computed(body, arguments)))
 
 
-def split(
-    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str = "collective"
-) -> Outputs:
-    """Return the outputs of a split transformer on this rank, of its second call."""
-    tiny = MODELS[name]
-    body = body_of(tiny.build().to(device), world, device, strategy, transport)
-    called(body, tiny.arguments(device))
-    return called(body, tiny.arguments(device))
-
-
 def error(got: Outputs, wanted: Outputs) -> float:
     """Return the largest difference relative to the largest value."""
     errors = [(mine - other).abs().max() / other.abs().max() for mine, other in zip(got, wanted, strict=True)]
     return torch.stack(errors).max().item()
-
-
-@pytest.mark.parametrize(("world", "strategy", "name"), CASES)
-def test_a_split_transformer_equals_the_whole_one(ranks: Pool, world: int, strategy: str, name: str) -> None:
-    for got in ranks.run(world, split, name, strategy):
-        assert error(got, truth(name, ranks.device)) < TOLERANCE
-
-
-WAYS = [
-    (strategy, transport, *((2, "sd3_dual"), (3, "flux"), (4, "qwen_masked"))[index % 3])
-    for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
-]
-
-
-@pytest.mark.parametrize(("strategy", "transport", "world", "name"), WAYS)
-def test_a_split_transformer_is_right_by_every_strategy_and_transport(
-    ranks: Pool, strategy: str, transport: str, world: int, name: str
-) -> None:
-    for got in ranks.run(world, split, name, strategy, transport):
-        assert error(got, truth(name, ranks.device)) < TOLERANCE
 
 
 JOINT = ("flux", "flux2", "qwen", "qwen_masked", "qwen_edit", "sd3_dual", "cogvideox", "mochi")
@@ -159,43 +118,6 @@ def left(rank: int, world: int, device: torch.device) -> int:
 def test_a_dropped_transformer_leaves_no_exchanges(ranks: Pool) -> None:
     """Qwen-Image's rotary embedding outlives its transformer in a cache of diffusers; our hook on it must not."""
     assert ranks.run(2, left) == [0, 0]
-
-
-# Negative controls ---------------------------------------------------------------------------------------------
-
-
-def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: str) -> Outputs:
-    """Return what a split transformer returns if its cuts or its mask are wrong."""
-    tiny = MODELS[name]
-    body, right = body_of(tiny.build().to(device), world, device, "ulysses"), CallState.cut
-    arguments = tiny.arguments(device)
-
-    def wrong(self: CallState, x: Tensor, cut: CutTokens) -> Tensor:
-        mine = right(self, x, cut)
-        rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
-        if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):
-            return x.narrow(cut.dim, 0, mine.shape[cut.dim])  # the tokens of rank 0
-        return mine
-
-    if mistake == "mask":
-        mask = next(key for key in arguments if key.endswith("mask"))
-        arguments[mask] = arguments[mask].roll(1, dims=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallState, "cut", wrong)
-        return called(body, arguments)
-
-
-MISTAKES = (
-    *(("text", name) for name in ("flux", "sd3")),
-    *(("rotary", name) for name in ("flux", "hunyuan", "cogvideox")),
-    *(("mask", name) for name in ("qwen_masked", "hunyuan", "mochi", "lumina2")),
-)
-
-
-@pytest.mark.parametrize(("mistake", "name"), MISTAKES)
-def test_negative_control_wrong_cuts_and_masks_are_noticed(ranks: Pool, name: str, mistake: str) -> None:
-    for got in ranks.run(2, mistaken, name, mistake):
-        assert error(got, truth(name, ranks.device)) > VISIBLE
 
 
 # The module stays the caller's ---------------------------------------------------------------------------------

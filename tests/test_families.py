@@ -1,0 +1,168 @@
+"""Tests that every family computes on 1 to 4 ranks what diffusers computes in one process, in fp64.
+
+One table: each model of `tests/support/diffusers_tiny.py` by each strategy, with odd numbers of tokens and of heads, by
+diffusers' own blocks and by the family's. Ranks, transports and exact mode take turns. Select by `pytest -k chroma`.
+The truth is the unchanged module, without its roundings to fp32 (`StayDouble`); what remains is the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.families import _prove
+from seqpar.families._cuts import CutTokens
+from seqpar.families._find import CUTS, FILES
+from seqpar.families._tiny import Tiny
+from seqpar.transformer.forward import CallState
+from tests.families.test_blocks import FUSED, blocks_named, counted
+from tests.support.diffusers_tiny import MODELS, SPLIT, truth
+from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, refused
+from tests.support.pool import Pool
+from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
+
+WORLDS = {"wan_like_lengths": (3, 3, 3, 3)}  # as many tokens of the text as a rank has of the video
+
+
+def _cases() -> list[Any]:
+    """Return (model, strategy, ranks, transport, exact) for each model by each strategy."""
+    cases = []
+    for (turn, name), (index, strategy) in product(enumerate(SPLIT), enumerate(LAYOUTS)):
+        heads = MODELS[name].config.get("num_attention_heads", MODELS[name].config.get("n_heads"))
+        kv_heads = next((MODELS[name].config[key] for key in KV_HEADS if key in MODELS[name].config), heads)
+        worlds = WORLDS.get(name, (2, 3, 4, 2, 3, 1))
+        world = worlds[(turn + index) % len(worlds)]
+        if refused(strategy, world, heads, kv_heads) is not None:
+            continue
+        exact = strategy in EXACT and turn // 2 % 2 == 1
+        transport = TRANSPORTS[(turn + index // 2) % len(TRANSPORTS)]
+        what = f"{name}-{strategy}-{world}-{transport}{'-exact' if exact else ''}"
+        cases.append(pytest.param(name, strategy, world, transport, exact, id=what))
+    return cases
+
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+CASES = _cases()
+
+
+def computed(
+    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, exact: bool
+) -> list[tuple[Outputs, list[str]]]:
+    """Return outputs and called functions: by diffusers' own blocks, and by fused ones where the family has some.
+
+    The second of two calls counts, which uses the same buffers.
+    """
+    results = []
+    for fused in (False, True)[: 1 + (name in FUSED)]:
+        with counted() as calls:
+            body = body_of(
+                MODELS[name].build().to(device), world, device, strategy, transport, fused=fused, exact=exact
+            )
+            called(body, MODELS[name].arguments(device))
+            results.append((called(body, MODELS[name].arguments(device)), list(calls)))
+    return results
+
+
+@pytest.mark.parametrize(("name", "strategy", "world", "transport", "exact"), CASES)
+def test_a_family_computes_what_diffusers_does(
+    ranks: Pool, name: str, strategy: str, world: int, transport: str, exact: bool
+) -> None:
+    for results in ranks.run(world, computed, name, strategy, transport, exact):
+        for fused, (outputs, calls) in enumerate(results):
+            assert error(outputs, truth(name, ranks.device)) < TOLERANCE
+            assert sorted(calls) == sorted(2 * blocks_named(name) * fused)
+
+
+def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> None:
+    cases = [case.values for case in CASES]
+    assert set(CUTS) - {"QwenImage21Transformer2DModel"} <= {MODELS[str(name)].kind for name, *_ in cases}
+    assert {world for _, _, world, _, _ in cases} == {1, 2, 3, 4}
+    for strategy in LAYOUTS:
+        of_strategy = [case for case in cases if case[1] == strategy]
+        assert {2, 3, 4} <= {case[2] for case in of_strategy}
+        assert {case[3] for case in of_strategy} == set(TRANSPORTS)
+        assert {bool(case[4]) for case in of_strategy} == ({False, True} if strategy in EXACT else {False})
+
+
+# Negative controls ---------------------------------------------------------------------------------------------
+
+
+def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: str) -> Outputs:
+    """Return what a split transformer returns if its cuts or its mask are wrong."""
+    tiny = MODELS[name]
+    body, right = body_of(tiny.build().to(device), world, device, "ulysses"), CallState.cut
+    arguments = tiny.arguments(device)
+
+    def wrong(self: CallState, x: Tensor, cut: CutTokens) -> Tensor:
+        local = right(self, x, cut)
+        rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
+        if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):
+            return x.narrow(cut.dim, 0, local.shape[cut.dim])  # the tokens of rank 0
+        return local
+
+    if mistake == "mask":
+        mask = next(key for key in arguments if key.endswith("mask"))
+        arguments[mask] = arguments[mask].roll(1, dims=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallState, "cut", wrong)
+        return called(body, arguments)
+
+
+MISTAKES = (
+    *(("text", name) for name in ("flux", "sd3")),
+    *(("rotary", name) for name in ("flux", "hunyuan", "cogvideox")),
+    *(("mask", name) for name in ("qwen_masked", "hunyuan", "mochi", "lumina2")),
+)
+
+
+@pytest.mark.parametrize(("mistake", "name"), MISTAKES)
+def test_negative_control_wrong_cuts_and_masks_are_noticed(ranks: Pool, name: str, mistake: str) -> None:
+    for got in ranks.run(2, mistaken, name, mistake):
+        assert error(got, truth(name, ranks.device)) > VISIBLE
+
+
+# python -m seqpar.families -------------------------------------------------------------------------------------
+
+
+def proven(rank: int, world: int, device: torch.device, kind: str, mistake: str | None) -> list[_prove.Report]:
+    """Return the reports of this rank on a class."""
+    change: Callable[[Any], Any] | None = WRONG[mistake] if mistake is not None else None
+    cuts = None if change is None else change(CUTS[kind])
+    return [_prove.compare(kind, native, cuts) for native in (_prove.ways(kind) if mistake is None else [False])]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CUTS if kind != "QwenImage21Transformer2DModel"])
+def test_every_family_is_proven(cpu_ranks: Pool, kind: str) -> None:
+    for reports in zip(*cpu_ranks.run(3, proven, kind, None), strict=True):
+        assert _prove.verdict(reports) is None
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "attention is local": lambda cuts: replace(cuts, attention={}, local=(*cuts.attention, *cuts.local))
+}
+
+
+def test_a_wrong_family_is_caught_at_its_first_wrong_module(cpu_ranks: Pool) -> None:
+    reports = [reports[0] for reports in cpu_ranks.run(3, proven, "WanTransformer3DModel", "attention is local")]
+    assert "the first module that differs: blocks.0.attn1" in (_prove.verdict(reports) or "")
+
+
+def test_a_class_without_a_file_of_its_own_and_an_unknown_name() -> None:
+    assert _prove.kinds_of("pixart") == ["PixArtTransformer2DModel", "DiTTransformer2DModel"]
+    assert _prove.kinds_of("MiniMaxH3Transformer3DModel") == ["MiniMaxH3Transformer3DModel"]
+    with pytest.raises(ValueError, match=r"unknown is no family and no transformer with cuts; families: .*wan"):
+        _prove.kinds_of("unknown")
+
+
+def test_tiny_models_are_of_classes_with_cuts() -> None:
+    for file in FILES.values():
+        tiny: dict[str, Tiny] = getattr(file, "TINY", {})
+        assert tiny.keys() <= getattr(file, "CUTS", {}).keys()

@@ -1,9 +1,9 @@
 """Keys and values in the order of the streams, for strategies that only move data.
 
 Exchanges bring the tokens of all ranks rank after rank, [t0 i0 t1 i1 ...]. With several streams that is another order
-on another number of ranks, so that attention's sums round otherwise. Here k and v are brought to the order that they
+on another number of ranks, so attention's sums round differently. Here k and v are brought to the order that they
 have on one rank, [t0 t1 ... i0 i1 ...]; queries stay, because their rows do not depend on each other.
-When it wins: in exact mode only. It reads and writes k and v once more, by one kernel each.
+For exact mode. Cost: k and v are read and written once more, by one kernel each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seqpar.types.protocols import Core
 def in_key_order(local: Core, tokens: Tokens, rank: int) -> Core:
     """Return a local attention for keys that arrive rank after rank, to be held in the order that `tokens` names.
 
-    rank: whose queries come, if not those of all ranks do.
+    rank: the rank whose queries are passed, if not all are.
     """
     if isinstance(tokens, JointShard) and tokens.padding:
         return ByPadding(local, tokens, rank)
@@ -37,5 +37,5 @@ class ByStream:
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
     ) -> tuple[Tensor, Tensor]:
-        """See `seqpar.types.protocols.Core`; the mask is in the order of the streams."""
+        # the mask is in the order of the streams
         return self._local(q_BLHD, *self._rooms.ordered(k_BLGD, v_BLGD), mask_BL)

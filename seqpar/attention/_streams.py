@@ -143,11 +143,9 @@ def want_gradients(streams: Sequence[Stream]) -> bool:
 
 
 def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
-    """Raise `ValueError` if any input of the streams requires a gradient."""
+    """Raise ValueError if any input of the streams requires a gradient."""
     if want_gradients(streams):
-        raise ValueError(
-            f"got inputs that require gradients, expected none: {strategy} is for inference on several ranks"
-        )
+        raise ValueError(f"inputs require grad, but {strategy} supports inference only on several ranks; detach them")
 
 
 class KeptExchanges(dict[HeadLayout, T]):
@@ -178,11 +176,11 @@ class Alone:
     def attend(
         self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None
     ) -> tuple[Tensor, ...]:
-        """Attend as `protocols.Attend` says; `ValueError` on all ranks alike if there is no such stream."""
+        """Attend to one stream as in `Attend`; raises ValueError on every rank if there is no such stream."""
         if not 0 <= only < len(self._shards) or len(streams) != 1:
             count = len(self._shards)
             raise ValueError(
-                f"got {len(streams)} streams with only={only}, expected one stream and its place, 0 to {count - 1}"
+                f"got {len(streams)} streams with only={only}, expected 1 stream and its place, 0 to {count - 1}"
             )
         if only not in self._attends:
             self._attends[only] = self._build(self._shards[only])
@@ -204,7 +202,6 @@ class OneRank:
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Beside | None = None
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
             (alone,) = here

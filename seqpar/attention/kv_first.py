@@ -2,7 +2,7 @@
 
 The fused QKV GEMM becomes three GEMMs, in the order K, V, Q: keys travel during the V GEMM, values during the Q GEMM.
 The strategy only moves data. Its output has the bits of one rank if a GEMM rounds each output column the same,
-however many columns it has. When it wins: from about 512 tokens a rank on, where these GEMMs take as long as the
+regardless of the number of columns. Use it from about 512 tokens per rank on, where these GEMMs take as long as the
 transfer of keys and values, and two more GEMM launches cost less than waiting. With the peer transport copy engines
 move the data, so the GEMMs keep all multiprocessors. With collectives K and V are one message, which travels during
 the Q GEMM only.
@@ -71,7 +71,7 @@ class KVFirst:
         """Attend as `protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
-        # refuse before anything is sent, because the other ranks would wait in vain
+        # checked before anything is sent, because the other ranks would wait until their deadline
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)

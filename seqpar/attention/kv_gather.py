@@ -1,7 +1,7 @@
 """K/V gather: queries stay on their rank, and every rank gets all keys and values in one exchange.
 
 The strategy moves data and changes no arithmetic: the output has the bits of one rank. It works with any number of
-heads and needs no exchange of the output. When it wins: two ranks on the sequence (it sends the bytes of ulysses with
+heads and needs no exchange of the output. Use it with two ranks on the sequence (it sends the bytes of ulysses with
 one synchronisation instead of two), few key-value heads, head counts that the ranks do not divide. From four ranks on
 it moves more data than ulysses.
 """
@@ -59,7 +59,6 @@ class KVGather:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:

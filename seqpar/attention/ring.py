@@ -2,7 +2,7 @@
 
 K and V of a block are one message. A rank keeps two blocks in memory, never the keys and values of the whole sequence.
 Source: Ring Attention (arXiv 2310.01889), ring self-attention (arXiv 2105.13120).
-When it wins: there are fewer heads than ranks, the keys and values of the whole sequence do not fit into memory, or
+Use it if there are fewer heads than ranks, the keys and values of the whole sequence do not fit into memory, or
 attention takes long enough to hide slow links. The merge rounds, so the output is close to one rank's but does not
 have the same bits.
 """
@@ -89,7 +89,7 @@ def _nothing() -> None:
 
 
 def layer(at: ShardedLayer, rank: int) -> Layer:
-    """Return the costs of one rank in a ring; norm and rotary of q and k are a pass of their own."""
+    """Return the costs of one rank in a ring; norm and rotary of q and k are a separate pass."""
     return around(at, rank, ring_layer(at, rank))
 
 
@@ -97,7 +97,8 @@ def ring_layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of a ring with the heads of one rank: one attention call for each block, N - 1 transfers.
 
     At step s a rank sends the block of the rank s places before it and receives that of the rank s + 1 places before
-    it. A rank without heads does neither. Two packing kernels write k and v of its own block; memory holds two blocks.
+    it. A rank without heads does neither. Two packing kernels write k and v of the local block; memory holds two
+    blocks.
     """
     row, (heads, groups), blocks, steps = rank // at.ulysses, at.heads(rank), at.blocks, range(at.ring - 1)
     calls = tuple(AttentionCall(blocks[row], blocks[(row - step) % at.ring], heads, groups) for step in range(at.ring))

@@ -1,9 +1,8 @@
 """Ulysses: exchange heads for tokens, attend to the whole sequence with some of the heads, exchange back.
 
 A layer needs two collectives: one all-to-all moves q, k and v, another moves the output. The strategy moves data and
-changes no arithmetic: the output has the bits of one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
-When it wins: there are enough heads for the ranks, and links are fast. From three ranks on it sends fewer bytes than a
-ring.
+changes no arithmetic: the output has the bits of one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509). Use it if
+there are enough heads for the ranks, and links are fast. From three ranks on it sends fewer bytes than a ring.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class Ulysses:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished

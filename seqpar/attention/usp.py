@@ -1,6 +1,6 @@
 """USP: ulysses around a ring. Heads are exchanged over the `ulysses` axis, key-value blocks over the `ring` axis.
 
-Source: USP (arXiv 2405.07719). When it wins: there are more ranks than ulysses alone has heads for, or links are fast
+Source: USP (arXiv 2405.07719). Use it if there are more ranks than ulysses alone has heads for, or links are fast
 inside a group of ranks and slow between groups.
 """
 

@@ -15,7 +15,7 @@ def rotary_row(
     DIM2: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """Load a token's cosines or sines: those of each head, one after the other, or one row for all heads."""
+    """Load a token's cosines or sines: a row per head, adjacent, or one row for all heads."""
     pair = tl.arange(0, DIM2 // 2)
     if EACH:
         head = tl.arange(0, HEADS2)[:, None]

@@ -1,6 +1,6 @@
 """adaLN between the matrix products: add a gated branch to the residual stream, normalise and modulate, in one pass.
 
-When it wins: always on a GPU. The kernel is bound by memory: it reads and writes each stream once (4 bytes for each
+The kernel is bound by memory: it reads and writes each stream once (4 bytes for each
 element of a bf16 stream to normalise, 8 with a gated branch), where plain torch makes about ten passes, half of them in
 fp32. It computes in fp32 (fp64 for fp64) and rounds each result once. A row's bits do not depend on the number of rows.
 An RMSNorm of the branch itself, as blocks with norms on both sides of a layer have it, takes no further pass.
@@ -35,8 +35,8 @@ class Norm:
 class Summed(NamedTuple):
     """Vectors (R, E) plus one vector (E,) that all of them share, added in fp32 while they are read.
 
-    Wan's text-and-image-to-video model has a vector a token, which every block adds to a table of its own: the sums of
-    one block would be 2 GB in fp32.
+    Wan's text-and-image-to-video model has a vector per token, which every block adds to its own table: the sums of one
+    block would be 2 GB in fp32.
     """
 
     each_RE: Tensor

@@ -1,6 +1,6 @@
 """RMSNorm over the channels of a picture or video, with SiLU if it follows: x / |x| * sqrt(C) * weight + bias.
 
-When it wins: always on a GPU. It reads the input once and writes the result once (4 bytes for each element in bf16).
+It reads the input once and writes the result once (4 bytes for each element in bf16).
 The decoders of Wan and Qwen-Image write it as a conversion to fp32, `F.normalize`, a conversion back, two products, a
 sum and SiLU: seven passes, of which two are in fp32. It computes in fp32 (fp64 for fp64) and rounds once. A place's
 bits do not depend on the number of places.

@@ -4,7 +4,7 @@ Both predict the clean x0 from the state x and the guided prediction m, clip it,
 For DDPM the model's output holds two halves: the prediction, and for each of its elements v, which interpolates the
 logarithm of the variance between its bounds (-1: the posterior's variance, 1: beta). Guidance acts on the prediction;
 v is that of the conditional branch.
-When it wins: always on a GPU. The state is small (the size of the latents), so the cost is that of launches, of which
+The state is small (the size of the latents), so the cost is that of launches, of which
 plain torch makes twenty to thirty. The kernel reads both predictions, the state and the noise once, and writes the
 state once. It reads the step index on the device, so it does not wait for the host and a CUDA graph can replay it.
 Guidance is computed in the dtype of the state, the step in that of the coefficients (DDPM: fp64). Products and sums are

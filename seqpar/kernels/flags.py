@@ -1,6 +1,6 @@
 """Flags between ranks that write each other's memory; on the device they say that the data is there to be read.
 
-When it wins: exchanges without a collective and without the host, so that a CUDA graph can replay them. A flag is a
+Exchanges need neither a collective nor the host, so a CUDA graph can replay them. A flag is a
 counter: a rank raises its flag at other ranks ("peers" below) by one each time, and a reader waits until the count is
 high enough. So nothing is ever reset, and a rank may run ahead. Raising a flag is a release and waiting for it an
 acquire, at system scope: a rank that has seen a flag also sees what the other rank's stream wrote before. A wait ends
@@ -94,7 +94,7 @@ def _run(flags: Flags, tell: bool, wait: bool) -> None:
 
 
 def reference(flags: Flags, tell: bool, wait: bool) -> None:
-    """Tell, wait, or both, on the host, for ranks on CPUs."""
+    """Signal, wait, or both, on the host, for ranks on CPUs."""
     if tell:
         flags.counts[0] += 1
         for flag in flags.theirs:
@@ -132,7 +132,7 @@ def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, 
 
 @jit
 def flags_kernel(flags, LANES: tl.constexpr, TIMER: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr):
-    """Tell, wait, or both, in one program with one lane for each peer."""
+    """Signal, wait, or both, in one program with one lane for each peer."""
     exchange(flags, LANES, TELL, WAIT, TIMER)
 
 
@@ -155,7 +155,7 @@ def last_meets(flags, programs, LANES: tl.constexpr, TIMER: tl.constexpr):
 
 @jit
 def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr):
-    """Tell, wait, or both; only one program may call this. flags: see `meeting`."""
+    """Signal, wait, or both; only one program may call this. flags: of `meeting`."""
     addresses, mine, counts, note, seen, number, count = flags
     lane = tl.arange(0, LANES)
     here = lane < count

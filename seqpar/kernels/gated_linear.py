@@ -1,11 +1,10 @@
 """SwiGLU of a matrix product with packed weights w1|w3: silu(x W1^T) * (x W3^T).
 
-The product is quack's (CuTe DSL) with SwiGLU in its epilogue, or cuBLAS's followed by the kernel of `swiglu.py`.
-When it wins: the epilogue is used where `FASTER` says so, which holds what docs/benchmarks shows, and where quack is
-installed. All its tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may
-use another tile.
-cuBLAS and quack give different bits, so the choice between them depends on the tokens of the whole sequence, never on
-those of a rank. Source: GLU variants (arXiv 2002.05202).
+The product is quack's (CuTe DSL) with SwiGLU in its epilogue, or cuBLAS's followed by the kernel of `swiglu.py`. The
+epilogue is used for shapes in `FASTER` (measured, docs/benchmarks), if quack is installed. All its tiles give the same
+bits, regardless of the number of rows (seen on an H200, and tested), so few rows may use another tile. cuBLAS and quack
+give different bits, so the choice between them depends on the tokens of the whole sequence, never on those of a rank.
+Source: GLU variants (arXiv 2002.05202).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bias and GELU in one pass, for MLPs without a gate: the tanh formula (DiT, FLUX), or with `exact` x Phi(x) (U-ViT).
 
-When it wins: always on a GPU; plain torch adds the bias in a separate pass and rounds the sum. If the matrix product
+Plain torch adds the bias in a separate pass and rounds the sum. If the matrix product
 has already added the bias in its epilogue, pass None. For some shapes a product has the tanh formula as its epilogue:
 quack's where it is installed, or cuBLAS's.
 Source: GELU (arXiv 1606.08415).
@@ -8,14 +8,13 @@ Source: GELU (arXiv 1606.08415).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels import _quack
-from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels import _columns, _quack
+from seqpar.kernels._columns import Tile, places, tile
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl
 from seqpar.types.protocols import state_dtype
 
 CASES = (
@@ -24,14 +23,6 @@ CASES = (
     {"batch": 2, "tokens": 3, "width": 1544},  # only 8 divides it
     {"batch": 3, "tokens": 7, "width": 40},
 )
-
-
-class Tile(NamedTuple):
-    """The rows (which share the bias it reads) and columns of one program, powers of two, and its number of warps."""
-
-    rows: int
-    columns: int
-    warps: int
 
 
 FASTER: frozenset[_quack.Shape] = frozenset(
@@ -108,39 +99,16 @@ def reference(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False) -> T
     return F.gelu(x, approximate="none" if exact else "tanh").to(x_BlF.dtype)
 
 
-def tile(width: int) -> Tile:
-    """Return the tile for a width: a thread has 16 bytes of each of two rows, which share the bias."""
-    columns = min(1024, triton.next_power_of_2(width))
-    return Tile(2, columns, max(1, columns // 256))
-
-
 def launch(
     x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reuse: bool = False, tiled: Tile | None = None
 ) -> Tensor:
     """Run the kernel of `bias_gelu`; without `reuse` x may have any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
-    batch, tokens, width = x_BlF.shape
-    out = x_BlF if reuse else x_BlF.new_empty(batch, tokens, width)
+    width = x_BlF.shape[2]
+    out = x_BlF if reuse else x_BlF.new_empty(x_BlF.shape)
     if not out.is_contiguous():
         raise ValueError(f"got strides {x_BlF.stride()} with reuse, expected a contiguous tensor")
-    if out.numel():
-        rows, columns, warps = tiled or tile(width)
-        grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
-        gelu_kernel[grid](
-            x_BlF,
-            bias_F,
-            out,
-            batch * tokens,
-            tokens,
-            x_BlF.stride(0),
-            x_BlF.stride(1),
-            width,
-            rows,
-            columns,
-            exact,
-            num_warps=warps,
-            enable_fp_fusion=True,
-        )
+    _columns.launch(gelu_kernel, tiled or tile(width, rows=2), width, x_BlF, bias_F, out, EXACT=exact)
     return out
 
 
@@ -183,12 +151,7 @@ def gelu_kernel(
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Compute some columns of some rows in each program; neighbouring programs share rows, so reads are in order."""
-    blocks = tl.cdiv(WIDTH, COLUMNS)
-    row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    x += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
-    inside = (row < count) & (column < WIDTH)
+    row, column, x, inside = places(x, count, tokens, batch_stride, token_stride, WIDTH, ROWS, COLUMNS)
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
 """GroupNorm in two steps: moments of parts of a picture, and the normalisation, with SiLU if it follows.
 
-When it wins: always on a GPU. Plain torch computes the moments with one block of threads for each sample and group (32
+Plain torch computes the moments with one block of threads for each sample and group (32
 for one picture, on a GPU of 132 multiprocessors), and copies channels-last memory. Here any number of programs reads
 the input once, and a second pass normalises, applies SiLU and writes: 6 bytes for each element in bf16. The moments are
-a tensor of their own, because the ranks that share a picture combine theirs before anything is normalised.
+a separate tensor, because the ranks that share an image combine them before anything is normalised.
 
 A part's moments are its count, mean and sum of squared differences from the mean (M2); parts are combined by the
 formulas of Chan, Golub and LeVeque (1979). Everything is computed in fp32 (fp64 for fp64) and rounded once.
@@ -241,7 +241,7 @@ def _fits_shift(last: bool, shift_C: Tensor | None) -> None:
 
 
 def _chunk(length: int, block: int, programs: int) -> int:
-    """Return how many elements a program reads: a multiple of a block, so that about `programs` share a length."""
+    """Elements that a program reads: a multiple of a block, so that about `programs` share a length."""
     return triton.cdiv(triton.cdiv(length, max(1, programs)), block) * block
 
 

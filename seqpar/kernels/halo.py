@@ -1,6 +1,6 @@
 """Moves a rank's edges into its neighbours' memory, and what they sent from this rank's memory to its place.
 
-When it wins: peer memory on GPUs. One launch writes both edges of any strides into the neighbours' inboxes, raises the
+For peer memory on GPUs. One launch writes both edges of any strides into the neighbours' inboxes, raises the
 flags and waits for the neighbours'; a second one writes what has arrived to its places. Plain torch needs a copy for
 each block and one more launch for the flags. An inbox has two slots, and the kernels take the slot of a swap from the
 counter of the flags on the device, so that it is right at every replay of a CUDA graph. The kernels move integers of
@@ -91,7 +91,7 @@ def _plan(blocks: Pair, inboxes: Pair) -> tuple[tuple[Any, Any], int, tuple[Any,
 
 
 def _odd(*numbers: int) -> tuple[int, ...]:
-    """Return odd numbers over 1 that tell these: Triton compiles a kernel anew for a 1 and for a multiple of 16."""
+    """Encode numbers as odd ones over 1: Triton recompiles a kernel for a 1 and for a multiple of 16."""
     return tuple([2 * number + 3 for number in numbers])  # a list, because tuple(generator) takes longer
 
 
@@ -185,7 +185,7 @@ def move(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move BLOCK words between a strided block and a slot of its inbox, or back; `_plan` says what a block is.
+    """Move BLOCK words between a strided block (as in `_plan`) and a slot of its inbox, or back.
 
     A word has VECTOR integers of TYPE and ALIGN bytes, and begins at a multiple of these on both sides.
     """
@@ -212,5 +212,5 @@ def move(
 
 @jit
 def plain(number):
-    """Return the number that `_odd` told."""
+    """Decode a number of `_odd`."""
     return (number >> 1) - 1

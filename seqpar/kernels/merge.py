@@ -1,6 +1,6 @@
 """Merges two partial attentions by their log-sum-exp, as a ring does after each key-value block, in one pass.
 
-When it wins: always on a GPU; plain torch reads and writes the state four times, in fp32. The kernel reads and writes
+Plain torch reads and writes the state four times, in fp32. The kernel reads and writes
 the state once, and reads the part once in its own dtype. The first part becomes the state without a copy, and the last
 merge can write the model's dtype: merging two bf16 parts moves 6 bytes an element, where fp32 in between moves 22.
 Source: Ring Attention (arXiv 2310.01889); the weights are a softmax over two log-sum-exps.

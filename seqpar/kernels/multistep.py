@@ -4,7 +4,7 @@ For state x_i and guided prediction o_i: x_(i+1) = sum_j a_j x_(i-j) + sum_j b_j
 x_(i+1) times the next step's input scale. The step counter on the device selects coefficients, guidance scales and
 slots of the history, so a CUDA graph can replay the step. History whose coefficient is zero is not read, because it may
 belong to another run or be NaN.
-When it wins: always on a GPU, where plain torch makes more than twenty launches for a step on latents. With one state
+Plain torch makes more than twenty launches for a step on latents. With one state
 and one output it moves the same bytes as DDIM: it reads x and both predictions and writes x. Each further slot of
 history adds one read. States with history are kept in fp64, because differences of states lose digits; the model's
 input is then a separate tensor. Guidance is computed in the dtype of the model's input, the sum in fp64. The kernel

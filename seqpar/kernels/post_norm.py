@@ -1,6 +1,6 @@
 """LayerNorm of a residual sum, as transformers with norms after their branches need it: LayerNorm(x + y).
 
-When it wins: always on a GPU. The kernel is bound by memory: it reads both inputs and writes the result once (6 bytes
+The kernel is bound by memory: it reads both inputs and writes the result once (6 bytes
 for each element of a bf16 stream, 4 without y), where plain torch rounds and writes the sum in between. The result can
 be written into a part of a larger tensor, so that a stream and its skip connection lie side by side for the product
 that reads both, and nothing is concatenated. It computes in fp32 (fp64 for fp64) and rounds once. A row's bits do not
@@ -31,7 +31,7 @@ class Affine(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of a program, one after the other, and its warps. A row's bits depend on the number of warps only."""
+    """Adjacent rows of a program, and its warps. A row's bits depend on the number of warps only."""
 
     rows: int
     warps: int
@@ -68,7 +68,7 @@ def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor
 
 
 def tile(width: int) -> Tile:
-    """Return the tile for a width, whatever the number of rows: a thread has at most 24 elements of a row."""
+    """Return the tile for a width, regardless of the number of rows: a thread has at most 24 elements of a row."""
     warps = 1
     while warps < 16 and width > 32 * warps * 24:
         warps *= 2

@@ -1,6 +1,6 @@
 """QK-norm and rotary embedding of q and k, written with v directly into the readers' outboxes, in one launch.
 
-When it wins: it is always better than permute -> collective -> permute, because the one pass that norm and rotary need
+Better than permute -> collective -> permute, because the one pass that norm and rotary need
 anyway also makes the layout of the exchange. The kernel reads q, k and v once, where the projection wrote them,
 computes in fp32, and writes them once, where the reader reads them. Source: QK-norm (arXiv 2010.04245), rotary
 embedding (arXiv 2104.09864).
@@ -70,7 +70,7 @@ def prepare_into(
 
     Inputs that are None are skipped; their outbox regions are not written. Outboxes are token-major. Pass the same
     `Outboxes`, or the same part of their `split`, at every call: they keep the table that the kernel needs. Returns
-    whether the kernel has also raised these flags and waited for those of the other ranks (see `ToHeads.flags`).
+    whether the kernel has also raised these flags and waited for those of the other ranks.
     """
     tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
     if not tensors:
@@ -140,7 +140,7 @@ def launch_into(
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
-    """Return whether the kernel, not plain torch, computes these inputs."""
+    """Whether the kernel runs, not plain torch."""
     return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
@@ -214,21 +214,21 @@ def _run(
 
 
 def _row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
-    """Return how far apart the rotary rows of two batch rows, and of two tokens, lie."""
+    """Return the strides of batch rows and of tokens in the rotary rows."""
     by_head = rows_lD2.dim() == 4
     if by_head and (
         any(x is not None and x.shape[2] != rows_lD2.shape[2] for x in inputs)
         or rows_lD2.stride(2) != rows_lD2.shape[3]
     ):
         raise ValueError(
-            f"got rotary rows of shape {tuple(rows_lD2.shape)}, strides {rows_lD2.stride()}, expected those of the "
-            f"heads of q and of k, one after the other for each token"
+            f"got rotary rows of shape {tuple(rows_lD2.shape)}, strides {rows_lD2.stride()}, expected a row per head "
+            f"of q and of k, adjacent for each token"
         )
     return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(1 if by_head else -2)
 
 
 def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
-    """Return how wide loads may be: the bytes that divide the place of every head and row that is read, at most 16."""
+    """Return the widest load, at most 16 bytes: it divides the address of every head and row that is read."""
     places = [(x, x.stride()[:3]) for x in inputs]
     places += [(x, (dim,)) for x in norms if x is not None]
     places += [(x, x.stride()[:-1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]

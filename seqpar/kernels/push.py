@@ -1,6 +1,6 @@
 """Writes the output of attention to the ranks of its tokens, into their memory or a send buffer, in one launch.
 
-It also copies what another rank sent to its place among the heads. When it wins: always on a GPU; separate copies need
+It also copies what another rank sent to its place among the heads. Separate copies need
 a launch for each destination, and torch's copies of strided views are not vectorized. The kernel writes all
 destinations at once, so links do not wait while local data is copied, and every rank begins with the tokens of the rank
 after it. It reads and writes the bytes once.
@@ -72,8 +72,7 @@ class Destinations(tuple[Tensor, ...]):
 def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bool:
     """Write the tokens of each rank to its view. The heads of a view must be adjacent; those of `out` need not be.
 
-    Returns whether the kernel has also raised these flags and waited for those of the other ranks (see
-    `ToHeads.flags`).
+    Returns whether the kernel has also raised these flags and waited for those of the other ranks.
     """
     if not fused(out_BLhD) or not out_BLhD.numel():
         reference(out_BLhD, into)

@@ -1,7 +1,7 @@
 """Sum of two outputs of convolutions and their biases, in channels-last memory.
 
-When it wins: on a GPU, at the end of a residual block. cuDNN's convolutions as torch calls them add no bias: torch adds
-it in a pass of its own, which reads and writes the whole picture (4 bytes for each element in bf16), and again in the
+At the end of a residual block. cuDNN's convolutions as torch calls them add no bias: torch adds
+it in a separate pass, which reads and writes the whole image (4 bytes for each element in bf16), and again in the
 shortcut's convolution. Here both biases are added while the branch is added to the shortcut, in fp32, and the sum is
 rounded once.
 """

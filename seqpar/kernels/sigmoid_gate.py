@@ -1,6 +1,6 @@
 """A gate of attention's output: x * sigmoid(gate), with a gate for each number, in one pass.
 
-When it wins: always on a GPU; plain torch writes the sigmoid and reads it back, so it moves 5 F elements a row, not
+Plain torch writes the sigmoid and reads it back, so it moves 5 F elements a row, not
 3 F. Source: gated attention (arXiv 2505.06708).
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.swiglu import tile
+from seqpar.kernels import _columns
+from seqpar.kernels._columns import tile
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl
 from seqpar.types.protocols import state_dtype
 
 CASES = (
@@ -37,28 +38,13 @@ def reference(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
 def launch(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
     """Run the kernel of `sigmoid_gate`; x may have any strides with a contiguous last dim."""
     contiguous_rows(x_BlF)
-    batch, tokens, width = x_BlF.shape
+    width = x_BlF.shape[2]
     if gate_BlF.shape != x_BlF.shape or gate_BlF.dtype != x_BlF.dtype or not gate_BlF.is_contiguous():
         raise ValueError(
             f"got a gate of {tuple(gate_BlF.shape)}, {gate_BlF.dtype}, strides {gate_BlF.stride()}, expected a "
             f"contiguous one of {tuple(x_BlF.shape)}, {x_BlF.dtype}"
         )
-    if gate_BlF.numel():
-        rows, columns, warps = tile(width)
-        grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
-        sigmoid_gate_kernel[grid](
-            x_BlF,
-            gate_BlF,
-            batch * tokens,
-            tokens,
-            x_BlF.stride(0),
-            x_BlF.stride(1),
-            width,
-            rows,
-            columns,
-            num_warps=warps,
-            enable_fp_fusion=True,
-        )
+    _columns.launch(sigmoid_gate_kernel, tile(width), width, x_BlF, gate_BlF)
     return gate_BlF
 
 
@@ -66,7 +52,6 @@ def launch(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
 def sigmoid_gate_kernel(
     x, gate, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute some columns of some rows in each program; neighbouring programs share rows, so reads are in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -1,6 +1,6 @@
-"""The softmax's weights of wide heads as a matrix of their own: exp(q k^T - shift), ready for a product with v.
+"""The softmax's weights of wide heads as a separate matrix: exp(q k^T - shift), ready for a product with v.
 
-When it wins: for head dims over 256 on Hopper, where the output of enough queries does not fit into the registers of
+For head dims over 256 on Hopper, where the output of enough queries does not fit into the registers of
 one multiprocessor, so that a flash kernel reads k and v too often. The product q k^T runs in tiles as large as those of
 the fastest matrix products, and its epilogue writes the weights in 2 bytes; the scores themselves never leave the chip.
 Source: online softmax (arXiv 1805.02867); the shift is taken from the first keys and kept, see `weights_kernel`.

@@ -1,6 +1,6 @@
 """Nearest-neighbour upsampling by 2 of the two last dims of a picture.
 
-When it wins: on a GPU. It reads each element once and writes it four times, in vectors of 16 bytes; plain torch writes
+It reads each element once and writes it four times, in vectors of 16 bytes; plain torch writes
 element by element, and Wan's and Qwen-Image's decoders convert to fp32 around it. It only copies: all bits stay.
 """
 

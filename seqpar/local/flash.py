@@ -1,6 +1,6 @@
 """Attention by the FlashAttention packages: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2.
 
-When it wins: where it is installed it is the first choice on Hopper at head dims 64 and 128 (see `preference`).
+Where it is installed it is the first choice on Hopper at head dims 64 and 128 (see `preference`).
 Grouped-query heads need no copies. FlashAttention-4 compiles a kernel for each head dim on first use.
 """
 
@@ -62,7 +62,7 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     Raises `ValueError` if a mask is given.
     """
     if mask_BL is not None:
-        raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")
+        raise ValueError("FlashAttention does not support key masks; use local attention sdpa")
     package = _find()
     if isinstance(package, str):
         raise ImportError(package)

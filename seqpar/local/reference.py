@@ -1,6 +1,6 @@
 """Attention computed by its formula in fp32 (fp64 for fp64): the truth that other implementations are compared with.
 
-When it wins: it is never the fastest, because it builds the score matrix. It runs everywhere and takes any head
+Never the fastest, because it builds the score matrix; it runs everywhere and takes any head
 dim.
 """
 

@@ -1,6 +1,6 @@
 """Attention by torch's own kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: it needs no other package, and is the first choice where no other has a higher `preference`. It uses cuDNN
+Needs no other package, and is the first choice where no other has a higher `preference`. It uses cuDNN
 on Hopper and later, torch's FlashAttention-2 on older GPUs and for head dims over 128, the memory-efficient kernel for
 fp32, for head dims over 256 and for key masks where FlashAttention-2 would be used otherwise, and a flash kernel on the
 CPU. Strided views need no copies.

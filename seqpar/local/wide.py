@@ -1,6 +1,6 @@
 """Attention at head dims over 256, as in the mid blocks of VAEs: weights by a kernel, then a product with v by cuBLAS.
 
-When it wins: on Hopper in fp16 and bf16 at every head dim that flash kernels do not take. The memory-efficient kernel,
+Used on Hopper in fp16 and bf16 at every head dim that flash kernels do not take. The memory-efficient kernel,
 which is what torch has for them, keeps a small tile of the output in registers and reads k and v many times. Here both
 matrix products run in large tiles; the weights between them are written and read once, 4 bytes against 4 x D FLOP.
 Blocks of queries and parts of the keys bound the memory: the weights take about 0.5 GiB at most.
@@ -66,7 +66,7 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     Raises `ValueError` if a mask is given.
     """
     if mask_BL is not None:
-        raise ValueError("got a key mask, expected None: wide takes none; use local attention sdpa")
+        raise ValueError("local attention wide does not support key masks; use local attention sdpa")
     units = torch.cuda.get_device_properties(q_BLHD.device).multi_processor_count
     tile = Tile()
     return attend_in(q_BLHD, k_BLGD, v_BLGD, tile, blocks(k_BLGD.shape[1], tile, units))

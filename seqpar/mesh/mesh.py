@@ -311,7 +311,7 @@ def fill(
     if prod(sizes) != world:
         shown = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
         raise ValueError(
-            f"mesh {shown} has {prod(sizes)} ranks, but {world} process(es) run; change --mesh or start "
+            f"got a mesh of {shown}, {prod(sizes)} ranks, for {world} process(es); change --mesh or start "
             f"{prod(sizes)} processes"
         )
     return sizes

@@ -104,21 +104,21 @@ class InTurn:
 
     def check(self, method: str, name: str) -> None:
         """Add a method that takes the turn `name`."""
-        turns, unchecked = self._turns, getattr(self.made, method)
+        turns, made = self._turns, self.made
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             turns.take(name)
-            return unchecked(*args, **kwargs)
+            return getattr(made, method)(*args, **kwargs)
 
         setattr(self, method, checked)
 
     def check_start(self, name: str, before: str | None) -> None:
         """Add the optional `start`, which comes before the turn `before`; None: this exchange has none."""
-        turns, unchecked = self._turns, self.made.start
+        turns, made = self._turns, self.made
 
         def checked() -> None:
             turns.start(name, before)
-            unchecked()
+            made.start()
 
         setattr(self, "start", checked)  # noqa: B010 (an attribute of this object alone)
 

@@ -1,7 +1,7 @@
-"""Checks of what callers of the library pass: each raises `ValueError` with what was got and what is expected.
+"""Checks of arguments of the library: each raises ValueError with the value and what is expected.
 
-They look at the caller's own values, before anything is allocated or exchanged. Values that every rank takes from rank
-0 are checked where all ranks learn of the error (`Mesh.on_all_ranks`).
+They run before anything is allocated or exchanged. Values that every rank takes from rank 0 are checked where all ranks
+raise the error (`Mesh.on_all_ranks`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_STEPS = 10_000  # denoising steps; the longest published schedules have 1,000
-MOST_SIDE = 1 << 16  # pixels along a side of a picture
+MOST_SIDE = 1 << 16  # pixels along a side of an image
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value, with its type where the text does not tell it."""
+    """Return a short text of a value, with its type unless it is a plain number or text."""
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return text if value is None or isinstance(value, (bool, int, float, str)) else f"{type(value).__name__} {text}"
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Refuse what is no whole number from `least` to `most`; True and False are no numbers."""
+    """Raise unless the value is a whole number from `least` to `most`; True and False are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ValueError(f"got {name}={shown(value)}, expected a whole number from {least} to {most}")
 
 
 def check_real(name: str, value: object) -> None:
-    """Refuse what is no finite number."""
+    """Raise unless the value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise ValueError(f"got {name}={shown(value)}, expected a finite number")
 
@@ -45,34 +45,34 @@ def _is_finite(value: Real) -> bool:
 
 
 def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
-    """Refuse what is of none of these types. expected: what to pass, for the message."""
+    """Raise unless the value is of one of these types. expected: for the message."""
     if not isinstance(value, kinds):
         raise ValueError(f"got {name}={shown(value)}, expected {expected}")
 
 
 def is_not_finite(x: torch.Tensor) -> bool:
-    """Return whether a tensor on the host has NaN or infinity; a device is not waited for."""
+    """Return whether a tensor on the host has NaN or infinity; tensors on a device are not checked."""
     return x.device.type == "cpu" and x.is_floating_point() and not all(map(math.isfinite, x.flatten().tolist()))
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what is no dtype of weights."""
+    """Raise unless the value is a dtype of weights."""
     if dtype not in FLOATS:
         expected = ", ".join(str(each) for each in FLOATS)
         raise ValueError(f"got dtype={shown(dtype)}, expected one of {expected}")
 
 
 def check_dense(name: str, value: object) -> None:
-    """Refuse what is no plain tensor with data: other layouts, quantised tensors, the meta device, numpy arrays."""
+    """Raise unless the value is a plain tensor with data: no other layout, quantised or meta tensor, or numpy array."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"got {name} of type {type(value).__name__}, expected a tensor")
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "quantised" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
-        raise ValueError(f"got {name} as a tensor that is {kind}, expected a dense one with data; convert it first")
+        raise ValueError(f"got {name} as a tensor that is {kind}, expected a dense tensor with data; convert it first")
 
 
 def check_floats(name: str, value: object) -> None:
-    """Refuse what is no dense tensor of real floating-point numbers of at least 16 bits."""
+    """Raise unless the value is a dense tensor of real floating-point numbers of at least 16 bits."""
     check_dense(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype not in FLOATS:
@@ -80,18 +80,18 @@ def check_floats(name: str, value: object) -> None:
 
 
 def check_named(name: str, value: object) -> Mapping[str, Any]:
-    """Return a mapping of dense tensors with names, and refuse everything else."""
+    """Return a mapping of names to dense tensors; raise for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"got {name}={shown(value)}, expected a mapping of names to tensors")
     for key, x in value.items():
         check_dense(f"{name} {key}", x)
         if x.dim() == 0:
-            raise ValueError(f"got {name} {key} of shape (), expected one row an image")
+            raise ValueError(f"got {name} {key} of shape (), expected a row for each image")
     return value
 
 
 def check_labels(name: str, labels: torch.Tensor, most: int) -> None:
-    """Refuse class labels that are not (B,) whole numbers from 0 to `most`, the number of the class "none"."""
+    """Raise unless class labels are (B,) whole numbers from 0 to `most`, the number of the class "none"."""
     if labels.dim() != 1 or labels.dtype not in (torch.int64, torch.int32):
         dtype = str(labels.dtype).removeprefix("torch.")
         raise ValueError(f"got {name} of shape {tuple(labels.shape)}, {dtype}, expected (images,), int64")
@@ -100,13 +100,13 @@ def check_labels(name: str, labels: torch.Tensor, most: int) -> None:
 
 
 def _outside(labels: torch.Tensor, most: int) -> int:
-    """Return the least label if it is negative, else the largest; a device is waited for once."""
+    """The least label if it is negative, else the largest; one synchronization with the device."""
     least, largest = torch.stack(labels.aminmax()).tolist()
     return least if least < 0 else largest
 
 
 def check_picture(size: object, seed: object) -> None:
-    """Refuse what is no size in pixels (None stands for the model's own), or no seed."""
+    """Raise unless size is a size in pixels (None: the default of the model) and seed is a seed."""
     if size is not None:
         if not isinstance(size, (tuple, list)) or len(size) != 2:
             raise ValueError(f"got size={shown(size)}, expected (height, width) in pixels, or None")

@@ -69,7 +69,7 @@ class Blocks:
     count: the number of these blocks. gemms: the matrix products of a block; the fused projection to q, k and v comes
     first. passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary
     embedding of q and k. apart: the products of each stream besides the state, if the streams (text, image) have
-    weights of their own; without any, the tokens of all streams share `gemms`. modulation: products that make a block's
+    separate weights; without any, the tokens of all streams share `gemms`. modulation: products that make a block's
     modulation from the condition, one row for each batch row; our own loop computes them before its steps, and a
     pipeline's call of the transformer computes them every time. beside: products, or parts of them, that do not read
     attention's output and run while its inputs travel. given: whether a block makes q, k and v itself before it calls
@@ -108,9 +108,9 @@ class Work:
     embedding. once: the products before the first and after the last block, on the state's tokens. table: number of
     fp32 values in one modulation row. live: elements that are in memory at the widest point of a block. masked: whether
     attention receives key masks; not every local attention supports them. text: the products that embed a text token,
-    once a run (in a pipeline, once a call). conditioning: the products on one row that make the condition and the final
-    modulation, as often as the blocks' `modulation`. guided: whether the model's usual run has an unconditional branch.
-    joined: the tokens of each stream besides the state in the model's usual run.
+    once per run (in a pipeline, once per call). conditioning: the products on one row that make the condition and the
+    final modulation, as often as the blocks' `modulation`. guided: whether the model's usual run has an unconditional
+    branch. joined: the tokens of each stream besides the state in the model's usual run.
     """
 
     width: int
@@ -130,7 +130,7 @@ class Work:
 
     @property
     def layers(self) -> int:
-        """Return the number of blocks of all kinds."""
+        """Number of blocks of all kinds."""
         return sum(kind.count for kind in self.blocks)
 
     def parts(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> tuple[Cost, Cost, Cost]:
@@ -156,7 +156,7 @@ class Work:
         return sum([linear(b * s, *gemm) for gemm in self.once] + every, Cost(0, 0))
 
     def modulation(self) -> tuple[tuple[int, int], ...]:
-        """Return all products on one row: those of the condition, then those of every block."""
+        """Return all products on one row: of the condition, then of every block."""
         return (*self.conditioning, *(gemm for kind in self.blocks for gemm in kind.modulation * kind.count))
 
 
@@ -176,12 +176,12 @@ class Layout:
 
     @property
     def sequence(self) -> int:
-        """Return the number of ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return axis name -> size, in the form that `Mesh.from_env` accepts."""
+        """Axis name -> size, as `Mesh.from_env` accepts it."""
         return {"data": self.data, "cfg": self.cfg, "ring": self.ring, "ulysses": self.ulysses}
 
     def __str__(self) -> str:
@@ -210,17 +210,17 @@ class ShardedLayer:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that share the sequence."""
+        """Number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of tokens on each rank."""
+        """Number of tokens on each rank."""
         return JointShard(tuple(Shard(tokens, self.ranks) for tokens in self.streams or (self.tokens,))).sizes
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Return the number of tokens in each ring block: the sum over the ranks of one ulysses axis."""
+        """Number of tokens in each ring block: the sum over the ranks of one ulysses axis."""
         return tuple(sum(self.sizes[row * self.ulysses : (row + 1) * self.ulysses]) for row in range(self.ring))
 
     def heads(self, rank: int) -> tuple[int, int]:
@@ -284,7 +284,7 @@ def fits_anywhere(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | N
 
 
 def refuse(strategy: str, reason: str | None) -> None:
-    """Raise `ValueError` with the reason that a `StrategyFacts.why_not` returned, unless the reason is None."""
+    """Raise ValueError with the reason of a `StrategyFacts.why_not`, unless it is None."""
     if reason is not None:
         raise ValueError(f"got strategy {strategy} with {reason}")
 

@@ -1,4 +1,4 @@
-"""Parses the words of a command: a mistake in them is one line, and not a box of tyro. Imports no torch."""
+"""Parses command lines; an invalid flag is one line, not a box of tyro. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(kind: Any, words: Sequence[str], prog: str, description: str | None =
 
 
 def _line(box: str, words: Sequence[str]) -> str:
-    """Return a box of tyro as one line. Its first part says what is wrong, the others quote the help."""
+    """Return a box of tyro as one line. Its first part is the error, the others quote the help."""
     lines = [BORDER.sub("", line).rstrip() for line in box.splitlines()]
     rules = [at for at, line in enumerate(lines) if at > 1 and re.fullmatch(r" *[─-]+", line)]
     rule = rules[0] if rules else len(lines)
@@ -49,7 +49,7 @@ def _line(box: str, words: Sequence[str]) -> str:
 
 
 def _value(words: Sequence[str], flag: str) -> str:
-    """Return what follows the last use of a flag, up to the next one."""
+    """Return the words after the last use of a flag, up to the next flag."""
     at = max((at for at, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == flag), default=0)
     _, joined, value = words[at].partition("=")
     rest = [value] if joined else [*words[at + 1 :]]

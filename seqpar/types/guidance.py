@@ -15,16 +15,16 @@ from seqpar.types.arguments import MOST_STEPS, check_dtype, check_kind, check_pi
 
 
 def check_pictures(name: str, wanted: object, steps: object, guidance: object, size: object, seed: object) -> None:
-    """Refuse arguments of pictures that are of other types or out of range. name: of `wanted`, classes or prompts."""
+    """Raise for arguments of images of other types or out of range. name: of `wanted`, classes or prompts."""
     if isinstance(wanted, (str, Mapping)) or not isinstance(wanted, Iterable):
-        raise ValueError(f"got {name}={shown(wanted)}, expected a list, one entry a picture")
+        raise ValueError(f"got {name}={shown(wanted)}, expected a list, one entry per image")
     check_picture(size, seed)
     check_whole("steps", steps, 1, MOST_STEPS)
     check_kind("guidance", guidance, Guidance, expected="seqpar.Guidance(scale)")
 
 
 def check_loading(model: object, dtype: object) -> None:
-    """Refuse what no model can be loaded from, or as."""
+    """Raise unless these are the name of a model and a dtype of weights."""
     check_kind("model", model, str, Path, expected="a name, folder or file of a model")
     check_dtype(dtype)
 
@@ -59,15 +59,15 @@ class Guidance:
 
     @property
     def on(self) -> bool:
-        """Return whether an unconditional branch is computed."""
+        """Whether an unconditional branch is computed."""
         return max(self.scales or (self.scale,)) > 1
 
     def vector(self, evaluations: int) -> Tensor:
-        """Return the scale of each evaluation, (S,) fp64 on the CPU; ValueError if `scales` has another length."""
+        """Return the scale of each evaluation, (S,) fp64, CPU; raises ValueError if `scales` has another length."""
         scales = self.scales or (self.scale,)
         scales = scales * evaluations if len(scales) == 1 else scales
         if len(scales) != evaluations:
-            raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
+            raise ValueError(f"got {len(scales)} guidance scales, expected {evaluations}, one per evaluation")
         return torch.tensor(scales, dtype=torch.float64)
 
 
@@ -83,6 +83,6 @@ def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels:
             f"there is one branch: use cfg=1"
         )
     if images < data:
-        raise ValueError(f"got {images} image(s) for data={data}, expected at least one a data rank")
+        raise ValueError(f"got {images} image(s) for data={data}, expected at least one per data rank")
     if guidance.channels is not None and not 1 <= guidance.channels <= channels:
         raise ValueError(f"got guidance on {guidance.channels} channels, expected 1 to {channels} or None for all")

@@ -115,7 +115,7 @@ def _places(boxes: Outboxes) -> Places:
                 places_of.setdefault((part, head), []).append(place)
     dtype = views[0].dtype
     if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
-        raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
+        raise ValueError("outboxes must have one dtype and contiguous head dims")
     copies, heads = max(map(len, places_of.values()), default=1), max((head + 1 for _, head in places_of), default=1)
     table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
     for (part, head), places in places_of.items():

@@ -14,8 +14,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-"""A model's inputs besides tokens and positions; every tensor has a leading dim R, and the mapping may be empty."""
-
 
 @dataclass(frozen=True)
 class Prepare:
@@ -41,11 +39,11 @@ class Prepare:
 
     def __post_init__(self) -> None:
         if self.norm == "rms" and (self.q_bias is not None or self.k_bias is not None):
-            raise ValueError("got a bias for an RMSNorm, expected None: RMSNorm has only a weight")
+            raise ValueError("RMSNorm has no bias, only a weight")
 
     @property
     def is_identity(self) -> bool:
-        """Return whether q and k stay unchanged."""
+        """Whether q and k stay unchanged."""
         return self.norm == "none" and self.cos_lD2 is None
 
 
@@ -77,7 +75,7 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """Return l, the number of this stream's tokens on this rank; it may be 0."""
+        """l, the number of local tokens of this stream; it may be 0."""
         return self.q.shape[1]
 
 
@@ -98,7 +96,7 @@ class Projected:
 
     @property
     def tokens(self) -> int:
-        """Return l, the number of this stream's tokens on this rank; it may be 0."""
+        """l, the number of local tokens of this stream; it may be 0."""
         return self.x.shape[1]
 
 
@@ -107,17 +105,17 @@ Stream = Given | Projected
 
 
 class Attend(Protocol):
-    """Attention of this rank's tokens to the whole sequence, which a model calls once a block.
+    """Attention of this rank's tokens to the whole sequence; a model calls it once per block.
 
     streams: this rank's tokens of each stream, always in the same order; all have the same B, H, G, D and dtype.
     mask_BL: (B, L) bool, True for the keys to attend to, or the same mask as numbers that are added to the scores
-    (`seqpar.types.masks.key_bias`, made once a run); None attends to all keys, to padding at another weight if the
+    (`seqpar.types.masks.key_bias`, made once per run); None attends to all keys, to padding at another weight if the
     strategy was built so (`JointShard.padding`). Keys of all ranks are in rank order, [t0 i0 t1 i1 ...]: the streams of
     rank 0, then those of rank 1 and so on; or stream after stream, if the strategy was built so
     (`JointShard.by_stream`). `seqpar.types.masks.joined_mask` follows it.
 
     beside: work of the model that does not read attention's output (the MLP of a parallel block). It is called exactly
-    once, after this rank has started to send and before it waits for other ranks, so that data travels meanwhile.
+    once, between the start of the exchange and the wait for other ranks, so that it overlaps the transfer.
 
     only: None for attention over all streams. A number is the place of one stream among them: `streams` then holds this
     stream alone, which attends to its own tokens on all ranks (the second attention of a Stable Diffusion 3.5 Medium

@@ -143,7 +143,7 @@ def test_strategies_that_merge_results_are_refused(ranks: Pool, strategy: str) -
 
 def test_masks_and_padding_without_tokens_are_refused() -> None:
     tokens, x = JointShard((Shard(4, 1), Shard(3, 1)), padding=4), torch.zeros(1, 7, 1, 8)
-    with pytest.raises(ValueError, match="got a mask for keys of which padding is known"):
+    with pytest.raises(ValueError, match="a key mask is not supported together with weighted padding"):
         _by_padding.ByPadding(row_by_row, tokens, 0)(x, x, x, torch.ones(1, 7, dtype=torch.bool))
     for streams, padding in (((Shard(4, 1), Shard(3, 1)), 5), ((Shard(4, 1), Shard(0, 1)), 4), ((Shard(4, 1),), -1)):
         with pytest.raises(ValueError, match="tokens of padding in"):

@@ -193,7 +193,7 @@ def refuses_gradients(rank: int, world: int, device: torch.device, strategy: str
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_strategies_refuse_inputs_that_require_gradients(ranks: Pool, strategy: str) -> None:
-    assert all("is for inference" in message for message in ranks.run(2, refuses_gradients, strategy))
+    assert all("supports inference only" in message for message in ranks.run(2, refuses_gradients, strategy))
 
 
 def talkative(rank: int, world: int, device: torch.device) -> dict[str, int]:

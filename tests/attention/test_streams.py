@@ -266,9 +266,7 @@ def test_a_stream_alone_attends_to_its_own_tokens(ranks: Pool, world: int, trans
 def test_a_stream_alone_is_named_by_its_place() -> None:
     attend, _, streams = built(0, 1, torch.device("cpu"), "kv_gather", "collective", CASES[0])
     for given, only in ((streams, 1), (streams[:1], 2), (streams[:1], -1)):
-        with pytest.raises(
-            ValueError, match=rf"got {len(given)} streams with only={only}, expected one stream and its"
-        ):
+        with pytest.raises(ValueError, match=rf"got {len(given)} streams with only={only}, expected 1 stream and its"):
             attend(given, only=only)
 
 

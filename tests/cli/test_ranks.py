@@ -106,7 +106,7 @@ def test_ranks_end_where_a_later_one_cannot_be_started(monkeypatch: pytest.Monke
 def test_a_mistake_is_one_line_and_torchrun_reports_nothing(folder: Path, tmp_path: Path) -> None:
     done = seqpar("sample", "--ranks", "2", *words(folder, tmp_path / "x.png", ("--mesh", "ulysses=3")))
     assert done.returncode == 2
-    assert done.stderr.startswith("error: mesh data=1 x cfg=1 x ring=1 x ulysses=3 has 3 ranks, but 2 process")
+    assert done.stderr.startswith("error: got a mesh of data=1 x cfg=1 x ring=1 x ulysses=3, 3 ranks, for 2 process")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())

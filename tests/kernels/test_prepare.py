@@ -227,7 +227,7 @@ def test_outboxes_of_another_dtype_are_refused() -> None:
     with pytest.raises(ValueError, match="expected q, k, v and outboxes of one dtype"):
         launch_into(*views, Prepare(), boxes(SMALL[0], torch.float32))
     mixed = Outboxes([*boxes(SMALL[0], torch.float32), *boxes(SMALL[0], torch.float16)])
-    with pytest.raises(ValueError, match="expected one dtype"):
+    with pytest.raises(ValueError, match="must have one dtype"):
         _ = mixed.places
 
 
@@ -396,5 +396,5 @@ def test_one_input_alone_has_the_bits_of_both(norm: str) -> None:
 def test_rotary_rows_of_other_heads_are_refused() -> None:
     q, k, _ = project(SMALL[0], torch.float16)
     rows = random((1, SMALL[0]["tokens"], SMALL[0]["heads"] + 1, SMALL[0]["dim"] // 2), 9, DEVICE)
-    with pytest.raises(ValueError, match="expected those of the heads of q and of k"):
+    with pytest.raises(ValueError, match="expected a row per head of q and of k"):
         launch(q, k, Prepare(cos_lD2=rows, sin_lD2=rows))

@@ -264,7 +264,7 @@ def test_guidance_may_have_a_scale_for_each_evaluation(name: str) -> None:
 
 
 def test_too_few_guidance_scales_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 3 guidance scales, expected one for each of 16 evaluations"):
+    with pytest.raises(ValueError, match="got 3 guidance scales, expected 16, one per evaluation"):
         alone("UniPC", guidance=Guidance(scales=(2.0, 3.0, 4.0)))
 
 

@@ -45,9 +45,9 @@ def test_fill_chooses_what_is_not_given(
 @pytest.mark.parametrize(
     ("world", "given", "message"),
     [
-        (4, {"ulysses": 3}, "ulysses=3 has 3 ranks, but 4 process"),
-        (4, {"data": 3}, "has 3 ranks, but 4"),
-        (4, {"ring": 8}, "but 4 process"),
+        (4, {"ulysses": 3}, "ulysses=3, 3 ranks, for 4 process"),
+        (4, {"data": 3}, ", 3 ranks, for 4"),
+        (4, {"ring": 8}, "for 4 process"),
         (2, {"ring": 0}, "got ring=0"),
         (6, {"cfg": 3}, "two branches"),
     ],

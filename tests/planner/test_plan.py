@@ -151,7 +151,7 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("world", "load", "wish", "message"),
     [
-        (2, ONE, Preferences(axes={"ulysses": 3}), "data=1 x cfg=1 x ring=1 x ulysses=3 has 3 ranks, but 2 process"),
+        (2, ONE, Preferences(axes={"ulysses": 3}), "data=1 x cfg=1 x ring=1 x ulysses=3, 3 ranks, for 2 process"),
         (4, ONE, Preferences(axes={"ring": 0}), "got ring=0, expected a whole number of at least 1"),
         (6, ONE, Preferences(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
         (

@@ -50,7 +50,7 @@ SAMPLE: list[tuple[str, list[Any], str]] = [
     ("scheduler", [None, "DDIMScheduler", type(scheduler()), object()], "got scheduler="),
     ("noise", [NOISE.long(), NOISE > 0, NOISE.to(torch.complex64), NOISE.to(torch.float8_e4m3fn)], "floating-point"),
     ("noise", [NOISE.numpy(), None, [1.0]], "expected a tensor"),
-    ("noise", [NOISE.to_sparse(), NOISE.to("meta")], "expected a dense one"),
+    ("noise", [NOISE.to_sparse(), NOISE.to("meta")], "expected a dense tensor"),
     ("noise", [NOISE[0], NOISE[:, :3], NOISE[:0], torch.zeros(1, 4, 7, 8)], "got "),
     ("prompt", [None, [3], labels(3)["class_labels"], {1: 2}, {"class_labels": 3}], "got (prompt|class_labels)"),
     ("prompt", [labels(CLASSES + 1), labels(-1), labels(1, CLASSES + 9)], f"expected 0 to {CLASSES - 1}"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import seqpar.attention
 from seqpar.transports import _folder
-from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core
+from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core, linear
 from seqpar.types.plugins import plugin, plugins
 
 
@@ -116,3 +116,11 @@ def totals(
     sent = work.layers * sum(busiest(every)) * batch * work.head_dim * itemsize
     messages = work.layers * max(sum(move.messages for move in layer.moves) for layer in every)
     return Totals(cost.flops, cost.elements, sent, messages)
+
+
+def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:
+    """Return the cost of a step's GEMMs (embedding and final layer too), attention and elementwise passes."""
+    by_kind = [[cost * kind.count for cost in work.parts(kind, b, s, others)] for kind in work.blocks]
+    gemms, attention, passes = (sum(costs, Cost(0, 0)) for costs in zip(*by_kind, strict=True))
+    once = sum((linear(b * s, *gemm) for gemm in work.once), Cost(0, 0))
+    return {"GEMMs": gemms + once, "attention": attention, "elementwise": passes}

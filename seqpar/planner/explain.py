@@ -1,16 +1,17 @@
-"""Explains a plan: what a step costs, what bounds it, what each way of splitting it sends, and why the chosen one wins.
+"""Explanation of a plan: the cost of a step, its bounds, the traffic of each layout, and why the chosen one is fastest.
 
-docs/analysis.md derives the numbers that are printed here for one model.
+docs/analysis.md derives these numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from seqpar.planner import analysis
-from seqpar.planner.costs import facts_of, layers, totals
-from seqpar.planner.predict import GIB, Load, Prediction
-from seqpar.planner.search import Ranking
+from seqpar.planner import costs
+from seqpar.planner.predict import GIB, Load, Prediction, predict
+from seqpar.planner.rates import Rates
+from seqpar.planner.search import Ranking, name_of
 from seqpar.types.facts import Layer, Layout, Work
 
 PARTS = ("gemm", "attention", "elementwise", "exchange")
@@ -18,7 +19,7 @@ PARTS = ("gemm", "attention", "elementwise", "exchange")
 
 @dataclass(frozen=True)
 class Way:
-    """A way to split a step, with the bytes that the busiest rank sends in its layers, and its number of exchanges."""
+    """A layout, the bytes that the busiest rank sends in its layers, and its number of exchanges per step."""
 
     name: str
     row: Prediction
@@ -28,45 +29,37 @@ class Way:
 
 def explain(ranking: Ranking) -> str:
     """Return the explanation of the chosen layout as text; `ValueError` if no layout fits the memory."""
-    lines = [f"why {_name(ranking.best)}:", *_costs(ranking), "", *_bounds(ranking)]
-    if _ranks(ranking.best) > 1:
-        lines += ["", *_ways(ranking), *_reasons(ranking)]
+    layout = ranking.best
+    lines = [f"why {name_of(layout)}:", *_costs(ranking), "", *_bounds(ranking)]
+    if layout.data * layout.cfg * layout.sequence > 1:
+        lines += ["", *_table(ranking), *_reasons(ranking)]
     return "\n".join(lines)
-
-
-def _ranks(layout: Layout) -> int:
-    return layout.data * layout.cfg * layout.sequence
-
-
-def _name(layout: Layout) -> str:
-    return f"{layout} by {layout.strategy}" if layout.sequence > 1 else str(layout)
 
 
 def _costs(ranking: Ranking) -> list[str]:
     work, load = ranking.work, ranking.load
-    parts = analysis.parts(work, load.images * (1 + load.guidance), load.tokens, load.others)
-    every = sum(cost.flops for cost in parts.values())
+    parts = costs.parts(work, load.images * (1 + load.guidance), load.tokens, load.others)
+    total = sum(cost.flops for cost in parts.values())
     lines = [f"{'a step, all ranks together':<28} {'TFLOP':>9} {'share':>6} {'GB':>8} {'FLOP/byte':>10}"]
     for name, cost in parts.items():
-        gb, intensity = cost.elements * load.itemsize / 1e9, analysis.intensity(cost, load.itemsize)
-        share = f"{cost.flops / every:6.0%}"
-        lines.append(f"{name:<28} {cost.flops / 1e12:9.3g} {share} {gb:8.3g} {intensity:10.3g}")
+        nbytes = cost.elements * load.itemsize
+        share = f"{cost.flops / total:6.0%}"
+        lines.append(f"{name:<28} {cost.flops / 1e12:9.3g} {share} {nbytes / 1e9:8.3g} {cost.flops / nbytes:10.3g}")
     return lines
 
 
 def _bounds(ranking: Ranking) -> list[str]:
-    """Return what bounds the products of a rank, and from how many tokens on attention is half of a step."""
+    """Return the bound of a rank's GEMMs, and the tokens from which attention is half of a step."""
     work, load, layout, rates = ranking.work, ranking.load, ranking.best, ranking.rates
-    mine, others = load.mine(layout)
-    rows, gpu = load.rows(layout) * (mine + sum(others)), analysis.measured(rates, layout.transport)
-    least = analysis.rows_to_compute(gpu, load.itemsize)
+    local, others = load.mine(layout)
+    rows, least = load.rows(layout) * (local + sum(others)), rates.ridge * load.itemsize / 2
     bound = "arithmetic" if rows >= least else "reading its weights"
-    beside = f" beside {sum(load.others)} of text" if load.others else ""
-    flops, time = analysis.half_of_flops(work, 1, load.others), analysis.half_of_time(work, load, rates)
+    text = f" and {sum(load.others)} of text" if load.others else ""
+    flops, time = half_of_flops(work, 1, load.others), half_of_time(work, load, rates)
     return [
-        f"A product of fewer than {least:.0f} rows is bound by reading its weights; a rank has {rows} rows: {bound}.",
+        f"A GEMM of fewer than {least:.0f} rows is bound by reading its weights; a rank has {rows} rows: {bound}.",
         f"Attention has half of the FLOPs from {_tokens(flops)} on, and half of the time on one rank from "
-        f"{_tokens(time)} on; here there are {load.tokens}{beside}.",
+        f"{_tokens(time)} on; this run has {load.tokens}{text}.",
     ]
 
 
@@ -74,67 +67,83 @@ def _tokens(count: int | None) -> str:
     return "more than four million tokens" if count is None else f"{count} tokens"
 
 
-def _ways(ranking: Ranking) -> list[str]:
-    """Return a table of the chosen layout, the best of each other strategy, and tensor and pipeline parallelism."""
+def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
+    """Return the least number for which a condition holds that stays true once it is; None if that is above `most`."""
+    low, high = 0, 1
+    while not holds(high):
+        if high >= most:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
+    """Return the tokens from which attention has half of a step's FLOPs."""
+
+    def holds(s: int) -> bool:
+        cost = costs.parts(work, b, s, others)
+        return cost["attention"].flops >= cost["GEMMs"].flops
+
+    return first(holds)
+
+
+def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
+    """Return the tokens from which attention is predicted to take half of a step on one GPU."""
+    alone = Layout(1, 1, 1, 1, "ulysses", next(iter(rates.exchange)))
+
+    def holds(s: int) -> bool:
+        row = predict(work, replace(load, tokens=s), alone, rates)
+        return 2 * row.attention >= row.ms
+
+    return first(holds)
+
+
+def ways(ranking: Ranking) -> list[Way]:
+    """Return the chosen layout and the best one of each other strategy."""
+    work, load = ranking.work, ranking.load
+    best: dict[str, Prediction] = {}
+    for row in ranking.ranked:
+        best.setdefault(row.layout.strategy if row.layout.sequence > 1 else "none", row)
+    return [_way(work, load, row) for row in best.values()]
+
+
+def _way(work: Work, load: Load, row: Prediction) -> Way:
+    layout = row.layout
+    cost = costs.totals(work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
+    exchanges = work.layers * len(_layer(work, load, layout).moves) + (layout.cfg > 1)
+    return Way(name_of(layout), row, cost.sent, exchanges)
+
+
+def _layer(work: Work, load: Load, layout: Layout) -> Layer:
+    return costs.layers(work, layout, load.tokens, load.rows(layout), load.others)[0]
+
+
+def _table(ranking: Ranking) -> list[str]:
     head = " ".join(f"{part:>10}" for part in PARTS)
-    lines = [f"{'split by':<34} {'MB sent':>9} {'exchanges':>9} {'ms a step':>10} {head} {'GiB a rank':>10}"]
+    lines = [f"{'layout':<34} {'MB sent':>9} {'exchanges':>9} {'ms per step':>11} {head} {'GiB/rank':>10}"]
     for way in ways(ranking):
         row = way.row
         parts = " ".join(f"{getattr(row, part):10.2f}" for part in PARTS)
         counts = f"{way.sent / 1e6:9.1f} {way.exchanges:9}"
-        lines.append(f"{way.name:<34} {counts} {row.ms:10.2f} {parts} {row.memory.total / GIB:10.1f}")
+        lines.append(f"{way.name:<34} {counts} {row.ms:11.2f} {parts} {row.memory.total / GIB:10.1f}")
     return lines
 
 
-def ways(ranking: Ranking) -> list[Way]:
-    """Return the ways to split the step: the chosen one, the best of each other strategy, tensor and pipeline."""
-    work, load, best = ranking.work, ranking.load, ranking.best
-    found, seen = list[Way](), set[str]()
-    for row in ranking.ranked:
-        strategy = row.layout.strategy if row.layout.sequence > 1 else "none"
-        if strategy not in seen:
-            seen.add(strategy)
-            found.append(_of_layout(work, load, row))
-    return [*found, *_others(ranking, _ranks(best), best.transport)]
-
-
-def _of_layout(work: Work, load: Load, row: Prediction) -> Way:
-    layout = row.layout
-    cost = totals(work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
-    exchanges = work.layers * len(_layer(work, load, layout).moves) + (layout.cfg > 1)
-    return Way(_name(layout), row, cost.sent, exchanges)
-
-
-def _others(ranking: Ranking, ranks: int, transport: str) -> list[Way]:
-    work, load, rates = ranking.work, ranking.load, ranking.rates
-    b, tokens = load.images * (1 + load.guidance), load.tokens + sum(load.others)
-    whole = analysis.tensor_sent(b, tokens, work.width, ranks) * work.layers * load.itemsize
-    once = analysis.pipeline_sent(b, tokens, work.width) * load.itemsize
-    tensor = analysis.tensor_parallel(work, load, ranks, rates, transport)
-    pipeline = analysis.pipeline_parallel(work, load, ranks, rates, transport)
-    return [
-        Way(f"tensor {ranks} (not in seqpar)", tensor, whole, 4 * work.layers),
-        Way(f"pipeline {ranks} (not in seqpar)", pipeline, once, ranks - 1),
-    ]
-
-
-def _layer(work: Work, load: Load, layout: Layout) -> Layer:
-    return layers(work, layout, load.tokens, load.rows(layout), load.others)[0]
-
-
 def _reasons(ranking: Ranking) -> list[str]:
-    """Return what makes the chosen layout fast, and what makes each other way slower."""
+    """Return why the chosen layout is fast, and why each other one is slower."""
     work, load, layout = ranking.work, ranking.load, ranking.best
     chosen, *others = ways(ranking)
     lines = [""]
     if layout.cfg > 1:
-        lines.append("The two branches of guidance run apart: they meet in one small exchange a step.")
+        lines.append("The two branches of guidance run apart, with one small exchange per step.")
     if layout.sequence > 1:
         layer = _layer(work, load, layout)
-        hidden = f", hidden behind the products of {' and '.join(layer.behind)}" if layer.behind else ""
+        hidden = f", hidden behind the GEMMs of {' and '.join(layer.behind)}" if layer.behind else ""
         times = {1: "once", 2: "twice"}.get(len(layer.moves), f"{len(layer.moves)} times")
-        ranks = f"{layout.sequence} ranks, which exchange {times} a layer"
-        lines.append(f"The tokens of a sequence are split over {ranks}{hidden}.")
+        lines.append(f"{layout.sequence} ranks shard the tokens of a sequence and exchange {times} per layer{hidden}.")
     lines += [f"{way.name}: {_against(chosen.row, way.row)}." for way in others]
     if ranking.too_big:
         lines.append(f"{len(ranking.too_big)} layouts do not fit the memory.")
@@ -142,13 +151,12 @@ def _reasons(ranking: Ranking) -> list[str]:
 
 
 def _against(chosen: Prediction, other: Prediction) -> str:
-    """Return the difference of two predictions in words, its largest part first."""
+    """Return the difference of two predictions as text, its largest part first."""
     more = other.ms - chosen.ms
     apart = {part: getattr(other, part) - getattr(chosen, part) for part in PARTS}
     largest = sorted(apart, key=lambda part: -abs(apart[part]))
     shown = ", ".join(f"{part} {apart[part]:+.2f}" for part in largest if abs(apart[part]) >= 0.005)
     text = f"{more:+.2f} ms ({shown})" if shown else "as fast"
-    in_seqpar = other.layout.sequence > 1
-    if more < 0 and in_seqpar and not facts_of(other.layout.strategy).moves_only:
+    if more < 0 and other.layout.sequence > 1 and not costs.facts_of(other.layout.strategy).moves_only:
         return f"{text}; it rounds differently from one rank, so it is not chosen automatically"
     return text

@@ -47,6 +47,16 @@ class Rates:
     memory: float | None = None
     host: int | None = None
 
+    @property
+    def ridge(self) -> float:
+        """Return the FLOPs per byte above which arithmetic, not memory, bounds a GEMM."""
+        return self.gemm[-1][1] / self.weights
+
+    def links(self, transport: str) -> float:
+        """Return the GB/s of a transport's largest exchange."""
+        sent, us = self.exchange[transport][-1]
+        return sent / us / 1e3
+
     def crosses(self, ranks: int) -> bool:
         """Return whether a group of so many neighbouring ranks is on several hosts."""
         return self.host is not None and self.host % ranks != 0

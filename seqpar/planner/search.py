@@ -51,7 +51,7 @@ class Ranking:
         if not self.ranked:
             row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
             raise ValueError(
-                f"got a run that does not fit: its smallest layout ({_name(row.layout)}) {reason}, expected one that "
+                f"got a run that does not fit: its smallest layout ({name_of(row.layout)}) {reason}, expected one that "
                 f"fits; start more processes, take a smaller --size, fewer classes or another --dtype"
             )
         return self.ranked[0].layout
@@ -62,9 +62,9 @@ class Ranking:
             return f"nothing fits; rates: {self.rates.source}"
         first, *others = self.ranked
         aim = "the first picture soonest" if self.preferences.aim == "latency" else "most pictures a second"
-        text = f"{_name(first.layout)}, {_ms(first)} predicted"
+        text = f"{name_of(first.layout)}, {_ms(first)} predicted"
         if others:
-            text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
+            text += f" ({aim}); next {name_of(others[0].layout)}, {_ms(others[0])}"
             exact, other = (facts_of(row.layout.strategy).moves_only for row in (first, others[0]))
             rounds = exact and not other and others[0].ms < first.ms
             text += " (not chosen automatically: it rounds differently from one rank)" if rounds else ""
@@ -89,7 +89,7 @@ class Ranking:
         cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
         if layout.sequence > 1:
-            text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({_name(layout)})"
+            text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({name_of(layout)})"
         return text
 
 
@@ -216,7 +216,8 @@ def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> s
     )
 
 
-def _name(layout: Layout) -> str:
+def name_of(layout: Layout) -> str:
+    """Return a layout with its strategy, if it shards tokens."""
     return f"{layout} by {layout.strategy}" if layout.sequence > 1 else str(layout)
 
 

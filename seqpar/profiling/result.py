@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from seqpar.planner import analysis
-from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
+from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes, parts
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import STATE, Load
 from seqpar.planner.search import Ranking
@@ -64,7 +63,7 @@ def rates(ranking: Ranking, load: Load, layout: Layout) -> tuple[Rate, ...]:
 
     elementwise = sum(kind.count * (passes(kind) + moved) for kind in work.blocks)
 
-    products = analysis.parts(work, b, local, others)["matrix products"].flops
+    products = parts(work, b, local, others)["GEMMs"].flops
     found = [
         Rate("products", products / 1e9, known.gemm[-1][1], "TFLOP/s"),
         Rate("attention", attention / 1e9, max(rate for _, rate in known.attention[nearest]), "TFLOP/s"),
@@ -73,7 +72,7 @@ def rates(ranking: Ranking, load: Load, layout: Layout) -> tuple[Rate, ...]:
     if layout.sequence * layout.cfg > 1:
         sent = work.layers * sum(busiest(every)) * b * work.head_dim * load.itemsize
         sent += b * local * load.latent * STATE * (layout.cfg > 1)
-        found.append(Rate("exchange", sent / 1e6, analysis.measured(known, layout.transport).links, "GB/s"))
+        found.append(Rate("exchange", sent / 1e6, known.links(layout.transport), "GB/s"))
     return tuple(found)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from launch.benches import analysis_plots as plots
-from seqpar.planner import analysis as a
+from docs.tools import analysis as a
+from docs.tools import analysis_plots as plots
+from seqpar.planner import explain
 from seqpar.planner.predict import GIB, predict
 from seqpar.planner.rates import H200
 from seqpar.types.facts import Cost, Layout, core
@@ -104,7 +105,7 @@ def operations_table() -> str:
     """Return costs at the worked shape, and which bound they meet on an H200 as measured."""
     rows = []
     for row in operations(B, T, P, D, Z, C, E):
-        per_byte = a.intensity(row.cost)
+        per_byte = row.cost.flops / (2 * row.cost.elements)
         bound = "arithmetic" if per_byte >= MEASURED.ridge else "memory"
         worked = number(row.cost.flops / 1e9), f"{number(row.cost.elements * 2 / 1e6)}", number(per_byte), bound
         rows.append((row.name, f"`{row.flops}`", f"`{row.elements}`", *worked))
@@ -125,7 +126,7 @@ def gpu_table() -> str:
         ("FLOPs a byte where the bounds meet, R / M", *(number(gpu.ridge) for gpu in GPUS)),
         ("K and V of one token: reading weights / computing", *(f"{gpu.ridge:.0f} x" for gpu in GPUS)),
         ("time that one more row adds to a product of one", *(f"{1 / gpu.ridge:.1%}" for gpu in GPUS)),
-        ("rows from which arithmetic bounds a product", *(number(a.rows_to_compute(gpu)) for gpu in GPUS)),
+        ("rows from which arithmetic bounds a product", *(number(gpu.ridge) for gpu in GPUS)),
         ("tokens from which it bounds attention on chip, 2 R / M", *(number(2 * gpu.ridge) for gpu in GPUS)),
         ("tokens a GPU from which a ring's transfers fit behind attention", *(f"{ring(gpu):,.0f}" for gpu in GPUS)),
         ("tokens of KV cache beside the notes' 52 B model on 3 GPUs", *(cached(gpu, 3) for gpu in a.PUBLISHED), ""),
@@ -145,9 +146,9 @@ def notes_table() -> str:
 
     def crossing(share: int) -> str:
         """Where the core of attention has `share` / 2 times the FLOPs of the MLP."""
-        return count(a.first(lambda s: 2 * core(1, s, s, Z, D // Z).flops >= share * a.mlp(s, D).flops))
+        return count(explain.first(lambda s: 2 * core(1, s, s, Z, D // Z).flops >= share * a.mlp(s, D).flops))
 
-    whole = count(a.first(lambda s: a.self_attention(1, s, D, Z).flops >= a.mlp(s, D).flops))
+    whole = count(explain.first(lambda s: a.self_attention(1, s, D, Z).flops >= a.mlp(s, D).flops))
     old, ridges = a.PUBLISHED[0], sorted(gpu.ridge for gpu in GPUS[1:])
     weights = "K and V of one token wait 208 times as long for weights as for arithmetic (A100)"
     room = f"3 have {cached(old, 3)} tokens in the 16 GB that they leave, 4 have {cached(old, 4)}"
@@ -167,8 +168,8 @@ def half_table() -> str:
     rows = []
     for model in MODELS:
         work, load = plots.run_of(model)
-        flops = a.half_of_flops(work, 1, load.others)
-        rows.append((model, work.width, work.head_dim, count(flops), count(a.half_of_time(work, load, H200))))
+        flops = explain.half_of_flops(work, 1, load.others)
+        rows.append((model, work.width, work.head_dim, count(flops), count(explain.half_of_time(work, load, H200))))
     return table(("model", "width", "head dim", "half of the FLOPs from", "half of the time on one H200 from"), rows)
 
 

@@ -1,16 +1,15 @@
-"""What the operations of a transformer cost, what each kind of parallelism sends, and where one overtakes another.
+"""Costs of a transformer's operations, traffic of each kind of parallelism, and where one overtakes another.
 
-docs/analysis.md is written from this file, and `seqpar plan --explain` prints its numbers for a model. Costs are sums
-of `linear` and `core` of `seqpar.types.facts`, times are those of `predict.py`: each formula stands once. The planner
-chooses among strategies on the sequence; tensor and pipeline parallelism are here only to be compared with.
+docs/analysis.md is written from this file. Costs are sums of `linear` and `core` of `seqpar.types.facts`, times are
+those of `seqpar.planner.predict`. Tensor and pipeline parallelism, which seqpar does not have, are compared here only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from seqpar.planner.costs import busiest, layers
+from seqpar.planner.explain import first
 from seqpar.planner.predict import GIB, USABLE, Load, Prediction, memory, predict
 from seqpar.planner.rates import Rates, time_at
 from seqpar.types.facts import Blocks, Cost, Gemms, Layout, Work, core, linear
@@ -56,11 +55,6 @@ def keys_and_values(rows: int, d: int) -> Cost:
     return linear(rows, d, 2 * d)
 
 
-def intensity(cost: Cost, itemsize: int = 2) -> float:
-    """Return FLOPs a byte."""
-    return cost.flops / (cost.elements * itemsize)
-
-
 # GPUs ------------------------------------------------------------------------------------------------------------
 
 
@@ -86,9 +80,8 @@ PUBLISHED = (Gpu("A100", 312, 1.5, 40, 300), Gpu("H100", 989, 3.35, 80, 450), Gp
 
 def measured(rates: Rates, transport: str) -> Gpu:
     """Return the GPU of measured rates: large products, weights as products read them, the largest exchange."""
-    sent, us = rates.exchange[transport][-1]
     memory_gb = (rates.memory or 0) * GIB / 1e9
-    return Gpu(f"{rates.device}, measured", rates.gemm[-1][1], rates.weights, memory_gb, sent / us / 1e3)
+    return Gpu(f"{rates.device}, measured", rates.gemm[-1][1], rates.weights, memory_gb, rates.links(transport))
 
 
 # Traffic and time of other kinds of parallelism ----------------------------------------------------------------------
@@ -158,54 +151,7 @@ def _share(work: Work, ranks: int) -> Work:
     return replace(work, heads=of(work.heads), kv_heads=of(work.kv_heads), blocks=blocks, live=live)
 
 
-# Parts of a step, and crossings --------------------------------------------------------------------------------
-
-
-def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:
-    """Return the cost of a step's matrix products (embedding and final layer too), attention and elementwise passes."""
-    every = [[cost * kind.count for cost in work.parts(kind, b, s, others)] for kind in work.blocks]
-    products, attention, passes = (sum(costs, Cost(0, 0)) for costs in zip(*every, strict=True))
-    once = sum((linear(b * s, *gemm) for gemm in work.once), Cost(0, 0))
-    return {"matrix products": products + once, "attention": attention, "elementwise": passes}
-
-
-def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
-    """Return the least number for which a condition holds that stays true once it is; None if that is above `most`."""
-    low, high = 0, 1
-    while not holds(high):
-        if high >= most:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def rows_to_compute(gpu: Gpu, itemsize: int = 2) -> float:
-    """Return the rows of a product from which computing takes longer than reading its matrix."""
-    return gpu.ridge * itemsize / 2
-
-
-def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
-    """Return the tokens from which attention has half of a step's FLOPs."""
-
-    def holds(s: int) -> bool:
-        cost = parts(work, b, s, others)
-        return cost["attention"].flops >= cost["matrix products"].flops
-
-    return first(holds)
-
-
-def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
-    """Return the tokens from which attention is predicted to take half of a step on one GPU."""
-    alone = Layout(1, 1, 1, 1, "ulysses", next(iter(rates.exchange)))
-
-    def holds(s: int) -> bool:
-        row = predict(work, replace(load, tokens=s), alone, rates)
-        return 2 * row.attention >= row.ms
-
-    return first(holds)
+# Crossings -------------------------------------------------------------------------------------------------------
 
 
 def sequence_beats_tensor(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> int | None:

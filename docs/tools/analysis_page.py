@@ -1,6 +1,6 @@
 """Writes docs/analysis.md, whose numbers are all computed: by `analysis_tables.py`, and here those of its sentences.
 
-python -m tests.support.analysis_page --write        # the plots: python launch/benches/analysis_plots.py
+python -m docs.tools.analysis_page --write        # the plots: python -m docs.tools.analysis_plots
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.benches import analysis_plots as plots
-from seqpar.planner import analysis as a
+from docs.tools import analysis as a
+from docs.tools import analysis_plots as plots
+from docs.tools import analysis_tables as t
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.types.facts import Layout
-from tests.support import analysis_tables as t
 
 AS_IT_IS: Any = {"break_long_words": False, "break_on_hyphens": False}
-PAGE = Path(__file__).parents[2] / "docs" / "analysis.md"
+PAGE = Path(__file__).parents[1] / "analysis.md"
 
 
 def beginning() -> str:
@@ -29,8 +29,8 @@ def beginning() -> str:
 
 The notes with which this project began count the FLOPs and the memory accesses of each operation of a diffusion
 transformer, and argue from the counts for splitting the sequence. This page does their arithmetic again with the GPUs
-of today, and says where their crossings lie now. `python -m tests.support.analysis_page --write` makes the page:
-`seqpar/planner/analysis.py` computes its numbers by the [planner's](planner.md) formulas, and a test fails if the page
+of today, and says where their crossings lie now. `python -m docs.tools.analysis_page --write` makes the page:
+`docs/tools/analysis.py` computes its numbers by the [planner's](planner.md) formulas, and a test fails if the page
 says others. `seqpar plan --model MODEL --gpus 4 --explain` prints the same for one model.
 
 A multiply and an add are 2 FLOPs. Elements are those read and written, weights and results included, when every

@@ -2,7 +2,7 @@
 
 Curves are the planner's predictions by the defaults of an H200; points are lines of docs/benchmarks.
 
-    python launch/benches/analysis_plots.py        # writes docs/analysis-share.png and docs/analysis-gpus.png
+    python -m docs.tools.analysis_plots        # writes docs/analysis-share.png and docs/analysis-gpus.png
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import matplotlib.pyplot as plt
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from docs.tools.analysis import pipeline_parallel, tensor_parallel
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.mesh.mesh import Mesh
-from seqpar.planner.analysis import parts, pipeline_parallel, tensor_parallel
+from seqpar.planner.costs import parts
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Preferences, search

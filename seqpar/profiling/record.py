@@ -83,7 +83,7 @@ class StepRecorder:
     """Records steps while it is entered; call it after each step, on all ranks.
 
     measured: number of measured steps. before: steps until all graphs are captured; one more warms up. blocks: whether
-    to mark blocks; global hooks make compiled blocks compile again. first: the first measured step. needs: the least
+    to mark blocks. first: the first measured step. needs: the least
     number of steps. trace: the recording, after exit.
     """
 

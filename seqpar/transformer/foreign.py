@@ -20,7 +20,6 @@ from seqpar.families._cuts import block_lists
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.internals import (
     BEFORE_ACCELERATE,
-    COMPILED,
     accelerate_hook,
     hooks_on,
     is_compiled,
@@ -30,7 +29,7 @@ from seqpar.transformer.internals import (
 )
 
 # where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
-PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "torch._dynamo.", "diffusers.hooks.layerwise_casting")
+PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "diffusers.hooks.layerwise_casting")
 # where hooks are defined that compute each token by itself: they skip layers, or extrapolate from earlier steps
 BY_TOKEN = (
     "diffusers.hooks.faster_cache",
@@ -110,7 +109,7 @@ def look(module: nn.Module) -> ForeignCode:
 def refuse_compiled(module: nn.Module) -> None:
     """Raise ValueError for a transformer that is compiled, as a whole or in part."""
     for path, part in module.named_modules():
-        if is_compiled(part) or hasattr(unhooked(_set_on(part)), COMPILED):
+        if is_compiled(part, unhooked(_set_on(part))):
             raise ValueError(
                 f"Compiled modules are not supported: {path or 'the transformer'} is compiled. Load the model without "
                 f"torch.compile; fused blocks and CUDA graphs are faster"
@@ -273,8 +272,6 @@ def _home(what: Any) -> str:
 
 def _home_of_code(function: Any) -> str:
     """Return the module of a function's code, which `functools.wraps` does not change; of others that of `_home`."""
-    if hasattr(function, COMPILED):
-        return "torch.compile"
     code: Any = getattr(function, "__func__", function)
     return f"{getattr(code, '__globals__', {}).get('__name__', _home(function))}"
 
@@ -284,5 +281,5 @@ def name_of(what: Any) -> str:
     while isinstance(what, partial):
         what = what.func
     name, code = getattr(what, "__qualname__", type(what).__name__), getattr(what, "__code__", None)
-    own = "torch.compile" if hasattr(what, COMPILED) else getattr(code, "co_name", None)
+    own = getattr(code, "co_name", None)
     return name if own in (None, getattr(what, "__name__", None)) else f"{own} around {name}"

@@ -20,12 +20,13 @@ __all__ = ["is_group_offloaded"]
 
 # torch ---------------------------------------------------------------------------------------------------------
 
-COMPILED = "_torchdynamo_orig_callable"  # what torch.compile sets on the functions that it returns
+COMPILED = "_torchdynamo_orig_callable"  # an attribute of the functions that torch.compile returns
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module was compiled by torch, as an object or in place."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+def is_compiled(module: nn.Module, forward: Any) -> bool:
+    """Return whether torch has compiled a module: in place, as an object around it, or the forward set on it."""
+    in_place = module._compiled_call_impl is not None
+    return in_place or type(module).__name__ == "OptimizedModule" or hasattr(forward, COMPILED)
 
 
 def torch_hooks(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:

@@ -52,8 +52,9 @@ class Method:
     def __init__(self, compute: Callable[..., Any], check: Callable[[], None] = lambda: None) -> None:
         self.compute, self.check_delivered = compute, check
 
-    def __call__(self, arguments: Mapping[str, Any], /) -> Any:
+    def __call__(self, call: Form, /) -> Any:
         """Call the method."""
+        arguments: Mapping[str, Any] = call.whole
         others = {name: value for name, value in arguments.items() if name != INPUT}
         return self.compute(arguments[INPUT], **others)
 
@@ -252,9 +253,9 @@ class MeshVAE:
             if self._parallel is None or exact.is_on() or reason is not None:
                 many = self.mesh.world.size > 1
                 self._say(Spread("whole", self.mesh.world.size, WHOLE, reason if many else None).explained)
-                return Method(own(self.vae, "encode"))(form.whole)
+                return Method(own(self.vae, "encode"))(form)
             with self.mesh.call(self.mesh.replica, "an encoding by strips", self._calls.is_first(("encode", shape))):
-                encoded = Method(self._parallel.encode)(form.whole)
+                encoded = Method(self._parallel.encode)(form)
             self._moves.check()
             return encoded
 
@@ -291,11 +292,11 @@ class MeshVAE:
         method, ranks = (self._strips, self.mesh.replica.size) if strips else (self._alone, 1)
         with tiling(self.vae, spread.tiled):
             if not spread.tiled and self._is_small(shape, ranks):
-                results = self._graphs[method].run(lambda form: method(form.whole), form, self._generation).whole
+                results = self._graphs[method].run(method, form, self._generation).whole
             else:
                 axis = self.mesh.replica if strips else WHOLE
                 with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):
-                    results = method(form.whole)
+                    results = method(form)
         method.check_delivered()
         return results
 

@@ -1,0 +1,118 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportPrivateUsage=false
+"""One test for each private name of `seqpar.transformer.internals`: its failure says which library has changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import accelerate
+import accelerate.hooks
+import torch
+from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
+from peft import LoraConfig
+from torch import nn
+
+from seqpar.transformer import internals
+from tests.support.diffusers_tiny import MODELS
+from tests.support.tiny_flux import tiny
+
+
+class Twice(ModelHook):
+    """Doubles what the module returns."""
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return 2 * self.fn_ref.original_forward(*args, **kwargs)
+
+
+class Plus(ModelHook):
+    """A hook of ours, which adds 1."""
+
+    def compute(self, forward: Any, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return forward(x) + 1
+
+
+def test_versions_are_those_that_the_module_names() -> None:
+    for name in ("torch", "diffusers", "accelerate", "peft"):
+        version = ".".join(importlib.metadata.version(name).split(".")[:2])
+        assert f"{name} {version}" in str(internals.__doc__), f"internals.py was tested with another {name}"
+
+
+def test_torch_marks_what_it_compiles() -> None:
+    plain, in_place, forward = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2).forward)
+    in_place.compile(backend="eager")
+    cases = [(plain, plain.forward), (in_place, None), (torch.compile(plain), None), (plain, forward)]
+    assert [internals.is_compiled(*case) for case in cases] == [False, True, True, True]
+
+
+def test_torch_counts_hooks_and_holds_them_by_module() -> None:
+    module, before = nn.Linear(2, 2), internals.registered_hooks()
+    hooks = [module.register_forward_pre_hook(lambda *_: None), module.register_forward_hook(lambda *_: None)]
+    assert internals.registered_hooks() > before
+    assert [len(held) for held in internals.torch_hooks(module)] == [1, 1]
+    for hook in hooks:
+        hook.remove()
+    assert not any(internals.torch_hooks(module))
+
+
+def test_accelerate_keeps_its_hook_and_the_forward_before_it() -> None:
+    module = nn.Linear(2, 2)
+    forward = module.forward
+    assert internals.accelerate_hook(module) is None
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook("cpu"))
+    assert vars(module)[internals.BEFORE_ACCELERATE] == forward
+    assert not internals.moves_weights(internals.accelerate_hook(module), module)
+
+
+def test_accelerate_moves_weights_that_it_offloads() -> None:
+    module = nn.Linear(2, 2)
+    accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+    assert internals.moves_weights(internals.accelerate_hook(module), module)
+
+
+def test_diffusers_tells_group_offloading() -> None:
+    module: Any = tiny(num_layers=1, num_single_layers=1)
+    assert not internals.is_group_offloaded(module)
+    module.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+    assert internals.is_group_offloaded(module)
+
+
+def test_peft_names_the_adapters_of_a_layer() -> None:
+    module: Any = tiny(num_layers=1, num_single_layers=1)
+    module.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), "style")
+    assert set(internals.adapters_of(module.transformer_blocks[0].attn.to_q)) == {"style"}
+
+
+def test_a_hook_inside_of_all_others_keeps_their_order_and_is_removed_alone() -> None:
+    module, x = nn.Identity(), torch.ones(1)
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(Twice(), "twice")
+    internals.register_innermost(module, Plus(), "ours")
+    assert (module(x).item(), [*internals.hooks_on(module)]) == (4, ["ours", "twice"])
+    assert internals.is_hooked(module)
+    assert internals.is_outermost(module, "twice")
+    registry.register_hook(Twice(), "again")
+    assert module(x).item() == 8
+    internals.unregister(module, "ours")
+    assert (module(x).item(), [*internals.hooks_on(module)]) == (4, ["twice", "again"])
+    internals.unregister(module, "again")
+    assert module(x).item() == 2
+
+
+def test_a_forward_in_the_place_of_all_hooks_stays() -> None:
+    module, x = nn.Identity(), torch.ones(1)
+    internals.register_innermost(module, Plus(), "ours")
+    hooked = module.forward
+    module.forward = lambda x: 10 * hooked(x)
+    assert not internals.is_hooked(module)
+    internals.unregister(module, "ours")
+    assert module(x).item() == 20  # it still calls the hook that it was set around
+
+
+def test_diffusers_tells_that_scores_are_skipped() -> None:
+    module: Any = MODELS["pixart"].build()
+    attention = module.transformer_blocks[0].attn1
+    assert not internals.skips_scores(attention)
+    apply_layer_skip(module, LayerSkipConfig([0], "transformer_blocks", False, skip_attention_scores=True))
+    assert internals.skips_scores(attention)

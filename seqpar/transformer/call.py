@@ -92,7 +92,7 @@ class ShardedCall:
                 results = self._guidance.defer(call, version, self._texts, compute).whole
             else:
                 # 3. rows over data and cfg, then tokens over the sequence axis, in one CUDA graph
-                rows, splits = cut_rows(task.form.whole, task.axes)
+                rows, splits = cut_rows(task.form, task.axes)
                 with self.graphs.entered(self.compute, rows, self._generation, self._is_eager()) as compute:
                     outputs = copied(compute(rows))
 
@@ -263,7 +263,7 @@ class ShardedCall:
         self._compare({CALL: f"reads a result of {type(self.sharded.module).__name__}", **self._texts}, key)
         with torch.autocast(self.mesh.device.type, enabled=False):  # as it was called, wherever it is read
             task = self._guidance.alone(call)
-            rows, splits = cut_rows(task.form.whole, task.axes)
+            rows, splits = cut_rows(task.form, task.axes)
             outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager())
             return self._guidance.results(task, joined_rows(outputs, splits))
 

@@ -58,9 +58,12 @@ def split_over(axes: Sequence[Axis], rows: int) -> tuple[Axis, ...]:
     return tuple(taken)
 
 
-def cut_rows(whole: dict[str, Any], axes: Sequence[Axis]) -> tuple[Form, list[Split]]:
-    """Return the call that this rank computes, and how the rows were split. axes: those of `split_over`."""
-    splits = []
+def cut_rows(call: Form, axes: Sequence[Axis]) -> tuple[Form, list[Split]]:
+    """Return the part of a call that this rank computes, and how its rows were split. axes: those of `split_over`."""
+    if not axes:
+        return call, []
+    whole: dict[str, Any] = call.whole
+    splits = list[Split]()
     for axis in axes:
         rows = rows_of(whole)
         shard = Shard(rows, axis.size)
@@ -209,7 +212,7 @@ class Branches:
 
     def _split(self, axes: tuple[Axis, ...], form: Form) -> tuple[Axis, ...]:
         """Return the axes that split the rows of a call."""
-        split = split_over(axes, rows_of(form.whole))
+        split = split_over(axes, rows_of(form.whole)) if axes else ()
         if split and self._exact:
             self._say_whole("because GEMMs of fewer rows may round differently, in exact mode")
         return () if self._exact else split

@@ -38,6 +38,7 @@ class Call:
     moves_only: bool
     number: Callable[[Tensor, Callable[[], int], Hashable], int]
     note: Hashable = None
+    is_cut: bool = False
     dropped: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
@@ -50,6 +51,7 @@ class Call:
 
     def cut(self, **arguments: Tensor) -> None:
         self.arguments |= arguments
+        self.is_cut = True
 
     def drop(self, name: str) -> None:
         self.dropped.append(name)
@@ -68,11 +70,14 @@ class Preparation:
     def __init__(self, cuts: Cuts, ranks: int, exact: bool = False, moves_only: bool = True) -> None:
         self._cuts, self._moves_only = cuts, moves_only
         self._ranks = max(ranks, RANKS) if exact else ranks
+        self._changes_calls = cuts.prepare is not None or bool(cuts.masks)
         # tensor -> key -> its count of writes when it was read, what was read of it
         self._cached: MutableMapping[Tensor, dict[Hashable, tuple[int, int]]] = WeakTensorKeyDictionary()
 
     def read(self, form: Form) -> int:
         """Return the numbers that preparing a call reads, packed into one."""
+        if not self._changes_calls:
+            return 0
         numbers = list[int]()
 
         def number(tensor: Tensor, read: Callable[[], int], key: Hashable) -> int:
@@ -90,10 +95,14 @@ class Preparation:
 
         number: what `read` returned on rank 0. Raises the ValueErrors of `Cuts.prepare`.
         """
+        if not self._changes_calls:
+            return form, {}, []
         numbers = (number >> BITS * place & (1 << BITS) - 1 for place in range(MOST))
         call = self._run(form, lambda *_: next(numbers))
         changes: dict[str, Any] = dict.fromkeys(call.dropped)
-        return form_of(call.arguments), changes if call.note is None else {**changes, NOTE: call.note}, call.messages
+        if call.note is not None:
+            changes[NOTE] = call.note
+        return form_of(call.arguments) if call.is_cut else form, changes, call.messages
 
     def _run(self, form: Form, number: Callable[[Tensor, Callable[[], int], Hashable], int]) -> Call:
         call = Call(form.whole, self._ranks, self._moves_only, number)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.graphs.exchanges import ATTENDS
+from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transformer import parallelize
 from seqpar.transformer import parallelize as lease
@@ -239,6 +240,6 @@ def test_weights_of_layers_are_whole_where_there_are_as_many_as_rows() -> None:
     whole = replace(MODELS["wan_vace"], batch=3).arguments()
     assert len(whole["control_hidden_states_scale"]) == len(whole["hidden_states"])
     for rank, rows in enumerate((slice(0, 2), slice(2, 3))):
-        form, _ = cut_rows(dict(whole), [Axis("cfg", rank, 2)])
+        form, _ = cut_rows(form_of(dict(whole)), [Axis("cfg", rank, 2)])
         assert torch.equal(form.tensors["control_hidden_states_scale"], whole["control_hidden_states_scale"])
         assert torch.equal(form.tensors["control_hidden_states"], whole["control_hidden_states"][rows])

@@ -26,12 +26,11 @@ from seqpar.kernels.adaln import (
     reference,
 )
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, few, gpu, rms
 from tests.support.pairs import covering
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 MANY = 85 if DEVICE == "cuda" else 21  # tokens: an odd number, so that the last program of several rows is not full
-SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 85 else ()) for case in CASES]
+SIZES = few(CASES)
 FP32 = 2e-5  # largest error against fp64 for values of order 1: a hundred roundings or so
 
 
@@ -64,10 +63,6 @@ def exact(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, how: Nor
 def errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
     """Return the largest errors, relative to the value where that is larger than 1."""
     return [float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, want, strict=True)]
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return float((got - want).square().mean().sqrt())
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,11 @@ from torch import Tensor
 
 from seqpar.kernels import channel_norm, upsample
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu, turned
 from tests.support.meshes import random
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 NORMS = [pytest.param(case, marks=gpu if case[-1] > 16 else ()) for case in channel_norm.CASES]
 PICTURES = [pytest.param(case, marks=gpu if case[-1] > 16 else ()) for case in upsample.CASES]
-
-
-def turned(x: Tensor, last: bool) -> Tensor:
-    """Return x in contiguous (`last`: its places come last) or channels-last memory."""
-    return x.contiguous() if last else x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from seqpar.kernels.ddim import BLOCK, CASES, Update, guided_step, launch, reference
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu
 from tests.support.pairs import covering
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 # on CPUs an image is a few elements larger than a block, because the interpreter needs milliseconds for each program
 SMALL = [
     {**case, "tokens": min(case["tokens"], BLOCK // case["columns"] + 3)} for case in CASES if case["tokens"] <= 130

@@ -16,9 +16,9 @@ from seqpar.kernels import gated_linear as module
 from seqpar.kernels._quack import QUACK, Tile, why_not
 from seqpar.kernels.gated_linear import CASES, FASTER, Faster, gated_linear, launch, reference, tile_for
 from tests.conftest import DEVICE
+from tests.kernels.shared import gpu, rms
 from tests.support.meshes import random
 
-gpu = pytest.mark.gpu
 SIZES = [pytest.param(case, id="-".join(map(str, case.values()))) for case in CASES]
 # shapes of programs that differ in rows, columns, clusters and in whether two tiles take turns
 TILES = (
@@ -39,10 +39,6 @@ def data(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     batch, tokens, inner, width = case.values()
     x = random((batch, tokens, inner), 0, DEVICE, dtype)
     return x, (2 * random((2 * width, inner), 1, DEVICE) / inner**0.5).to(dtype)
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return float((got - want).square().mean().sqrt())
 
 
 def test_reference_is_the_formula() -> None:

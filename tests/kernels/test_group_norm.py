@@ -12,11 +12,10 @@ from torch import Tensor
 from seqpar.kernels import group_norm
 from seqpar.kernels.group_norm import CASES, Affine
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu, turned
 from tests.support.meshes import random
 from tests.support.pairs import covering
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 # on CPUs there are half as many groups, because the interpreter needs milliseconds for each
 SMALL = [
     {"shape": (case["shape"][0], case["shape"][1] // 2, *case["shape"][2:]), "groups": case["groups"] // 2}
@@ -25,11 +24,6 @@ SMALL = [
 ]
 SIZES = [*SMALL, *(pytest.param(case, marks=gpu) for case in CASES)]
 FP32 = 2e-5  # largest error against fp64 for values of order 1
-
-
-def turned(x: Tensor, last: bool) -> Tensor:
-    """Return x in contiguous (`last`: its places come last) or channels-last memory."""
-    return x.contiguous() if last else x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def data(case: dict[str, Any], dtype: torch.dtype, last: bool, offset: float = 0.0) -> tuple[Tensor, Affine]:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from seqpar.kernels.merge import CASES, launch, merge, reference
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, few
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
-SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 85 else ()) for case in CASES]
+SIZES = few(CASES)
 Merge = Callable[..., tuple[Tensor, Tensor]]
 INF = float("inf")
 FP32 = 4e-6  # largest error against fp64 of values of order 1, and of a log-sum-exp of order 10

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from seqpar.kernels.multistep import BLOCK, CASES, History, Steps, guided_multistep, launch, reference
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu
 from tests.kernels.test_ddim import draw
 from tests.support.pairs import covering
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 # on CPUs an image is a few elements larger than a block, because the interpreter needs milliseconds for each program
 SMALL = [
     {**case, "tokens": min(case["tokens"], BLOCK // case["columns"] + 3)} for case in CASES if case["tokens"] <= 130

@@ -10,11 +10,10 @@ from torch import Tensor
 from seqpar.kernels import post_norm
 from seqpar.kernels.post_norm import CASES, Affine, Tile, launch, reference
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, few, rms
 from tests.support.meshes import random
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
-SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 85 else ()) for case in CASES]
+SIZES = few(CASES)
 FP32 = 2e-5  # largest error against fp64 for values of order 1: a hundred roundings or so
 Data = tuple[Tensor, Tensor, Affine]
 
@@ -34,10 +33,6 @@ def exact(x: Tensor, y: Tensor | None, norm: Affine) -> Tensor:
     row = row - row.mean(-1, keepdim=True)
     row = row / (row.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     return row * norm.weight_E.double() + norm.bias_E.double()
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return float((got - want).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("case", SIZES, ids=lambda case: "-".join(map(str, case.values())))

@@ -26,11 +26,10 @@ from seqpar.kernels.prepare import (
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu, rms
 from tests.support.meshes import random
 from tests.support.pairs import covering
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 TOKENS = 5 if DEVICE == "cuda" else 2  # at most; the interpreter needs milliseconds for a token
 SMALL = [{**case, "tokens": min(TOKENS, case["tokens"])} for case in CASES if case["tokens"] < 100]
 INTERPRETED = [case for case in SMALL if case["dim"] not in (48, 96)]  # they are padded and read like 72
@@ -80,10 +79,6 @@ def plain(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor | No
     elif how.norm == "rms":
         x = F.rms_norm(x, x.shape[-1:], weight, how.eps)
     return reference(x.reshape(x_BlHD.shape), x_BlHD[:, :, :1], replace(how, norm="none"))[0]
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return float((got - want).square().mean().sqrt())
 
 
 def rounded_once(got: Tensor, want: Tensor) -> bool:

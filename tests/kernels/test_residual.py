@@ -9,15 +9,10 @@ from torch import Tensor
 from seqpar.kernels import residual
 from seqpar.kernels.residual import CASES, Shifted
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu, turned
 from tests.support.meshes import random
 
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 SIZES = [pytest.param(shape, marks=gpu if shape[-1] > 8 else ()) for shape in CASES]
-
-
-def turned(x: Tensor) -> Tensor:
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def exact(*pairs: Shifted | None) -> Tensor:

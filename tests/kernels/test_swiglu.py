@@ -11,12 +11,11 @@ from torch import Tensor
 
 from seqpar.kernels import gelu, sigmoid_gate, swiglu
 from tests.conftest import DEVICE
+from tests.kernels.shared import DTYPES, gpu, rms
 from tests.support.meshes import random
 
 # numpy warns in the interpreter: exp(-x) is infinite far below 0, and x / inf is the right limit
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-gpu = pytest.mark.gpu
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 FP32 = 4e-6  # fp32's own error before the one rounding, relative to the value or to 1
 WORSE = 1.25
 Case = dict[str, int]
@@ -37,10 +36,6 @@ def data(case: Case, dtype: torch.dtype, halves: int = 1) -> Tensor:
 
 def bias(case: Case, dtype: torch.dtype) -> Tensor:
     return random((case["width"],), 1, DEVICE, dtype)
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    return float((got - want).square().mean().sqrt())
 
 
 def check(got: Tensor, want: Tensor, plain: Tensor) -> None:

@@ -31,7 +31,7 @@ from seqpar.transports import _folder
 MORE_S = 5.0  # every process is gone this long after its deadline
 CONTINUED_S = 10.0
 LATE = r"timed out|late|did not"
-KILLED = "error: rank {rank} was ended by SIGKILL"
+KILLED = "error: rank {rank} was terminated by SIGKILL"
 
 
 @dataclass(frozen=True)

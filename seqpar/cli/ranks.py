@@ -1,8 +1,7 @@
-"""Start this command on several processes of this machine, which meet in a folder that only this user can reach.
+"""Start this command on several processes of this machine; a failing rank ends all, with one message and its exit code.
 
-Each rank is `python -m seqpar.cli` with the flags of this process. As soon as one fails, all others are ended; then
-this process prints one message and exits with the failed rank's code. A signal ends all ranks. By what lies in the
-folder ranks find each other and show that they live, so that no port is open for it.
+Each rank is `python -m seqpar.cli` with the flags of this process. Ranks meet and send heartbeats in a folder that only
+this user can access, so that no port is open for it.
 """
 
 from __future__ import annotations
@@ -28,33 +27,32 @@ from seqpar.transports._sockets import remove_sockets
 from seqpar.types.arguments import check_whole
 
 MODULE = "seqpar.cli"  # what a rank runs
-LOOK_S = 0.1  # between two looks at the ranks
-CAUSE_S = 1.0  # where ranks have only lost others, these have so long to say why
-SHUTDOWN_S = 5.0  # a rank that does not end in this time is killed
+POLL_S = 0.1  # between two checks of the ranks
+CAUSE_S = 1.0  # for the cause to be reported where ranks have only lost others
+SHUTDOWN_S = 5.0  # before ranks are killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
 SERVED = "SEQPAR_SERVE"  # environment of a server's ranks: the path of its socket
-STOPS = (*SIGNALS, signal.SIGQUIT)  # they end the ranks, then this process
+STOPS = (*SIGNALS, signal.SIGQUIT)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where gloo and NCCL open their sockets
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
 
 class Signalled:
-    """A handler that notes the first signal that tells this process to end; number: 0 before.
+    """A handler that notes the first signal. number: 0 before.
 
-    It raises nothing: an error in a handler is lost where Python itself calls a function, as around a fork.
+    It raises nothing: an exception in a handler is lost where Python itself calls a function, as around a fork.
     """
 
     number = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal."""
         self.number = self.number or number
 
 
 def wanted(gpus: int | None, ranks: int | None) -> int:
-    """The number of processes that the flags ask for; `ValueError` if they disagree or there are too few GPUs."""
+    """Return the number of processes that the flags request; ValueError if they disagree or GPUs are missing."""
     if gpus is not None and ranks is not None:
-        raise ValueError(f"got --gpus {gpus} and --ranks {ranks}, expected one of them")
+        raise ValueError(f"got --gpus {gpus} and --ranks {ranks}; drop one of them")
     for name, count in (("gpus", gpus), ("ranks", ranks)):
         if count is not None:
             check_whole(f"--{name}", count, 1, MOST)
@@ -67,8 +65,8 @@ def wanted(gpus: int | None, ranks: int | None) -> int:
 
 
 def start(words: Sequence[str], count: int) -> None:
-    """Run `seqpar WORDS` on `count` processes; SystemExit with a non-zero code, after one message, if a rank fails."""
-    served = os.environ.get(SERVED)  # a server removes its own folder, whatever ends its ranks
+    """Run `seqpar WORDS` on `count` processes; one message and SystemExit if a rank fails."""
+    served = os.environ.get(SERVED)  # a server removes its folder, however its ranks exit
     parent = None if served is None else os.path.dirname(served)
     reports = Reports()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -87,58 +85,55 @@ def start(words: Sequence[str], count: int) -> None:
                     ranks.append(started)
                 failed = _first_failed(ranks, reports, stop)
         finally:
-            _end(ranks)  # also where a rank could not be started
+            _end(ranks)  # also if a rank could not be started
             remove_sockets([rank.pid for rank in ranks])
-            told = reports.read()
+            received = reports.read()
             reports.close()
         if stop.number:
             with suppress(OSError):  # the terminal is closed
                 print("stopped", file=sys.stderr, flush=True)
             raise SystemExit(128 + stop.number)
         if failed:
-            # how others have ended is not the cause: they were ended
-            others = dict.fromkeys((rank for rank, one in enumerate(ranks) if one.poll()), -signal.SIGTERM)
-            message, code = verdict({**failed, **others, **failed}, told)
+            # the exit codes of the others are not the cause: they were terminated
+            others = dict.fromkeys((rank for rank, process in enumerate(ranks) if process.poll()), -signal.SIGTERM)
+            message, code = verdict({**failed, **others, **failed}, received)
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code)
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports, stop: Signalled) -> dict[int, int]:
-    """Wait for a signal, or until all ranks have ended or one has failed; return the exit codes of those that failed.
+    """Wait for a signal, a failed rank or the end of all; return the exit codes of failed ranks.
 
-    Where these have only lost another rank, that one has `CAUSE_S` to say why it has failed.
+    If these have only lost another rank, `CAUSE_S` remain for that one to report.
     """
     end = float("inf")
     while not stop.number:
         codes = [rank.poll() for rank in ranks]
-        told, failed = reports.read(), {rank: code for rank, code in enumerate(codes) if code}
+        received, failed = reports.read(), {rank: code for rank, code in enumerate(codes) if code}
         end = min(end, time.monotonic() + CAUSE_S) if failed else end
-        lost = all(rank in told and told[rank].kind == "lost" for rank in failed)
+        lost = all(rank in received and received[rank].kind == "lost" for rank in failed)
         if None not in codes or (failed and (not lost or time.monotonic() > end)):
             return failed
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return {}
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, also those that are stopped, and kill what is left after some time.
-
-    By SIGTERM, whatever signal has come: at SIGINT a Python that is just starting prints a traceback.
-    """
-    for each in (signal.SIGTERM, signal.SIGCONT):  # a stopped process takes a signal when it continues
-        _send(ranks, each)
-    end = time.monotonic() + SHUTDOWN_S
-    for again in (True, False):
+    """Terminate the running ranks, stopped ones too, then kill what is left."""
+    # SIGTERM after any signal: at SIGINT a starting Python prints a traceback. A stopped process needs SIGCONT
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        _send(ranks, number)
+    for last in (False, True):
+        end = time.monotonic() + SHUTDOWN_S
         for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):  # after SIGKILL: it is stuck in the kernel, and is left there
+            with suppress(subprocess.TimeoutExpired):  # after SIGKILL: stuck in the kernel, and left there
                 rank.wait(max(0.0, end - time.monotonic()))
-        if again:
+        if not last:
             _send(ranks, signal.SIGKILL)
-            end = time.monotonic() + SHUTDOWN_S
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to the ranks that still run, with the processes that they have started."""
+    """Send a signal to the running ranks and their child processes."""
     for rank in ranks:
         if rank.poll() is None:
             with suppress(ProcessLookupError):
@@ -147,57 +142,50 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _noted(stop: Signalled) -> Iterator[None]:
-    """Note signals that tell the process to end in this context, and ignore more of them after it, while ranks end.
-
-    One that is ignored stays ignored.
-    """
-    before = {each: signal.getsignal(each) for each in STOPS if signal.getsignal(each) is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, stop)
+    """Note signals in this context, and ignore them after it, while ranks end. Ignored signals stay ignored."""
+    numbers = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # the ranks are being ended already
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _environment(folder: str, rank: int, count: int, pipe: int) -> dict[str, str]:
-    """Return a rank's environment: torchrun's names for its place, the folder, and sockets for this machine alone.
-
-    pipe: for its report.
-    """
+    """Return a rank's environment: torchrun's variables, the folder, and sockets on this machine only."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     ours = {REPORTS: str(pipe), MEETING: folder, STARTER: str(os.getpid())}
-    wishes = {
-        "OMP_NUM_THREADS": "1",  # like torchrun: ranks that each use all cores would slow each other down
+    defaults = {
+        "OMP_NUM_THREADS": "1",  # like torchrun
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # warnings about lost connections name no rank
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # like torchrun
-        "NCCL_RAS_ENABLE": "0",  # a service for administrators, which answers every user of the machine
+        "NCCL_RAS_ENABLE": "0",  # a service that answers every user of the machine
         # torch 2.13 deprecates collectives that torch 2.11 has under no other name
         "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
     }
     missing = [name for name in INTERFACES if name not in os.environ]
-    wishes |= dict.fromkeys(missing, loopback()) if missing else {}
-    return {**wishes, **os.environ, **{name: str(value) for name, value in place.items()}, **ours}
+    defaults |= dict.fromkeys(missing, loopback()) if missing else {}
+    return {**defaults, **os.environ, **{name: str(value) for name, value in place.items()}, **ours}
 
 
 def loopback(interfaces: Path = Path("/sys/class/net")) -> str:
-    """Return the name of the network interface that only this machine reaches; ValueError if there is none."""
+    """Return the name of the loopback interface; ValueError if there is none."""
     for file in sorted(interfaces.glob("*/flags")):
         if int(file.read_text(), 16) & (LOOPBACK | UP) == LOOPBACK | UP:
             return file.parent.name
     raise ValueError(
-        f"got no loopback interface in {interfaces}, expected one between ranks of this machine; name the interface to "
-        f"use with {' and '.join(INTERFACES)}"
+        f"no loopback interface in {interfaces}, which ranks of this machine need; name another interface by "
+        f"{' and '.join(INTERFACES)}"
     )
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
-    """The message and the exit code for failed ranks: rank -> exit code (a negative one is a signal), and its report.
+    """Return the message and exit code for failed ranks. codes: by rank; negative ones are signals.
 
-    In order: a mistake (rank 0's if it has told one), a rank that a signal has stopped, what went wrong first, a signal
-    that the starter does not send to the others, the first bug, an end without a reason, and a lost rank, to which
-    something of this has happened, or which does not answer. So the order in which ranks end does not matter.
+    The first that applies: an invalid argument, a signal to a rank, a closed output, a failure, a signal that the
+    starter does not send, a bug, an exit without a report, a lost rank. So the order in which ranks exit is irrelevant.
     """
     kinds: dict[str, dict[int, Report]] = {kind: {} for kind in get_args(Kind)}
     for rank, report in reports.items():
@@ -219,7 +207,7 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
         return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", first.code
     for rank, code in codes.items():
         if code > 0 and rank not in reports:
-            return f"error: rank {rank} ended with exit code {code} and told no reason", code
+            return f"error: rank {rank} exited with code {code} without a message", code
     if kinds["lost"]:
         return _first(kinds["lost"])
     rank, code = next(iter(codes.items()))
@@ -227,22 +215,21 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
 
 
 def _first(reports: Mapping[int, Report]) -> tuple[str, int]:
-    """The message and the exit code of the first report; what all ranks saw needs no number of a rank."""
+    """Return message and exit code of the first report, with its rank unless rank 0 reports the same."""
     rank, first = min(reports.items(), key=lambda pair: pair[1].time)
-    rank_0s = 0 in reports and reports[0].text == first.text
-    return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
+    of_rank_0 = 0 in reports and reports[0].text == first.text
+    return first.text if of_rank_0 else f"rank {rank}: {first.text}", first.code
 
 
 def _ended_by(rank: int, number: int) -> str:
-    """The message for a rank that a signal ended."""
     try:
         name = signal.Signals(number).name
     except ValueError:  # a real-time signal has no name
         name = f"signal {number}"
-    hint = "; the system does this if memory runs out" if name == "SIGKILL" else ""
-    return f"error: rank {rank} was ended by {name}{hint}"
+    hint = "; the system does so if memory runs out" if name == "SIGKILL" else ""
+    return f"error: rank {rank} was terminated by {name}{hint}"
 
 
 def _safe_path() -> list[str]:
-    """Python's flag that leaves the working directory out of the search for `seqpar`, if it is left out here too."""
+    """Return Python's flag that excludes the working directory from sys.path, if it is excluded here."""
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]

@@ -137,19 +137,19 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
         ({0: 1, 1: 2}, {0: FAILURE, 1: MISTAKE}, "rank 1: error: got x", 2),
         ({0: 1, 1: 1}, {0: replace(FAILURE, time=9.0), 1: FAILURE}, "error: full", 1),  # all ranks saw it
         ({0: 141, 1: -15}, {}, "stopped: nothing reads the output any more", 141),
-        ({0: 1, 1: -9}, {0: BUG}, "error: rank 1 was ended by SIGKILL", 137),
-        ({0: 1, 1: -11}, {0: BUG}, "error: rank 1 was ended by SIGSEGV", 139),
+        ({0: 1, 1: -9}, {0: BUG}, "error: rank 1 was terminated by SIGKILL", 137),
+        ({0: 1, 1: -11}, {0: BUG}, "error: rank 1 was terminated by SIGSEGV", 139),
         ({0: 1, 1: 1}, {0: LATER, 1: BUG}, "rank 1 failed, which is a bug:\nTraceback: x", 1),
         ({0: 1, 1: -15}, {0: BUG}, "rank 0 failed, which is a bug:\nTraceback: x", 1),  # the agent ended rank 1
-        ({1: -15, 0: -15}, {}, "error: rank 1 was ended by SIGTERM", 143),
+        ({1: -15, 0: -15}, {}, "error: rank 1 was terminated by SIGTERM", 143),
         ({1: 130, 0: -15}, {}, "stopped: rank 1 got SIGINT", 130),  # there alone
         ({1: 143, 0: 1}, {0: LOST}, "stopped: rank 1 got SIGTERM", 143),
         ({1: 130, 0: 1}, {0: LATER}, "stopped: rank 1 got SIGINT", 130),
-        ({1: 3, 0: -15}, {}, "error: rank 1 ended with exit code 3 and told no reason", 3),
-        ({0: 1, 1: 3}, {0: LOST}, "error: rank 1 ended with exit code 3 and told no reason", 3),
+        ({1: 3, 0: -15}, {}, "error: rank 1 exited with code 3 without a message", 3),
+        ({0: 1, 1: 3}, {0: LOST}, "error: rank 1 exited with code 3 without a message", 3),
         ({0: 1, 1: 1}, {0: LOST, 1: LATER}, "rank 1 failed, which is a bug:\ny", 1),  # rank 0 told before rank 1
         ({0: 1, 1: 1}, {0: LOST, 1: replace(FAILURE, time=9.0)}, "rank 1: error: full", 1),
-        ({0: 1, 1: -11}, {0: LOST}, "error: rank 1 was ended by SIGSEGV", 139),
+        ({0: 1, 1: -11}, {0: LOST}, "error: rank 1 was terminated by SIGSEGV", 139),
         ({0: 1, 1: -15}, {0: LOST}, "error: rank 0 waited in vain for rank 1", 1),  # stopped, then ended by the starter
     ],
 )
@@ -249,7 +249,7 @@ def test_flags_say_how_many_processes_start(monkeypatch: pytest.MonkeyPatch) -> 
     assert [wanted(None, None), wanted(2, None), wanted(None, 4)] == [1, 2, 4]
     for gpus, ranks, message in (
         (3, None, "got --gpus 3 on a machine with 2 GPU"),
-        (2, 2, "got --gpus 2 and --ranks 2, expected one"),
+        (2, 2, "got --gpus 2 and --ranks 2; drop one"),
         (0, None, "got --gpus=0, expected a whole number from 1 to 128"),
         (None, -1, "got --ranks=-1, expected"),
     ):

@@ -119,7 +119,7 @@ def test_idle_ranks_live_on_and_a_killed_one_ends_all_at_once(tmp_path: Path) ->
         assert picture(driver.ask(named(CAT, "after"))).any()
         os.kill(driver.ranks()[1], signal.SIGKILL)
         code, seconds, text = gone(driver)
-        assert (code, "rank 1 was ended by SIGKILL" in text) == (128 + signal.SIGKILL, True)
+        assert (code, "rank 1 was terminated by SIGKILL" in text) == (128 + signal.SIGKILL, True)
         assert seconds < 30
 
 

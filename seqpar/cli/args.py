@@ -19,9 +19,8 @@ class Options:
     """Flags of `sample` and `plan`: a command can be planned before it runs."""
 
     model: str = "builtin"
-    """"builtin" (pictures of classes; with --prompt "builtin-text", pictures of texts), a diffusers or ppdiffusers
-    folder, original files (docs/formats) such as flux1-dev.safetensors in its pipeline's folder, a hub id, or a preset
-    with random weights (dit-xl/2, random:FLUX.1-dev)."""
+    """"builtin" (pictures of classes; with --prompt "builtin-text", pictures of texts), a diffusers folder, a
+    file such as flux1-dev.safetensors in its pipeline's folder (docs/formats), a hub id, or a preset with random weights (dit-xl/2, random:FLUX.1-dev)."""
     classes: tuple[str, ...] = ()
     """Class names or numbers, for models of classes [the first 12]."""
     prompt: tuple[str, ...] = ()
@@ -86,8 +85,6 @@ class Options:
     """Timeout in seconds for later exchanges; the error identifies the late rank."""
     out: Path = Path("seqpar.png")
     """Output file, .png or .mp4, with all parameters in its metadata; several are numbered, such as seqpar-1.png."""
-    heads: int | None = None
-    """Attention heads; only for original checkpoints of unreleased sizes, which do not store them."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +171,8 @@ class ReplicaArgs:
 class ConvertArgs:
     """Convert a published checkpoint to diffusers format (safetensors)."""
 
-    source: tyro.conf.Positional[str]
-    """Original files, a diffusers or ppdiffusers folder, or a hub id (docs/formats)."""
+    source: tyro.conf.Positional[Path]
+    """File or folder as its authors publish it (docs/formats)."""
     target: tyro.conf.Positional[Path]
     """Folder to write; it must not exist."""
     heads: int | None = None

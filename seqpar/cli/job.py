@@ -64,7 +64,6 @@ def check_decoding(job: Job, mesh: Mesh) -> None:
 RANGES = {  # of flags that are numbers; most stand for an amount of work or memory
     "steps": (1, 100_000),
     "repeat": (1, 65_536),
-    "heads": (1, 65_536),
     "frames": (1, 100_000),
     "fps": (1, 1000),
     "seed": (0, 2**63 - 1),
@@ -120,7 +119,7 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
     path: what the model's name stands for, if that is known. pictures: those of `--image`; None reads them here.
     """
     check_flags(args)
-    source = find(args.model if path is None else str(path), args.heads)
+    source = find(args.model if path is None else str(path))
     job = source.check(request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures))
     if args.dry_run is None:
         if job.why_not_run is not None:
@@ -148,7 +147,7 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("respacing", "scheduler", "seed", "frames", "fps", "heads", "strength")
+    more = ("respacing", "scheduler", "seed", "frames", "fps", "strength")
     return GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),

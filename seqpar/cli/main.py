@@ -45,9 +45,10 @@ def command(words: Sequence[str], rank: int = 0) -> None:
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
         with at_once():
-            from seqpar.cli.convert import run_convert
+            from seqpar.cli.job import DTYPES
+            from seqpar.convert.folder import convert
 
-        run_convert(args)
+        convert(args.source, args.target, args.heads, DTYPES.get(args.dtype))
     elif isinstance(args, PlanArgs):
         with at_once():
             from seqpar.cli.plan import as_dry_run

@@ -1,7 +1,7 @@
-"""Writes the weights of any published format as a safetensors folder under the names of one format.
+"""Writes weights as a folder of safetensors.
 
-A key map says how the tensors of a file make ours. It only moves numbers, so that it can be run backwards: on tensors
-of consecutive numbers it tells where each number of the file goes.
+A key map states how the tensors of a file make ours. It only moves numbers, so it can be run backwards: on tensors of
+consecutive numbers it shows where each number of the file goes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ from torch import Tensor
 
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loop.blueprint import Blueprint
+from seqpar.loop.models.dit import LEARNED
 
 STEM = "diffusion_pytorch_model"
+OURS = ("freq_shift", "pos_scaling", "pos_stored")  # fields of config.json that seqpar alone reads
 SHARD_BYTES = 5 << 30  # of one file, as diffusers writes them; also the most that is held in memory
 
 
-def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) under the names of the folder that the model's `folder_config` describes, one at a time.
-
-    dtype: None keeps the file's. Raises ValueError for a model that no folder holds.
-    """
+def tensors_of(blueprint: Blueprint, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (key, tensor) of the folder that `config` describes, one at a time."""
     checkpoint, keys = blueprint.checkpoint, blueprint.keys
-    if checkpoint is None or keys is None:
-        raise ValueError(f"got {blueprint.name} with random weights, expected a checkpoint to convert")
-    name, config = folder_config(blueprint)
-    target: KeyMap = blueprint.module.KEY_MAPS[name](blueprint.config)
+    assert checkpoint is not None
+    assert keys is not None
+    target: KeyMap = blueprint.module.key_map(blueprint.config)
     shapes = _shapes(config, checkpoint.shapes, target)
     kept = dict.fromkeys(target.repeats.values())
-    for ours, source in target.sources.items():
-        parameter = keys.sources[ours].combine(*map(checkpoint.tensor, keys.sources[ours].keys))
-        for key, tensor in uncombined(parameter.to(dtype or parameter.dtype), source, shapes).items():
+    for name, source in target.sources.items():
+        parameter = keys.sources[name].combine(*map(checkpoint.tensor, keys.sources[name].keys))
+        for key, tensor in uncombined(parameter, source, shapes).items():
             if key in kept:
                 kept[key] = tensor
             yield key, tensor
@@ -50,15 +48,7 @@ def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tupl
         yield key, copied.clone()
     if shapes is not checkpoint.shapes:  # what diffusers' class has and never reads; it would warn of its absence
         for key in sorted(target.ignored & shapes.keys()):
-            yield key, torch.zeros(shapes[key], dtype=dtype)
-
-
-def folder_config(blueprint: Blueprint) -> tuple[str, dict[str, Any]]:
-    """Return the key map and the config.json of the folder that holds this model."""
-    describe = getattr(blueprint.module, "folder_config", None)
-    if describe is None:
-        raise ValueError(f"got {blueprint.name}, which is already in diffusers' format, expected an original file")
-    return describe(blueprint.config)
+            yield key, torch.zeros(shapes[key])
 
 
 def uncombined(parameter: Tensor, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -67,7 +57,7 @@ def uncombined(parameter: Tensor, source: Source, shapes: Mapping[str, tuple[int
     numbers = torch.arange(sum(sizes)).split(sizes)
     places = source.combine(*(part.view(shapes[key]) for part, key in zip(numbers, source.keys, strict=True)))
     if places.shape != parameter.shape or not torch.equal(places.flatten().sort().values, torch.arange(sum(sizes))):
-        raise ValueError(f"got {', '.join(source.keys)}, whose numbers are not each in the model once")
+        raise ValueError(f"{', '.join(source.keys)}: not every number is in the model exactly once")
     flat = parameter.new_empty(sum(sizes))
     flat[places.flatten()] = parameter.flatten()
     parts = zip(source.keys, flat.split(sizes), strict=True)
@@ -78,22 +68,19 @@ def _shapes(
     config: Mapping[str, Any], given: Mapping[str, tuple[int, ...]], target: KeyMap
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the target's keys: the file's, if it has them, or those of diffusers' class."""
-    wanted = {key for source in target.sources.values() for key in source.keys}
-    if wanted <= given.keys():
+    expected = {key for source in target.sources.values() for key in source.keys}
+    if expected <= given.keys():
         return given
+    known = {key: value for key, value in config.items() if key not in OURS}  # diffusers would warn about others
+    kind: Any = getattr(diffusers, config["_class_name"].replace(LEARNED, "DiTTransformer2DModel"))
     with torch.device("meta"):
-        model = getattr(diffusers, config["_class_name"]).from_config(known_to_diffusers(config))
+        model = kind.from_config(known)
     return {**given, **{key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}}
-
-
-def known_to_diffusers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the fields of our own, about which diffusers would warn."""
-    return {key: value for key, value in config.items() if key not in ("freq_shift", "pos_scaling", "pos_stored")}
 
 
 @contextmanager
 def _disk_named(folder: Path) -> Iterator[None]:
-    """Turn the library's own error of writing, such as one of a full disk, into an OSError that names the folder."""
+    """Raise safetensors' error of a full disk as an OSError that names the folder."""
     try:
         yield
     except SafetensorError as error:
@@ -103,7 +90,7 @@ def _disk_named(folder: Path) -> Iterator[None]:
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Write config.json and safetensors files with an index if there are several; return the number of bytes."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "_diffusers_version": diffusers.__version__}, indent=2))
     held, held_bytes, total = dict[str, Tensor](), 0, 0
     written: list[list[str]] = []
@@ -126,7 +113,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tupl
 
 
 def _name(folder: Path, written: list[list[str]], total: int) -> None:
-    """Give the files their names, which hold their number, and write the index of several."""
+    """Rename the parts, now that their number is known, and write the index if there are several."""
     names = [f"{STEM}-{index:05d}-of-{len(written):05d}.safetensors" for index in range(1, len(written) + 1)]
     names = names if len(names) > 1 else [f"{STEM}.safetensors"]
     for index, name in enumerate(names):

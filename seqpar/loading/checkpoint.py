@@ -1,15 +1,17 @@
-"""Checkpoints: what is in a file, how it maps to a model, and whether the two fit.
+"""Checkpoints: the tensors in a file, how their keys map to a model, and whether the two fit.
 
-A model's `KeyMap` states which keys of a file make each of its parameters. The checks run on meta tensors, so that a
-wrong file is refused after reading its header, not gigabytes of weights. `seqpar/loading/placing.py` reads the weights.
+A `KeyMap` states which keys of a file make each parameter. Checks run on meta tensors: a wrong file is rejected after
+its header is read, before its weights are.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from seqpar.convert import paddle, pickles
 from seqpar.loading.keys import KeyMap
 from seqpar.loading.parts import read_index
+from seqpar.loading.pickles import load_pickle, tensors_in
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-# of diffusers, then of ppdiffusers
-NAMES = (
-    *(f"diffusion_pytorch_model{suffix}" for suffix in SUFFIXES),
-    *("model_state.pdparams", "model_state.pdparams.index.json"),
-    *("diffusion_paddle_model.safetensors", "diffusion_paddle_model.safetensors.index.json"),
-)
+STEM = "diffusion_pytorch_model"  # of diffusers' weight files
 INDEX = ".index.json"
-MOST_LETTERS = 256  # of the name of a tensor
-HEADER_BYTES = 1 << 24  # of a safetensors file; 120 bytes a tensor are usual
+SHOWN = 256  # characters of a key or reason in a message
 # by safetensors' names
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
@@ -40,12 +36,13 @@ DTYPES = {
     **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64},
     **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
 }
-WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
+LAYERS = re.compile(r"layers?$|layers_per_block$|depth$")  # fields of configs that count layers
+WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes that hold weights
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a tensor's bytes begin: in which file, after how many bytes. stamp: of the file, when that was read."""
+    """Where a tensor's bytes begin: file and offset. stamp: of the file when its header was read."""
 
     path: Path
     offset: int
@@ -53,13 +50,13 @@ class Position:
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
-    """Return what tells whether a file, given by its path or open number, is still the one that was there before."""
+    """Return inode, size and modification time of a path or open file: they differ once it is replaced or written."""
     stat = os.stat(file)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_stamp(path: Path, before: tuple[int, ...], file: Path | int) -> None:
-    """Raise ValueError if a file no longer has the `stamp` that it had. file: its path or its open number."""
+    """Raise ValueError if a file, given as a path or open number, no longer has the stamp `before`."""
     try:
         same = stamp(file) == before
     except FileNotFoundError:
@@ -70,19 +67,16 @@ def check_stamp(path: Path, before: tuple[int, ...], file: Path | int) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
+    """Shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
 
-    about: what is known beside the tensors of an original file. "args": arguments of the training script (name ->
-    number or text). "shards": the number of model-parallel files that were merged. positions: where the bytes of a
-    tensor lie in a file, row by row, for the keys of which that is known; reading there makes no page resident. files:
-    path -> its `stamp` when its header was read, for every file with weights.
+    positions: where a tensor's bytes lie, row by row, for keys of which that is known; reading there makes no page
+    resident. files: path -> `stamp` when its header was read, for every file with weights.
     """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
     positions: Mapping[str, Position] = field(default_factory=dict)
     files: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
@@ -92,7 +86,7 @@ class Checkpoint:
             check_stamp(path, before, path)
 
     def nbytes(self, key: str) -> int:
-        """Return the bytes of a tensor, in fp32 where its dtype is not known; 0 for one that is not there."""
+        """Return the bytes of a tensor, in fp32 where its dtype is not known; 0 for a missing one."""
         return prod(self.shapes.get(key, (0,))) * self.dtypes.get(key, torch.float32).itemsize
 
     def tensor(self, key: str) -> Tensor:
@@ -100,61 +94,71 @@ class Checkpoint:
         try:
             return self.read(key)
         except (SafetensorError, RuntimeError, IndexError) as error:
-            raise ValueError(f"{self.name}: got {key}, which does not load: {error}") from error
+            raise ValueError(f"{self.name}: {key} does not load: {error}") from error
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint that fits the config of its model.
+
+    path: of the model's folder or file. model: on the meta device; None for an encoder of transformers.
+    """
+
+    path: Path
+    kind: Any
+    config: Mapping[str, Any]
+    checkpoint: Checkpoint
+    model: Any
+
+    @cached_property
+    def state(self) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of each tensor in the model's state."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Return the names of those that are no buffers."""
+        return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
 
 def from_state_dict(
-    name: str,
-    state: Mapping[str, Tensor],
-    about: Mapping[str, Any] | None = None,
-    files: Mapping[Path, tuple[int, ...]] | None = None,
+    name: str, state: Mapping[str, Tensor], files: Mapping[Path, tuple[int, ...]] | None = None
 ) -> Checkpoint:
-    """Return a checkpoint for a state dict in memory. files: those it is mapped from."""
+    """Return a checkpoint for a state dict in memory. files: those that it is mapped from."""
     shapes, dtypes = ({key: tuple(x.shape) for key, x in state.items()}, {key: x.dtype for key, x in state.items()})
-    return Checkpoint(name, shapes, state.__getitem__, dtypes, about or {}, files=files or {})
+    return Checkpoint(name, shapes, state.__getitem__, dtypes, files=files or {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .safetensors, .bin, .pt, .pth or .pdparams file, or the index of a sharded checkpoint.
+    """Open a .safetensors or .bin file, or the index of a sharded checkpoint. Reads headers, no weights.
 
     Raises ValueError if the file is missing or truncated, or if it holds anything other than named tensors.
     """
     if not path.is_file():
-        there = "it is a folder, a pipe or a device" if path.exists() else "there is none"
-        raise ValueError(f"got checkpoint {path}, expected a file; {there}")
-    opened = _opened(path)
-    if not opened.shapes:
-        raise ValueError(f"got checkpoint {path} without a tensor, expected the weights of a model")
-    if odd := [key for key in opened.shapes if not key.isprintable() or not 0 < len(key) <= MOST_LETTERS]:
-        expected = f"names of at most {MOST_LETTERS} printable letters"
-        raise ValueError(f"got checkpoint {path} with a tensor named {odd[0]!a:.100}, expected {expected}")
-    return opened
-
-
-def _opened(path: Path) -> Checkpoint:
+        raise ValueError(f"checkpoint {path} not found")
     if path.name.endswith(INDEX):
         return _sharded(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
     files = {path: stamp(path)}
-    if path.suffix == ".pdparams":
-        return from_state_dict(str(path), paddle.read_state(path), files=files)
-    state, args = pickles.read_state(path)
-    return from_state_dict(str(path), state, {"args": args} if args else None, files)
+    return from_state_dict(str(path), tensors_in(path, load_pickle(path)), files)
 
 
-def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
-    """Return the checkpoint file of a model folder of diffusers or ppdiffusers, or the one with another stem.
+def find_checkpoint(folder: Path, stem: str = STEM) -> Path:
+    """Return the checkpoint file of a model folder of diffusers, or the one with another stem.
 
-    Raises ValueError, with the names that were tried, if there is none, and if a file and an index of the same kind
-    stand side by side, because loaders differ in which of the two they take.
+    Raises ValueError if there is none, and for a file next to an index of its kind: loaders differ in which they read.
     """
-    names = NAMES if stem is None else tuple(stem + suffix for suffix in SUFFIXES)
+    names = [stem + suffix for suffix in SUFFIXES]
     files = [folder / name for name in names if (folder / name).is_file()]
     if not files:
-        raise ValueError(f"got {folder} without weights, expected one of {', '.join(names)}")
+        paddle = any(folder.glob("*.pdparams")) or any(folder.glob("diffusion_paddle_model*"))
+        other = "; ppdiffusers' weights are not supported: use the diffusers folder of this model" if paddle else ""
+        raise ValueError(
+            f"{folder} has no weights; expected {stem}.safetensors or {stem}.bin, or the index of one{other}"
+        )
     if files[0].with_name(files[0].name + INDEX) in files:
-        raise ValueError(f"got both {files[0].name} and its index in {folder}, expected one of them; remove the other")
+        raise ValueError(f"{folder} has both {files[0].name} and its index; remove one of them")
     return files[0]
 
 
@@ -193,9 +197,18 @@ def check_types(
             raise ValueError(f"{checkpoint.name}: got {key} of type {kind}, expected floating-point weights")
 
 
+def check_layers(config: Mapping[str, Any], checkpoint: Checkpoint, where: object) -> None:
+    """Raise ValueError if a config names more layers than there are tensors, before a model of them is built."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_layers(value, checkpoint, where)
+        elif type(value) is int and LAYERS.search(key) and value > max(1, len(checkpoint.shapes)):
+            raise ValueError(f"{where} has {key}={value}, but its file has only {len(checkpoint.shapes)} tensors")
+
+
 @contextmanager
 def checkpoint_context(checkpoint: Checkpoint) -> Iterator[None]:
-    """Give errors about what is in a checkpoint its name, where they do not say it."""
+    """Add the name of a checkpoint to errors about its content that lack it."""
     try:
         yield
     except ValueError as error:
@@ -206,59 +219,40 @@ def checkpoint_context(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _some(keys: Iterable[str], most: int = 4) -> str:
     keys = sorted(keys)
-    names = ", ".join(f"{key:.{MOST_LETTERS}}" for key in keys[:most])
+    names = ", ".join(f"{key:.{SHOWN}}" for key in keys[:most])
     return names + (f", and {len(keys) - most} more" if len(keys) > most else "") or "none"
 
 
 def _safetensors(path: Path) -> Checkpoint:
-    """Open a safetensors file.
-
-    The library checks its header: the tensors fill the file, each with as many bytes as its shape and type say.
-    """
+    # the library checks the header: the tensors fill the file, each with as many bytes as its shape and type say
     shapes, dtypes, positions = dict[str, tuple[int, ...]](), dict[str, torch.dtype](), dict[str, Position]()
     try:
         with open(path, "rb") as file:
             length, now = int.from_bytes(file.read(8), "little"), stamp(file.fileno())
-        if length > HEADER_BYTES:
-            raise ValueError(f"it has a header of {length} bytes, expected at most {HEADER_BYTES}")
         opened, start = safe_open(path, framework="pt"), 8 + length
         for key in opened.offset_keys():
             piece: Any = opened.get_slice(key)
             if (kind := piece.get_dtype()) not in DTYPES:
-                raise ValueError(f"it has {key:.{MOST_LETTERS}} of type {kind}, expected one of {', '.join(DTYPES)}")
-            meta = torch.empty(piece.get_shape(), dtype=DTYPES[kind], device="meta")  # fails for sizes that none has
+                raise ValueError(f"{key:.{SHOWN}} has type {kind}, expected one of {', '.join(DTYPES)}")
+            meta = torch.empty(piece.get_shape(), dtype=DTYPES[kind], device="meta")  # raises for impossible sizes
             shapes[key], dtypes[key], positions[key] = tuple(meta.shape), meta.dtype, Position(path, start, now)
             start += meta.nbytes
-        by_paddle = path.name.startswith("diffusion_paddle_model") and (opened.metadata() or {}).get("format") != "pt"
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
-        reason = str(error).partition("\n")[0][:MOST_LETTERS]
-        raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {reason}") from error
-    checkpoint = Checkpoint(str(path), shapes, opened.get_tensor, dtypes, positions=positions, files={path: now})
-    return _from_paddle(checkpoint) if by_paddle else checkpoint
-
-
-def _from_paddle(opened: Checkpoint) -> Checkpoint:
-    """Return a checkpoint that Paddle wrote with all tensors in torch's layout."""
-
-    def meta(key: str) -> Tensor:
-        return paddle.torch_layout(key, torch.empty(opened.shapes[key], dtype=opened.dtypes[key], device="meta"))
-
-    shapes = {key: tuple(meta(key).shape) for key in opened.shapes}
-    dtypes = {key: meta(key).dtype for key in opened.shapes}
-    read = opened.read
-    return Checkpoint(opened.name, shapes, lambda key: paddle.torch_layout(key, read(key)), dtypes, files=opened.files)
+        reason = str(error).partition("\n")[0][:SHOWN]
+        raise ValueError(f"{path} is truncated or not a safetensors file: {reason}") from error
+    return Checkpoint(str(path), shapes, opened.get_tensor, dtypes, positions, {path: now})
 
 
 def _sharded(index: Path) -> Checkpoint:
     names = read_index(index)
     files = {name: open_checkpoint(index.parent / name) for name in sorted(set(names.values()))}
-    lost = [key for key, name in names.items() if key not in files[name].shapes]
-    if lost:
-        raise ValueError(f"got index {index} whose files lack {_some(lost)}, expected all keys of weight_map")
-    shapes = {key: files[name].shapes[key] for key, name in names.items()}
-    dtypes = {key: files[name].dtypes[key] for key, name in names.items()}
-    positions = {key: files[name].positions[key] for key, name in names.items() if key in files[name].positions}
-    stamps = {path: now for shard in files.values() for path, now in shard.files.items()}
+    if lost := [key for key, name in names.items() if key not in files[name].shapes]:
+        raise ValueError(f"the files of index {index} lack {_some(lost)}; download them again")
     return Checkpoint(
-        str(index), shapes, lambda key: files[names[key]].read(key), dtypes, positions=positions, files=stamps
+        str(index),
+        {key: files[name].shapes[key] for key, name in names.items()},
+        lambda key: files[names[key]].read(key),
+        {key: files[name].dtypes[key] for key, name in names.items()},
+        {key: files[name].positions[key] for key, name in names.items() if key in files[name].positions},
+        {path: now for shard in files.values() for path, now in shard.files.items()},
     )

@@ -225,11 +225,33 @@ def preset_of(name: str | Path) -> str | None:
     return own if known and (own != str(name) or own.startswith(BARE)) else None
 
 
+ORIGINAL = (".pt", ".pth", ".ckpt", ".bin")
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError for a checkpoint in a format of its authors, which only `seqpar convert` reads."""
+    if path.is_dir():
+        diffusers = (path / "model_index.json").is_file() or (path / "config.json").is_file()
+        files = () if diffusers else path.iterdir()
+    else:
+        files = (path,)
+    if any(file.suffix in ORIGINAL or file.name.startswith("consolidated") for file in files):
+        raise ValueError(f"{path} is in its authors' format; run seqpar convert {path} FOLDER, then use FOLDER")
+    if any(file.suffix == ".pdparams" for file in files):
+        raise ValueError(f"{path} is in PaddlePaddle's format; use the model's diffusers folder or its authors' files")
+
+
+def pipeline_folder(path: Path) -> Path | None:
+    """Return the pipeline's folder that a path stands for, or that has a transformer's file in it; None without one."""
+    folder = path.parent if path.is_file() else path
+    return folder if (folder / "model_index.json").is_file() else None
+
+
 def resolve(name: str | Path) -> Path | None:
     """Return the path of the file or folder that a name stands for, or None for a preset.
 
-    A hub id is downloaded; a path costs nothing. Raises ValueError if nothing has this name, or if it is a pipe or a
-    device.
+    A hub id is downloaded; a path costs nothing. Raises ValueError if nothing has this name, and for a format that must
+    be converted first.
     """
     path, preset = Path(name), preset_of(name)
     if str(name) in NAMES:
@@ -246,8 +268,7 @@ def resolve(name: str | Path) -> Path | None:
         if meant := _meant(str(name)):
             raise ValueError(f"got model {str(name)!r}, which does not exist: did you mean {' or '.join(meant)}?")
         path = download(str(name), _presets(), list(NAMES))
-    if not (path.is_file() or path.is_dir()):
-        raise ValueError(f"got model {name}, expected a file or folder; it is a pipe or a device")
+    check_format(path)
     return path
 
 

@@ -1,25 +1,24 @@
-"""Reads a transformer from one file in the keys of its authors, as Black Forest Labs and ComfyUI publish FLUX.1.
+"""Opens the transformer that a path stands for: in a folder of diffusers, or in one file in the keys of its authors.
 
-diffusers' own converters know how such keys become those of its classes. They run here on tensors without numbers,
-which remember what is done with them: a weight is read, and converted, when it is asked for. diffusers'
-`from_single_file` reads and converts all weights in every process.
+Black Forest Labs and ComfyUI publish FLUX.1 as one file. diffusers' converters know how such keys become those of its
+classes. They run here on tensors without numbers, which record the operations: a weight is read and converted when it
+is asked for. diffusers' `from_single_file` reads and converts all weights in every process.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 
-from seqpar.loading.checkpoint import Checkpoint, checkpoint_context, open_checkpoint
+from seqpar.loading.checkpoint import Checkpoint, checkpoint_context, find_checkpoint, open_checkpoint
 from seqpar.loading.keys import count_layers, shape_of
-from seqpar.loading.parts import read_json
+from seqpar.loading.parts import CONFIG, INDEX, read_json
+
+PARTS = ("transformer", "unet")  # subfolders with the model that is sampled; UniDiffuser's is named unet
 
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
 OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")
@@ -63,6 +62,31 @@ def _numbers(args: Any) -> Any:
     return type(args)(map(_numbers, args)) if type(args) in (tuple, list) else args
 
 
+def open_model(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """Open the transformer of a path under diffusers' keys, and its config.
+
+    path: a pipeline's folder, the folder of one transformer, or its file. Reads headers, no weights.
+    """
+    if path.is_file():
+        checkpoint = open_checkpoint(path)
+        converted = as_diffusers(checkpoint, path)
+        if converted is None:
+            keys = ", ".join(f"{key:.100}" for key in list(checkpoint.shapes)[:3])
+            raise ValueError(
+                f"{path} has keys like {keys}, and no config.json of a class that diffusers converts. Put it into the "
+                f"folder of its pipeline, or the config.json of its transformer next to it; for DiT, Large-DiT and "
+                f"UniDiffuser run seqpar convert {path} FOLDER"
+            )
+        return converted
+    folder = path
+    if (path / INDEX).is_file():
+        folder = next((path / name for name in PARTS if (path / name / CONFIG).is_file()), path / PARTS[0])
+    elif not (path / CONFIG).is_file():
+        raise ValueError(f"{path} is not a folder of diffusers: it has no {INDEX} or {CONFIG}")
+    config = read_json(folder / CONFIG)
+    return open_checkpoint(find_checkpoint(folder)), config
+
+
 def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[str, Any]] | None:
     """Return a file's weights under diffusers' keys, and the config of diffusers' class; None for any other file.
 
@@ -97,8 +121,8 @@ def _converted(
     except FAILURES as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ValueError(
-            f"got {checkpoint.name}, which diffusers' converter for a {kind} does not take ({reason}), expected the "
-            f"keys of that model's authors; name the folder if the file is diffusers' own"
+            f"{checkpoint.name}: diffusers' converter for a {kind} does not take these keys ({reason}); if the file is "
+            f"diffusers' own, use its folder"
         ) from error
     if converted is not unread and unread:
         unknown = ", ".join(sorted(unread)[:3])
@@ -112,18 +136,6 @@ def _transformer(checkpoint: Checkpoint) -> dict[str, str]:
         key for key in checkpoint.shapes if not key.startswith(OTHERS)
     ]
     return {key.removeprefix(PREFIX): key for key in keys}
-
-
-def load_transformer(path: Path, dtype: torch.dtype) -> Any:
-    """Return diffusers' transformer of a file whose weights `as_diffusers` has found to fit; they are mapped."""
-    checkpoint = open_checkpoint(path)
-    converted = as_diffusers(checkpoint, path)
-    assert converted is not None
-    state = {key: checkpoint.tensor(own) for key, own in _transformer(checkpoint).items()}
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(converted[1]))
-        kind = getattr(diffusers, converted[1]["_class_name"])
-        return kind.from_single_file(state, config=folder, dtype=dtype, local_files_only=True)
 
 
 def _read_later(checkpoint: Checkpoint, key: str) -> Later:
@@ -144,8 +156,8 @@ def flux_config(source: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
     (head_dim,) = shape_of(shapes, FLUX[0], 1)
     if head_dim != 128 or width % head_dim:
         raise ValueError(
-            f"got a FLUX.1 of width {width} with heads {head_dim} wide, expected 128 as in the released ones; put the "
-            f"config.json of diffusers' transformer beside the file"
+            f"a FLUX.1 of width {width} with heads {head_dim} wide; released ones have 128. Put the config.json of "
+            f"diffusers' transformer next to the file"
         )
     return {
         "_class_name": "FluxTransformer2DModel",

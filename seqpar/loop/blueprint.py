@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import seqpar.loop.models
-from seqpar.loading.checkpoint import Checkpoint, check, checkpoint_context, from_state_dict
+from seqpar.loading.checkpoint import Checkpoint, check, check_layers, checkpoint_context, from_state_dict
 from seqpar.loading.keys import KeyMap
-from seqpar.loading.layout import open_model
 from seqpar.loading.names import preset_of, resolve
 from seqpar.loading.placing import load
 from seqpar.loading.random import WithoutValues, randomise
+from seqpar.loading.single_file import open_model
 from seqpar.loop.interface import SequenceModel
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.plugins import plugins
@@ -69,24 +69,21 @@ class Blueprint:
         return model.requires_grad_(False).eval()
 
 
-def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
-    """Return the blueprint for a name of `NAMES`, a preset, a folder or file of `seqpar.loading.layout`, or a hub id.
+def locate(name: str | Path | Blueprint) -> Blueprint:
+    """Return the blueprint for a name of `NAMES`, a preset, a folder or file of `open_model`, or a hub id.
 
-    name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
-    released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
-    any weight is read.
+    name: a blueprint stands for itself. Raises ValueError if nothing has this name or its files do not fit, before any
+    weight is read.
     """
     if isinstance(name, Blueprint):
-        check_heads(name.name, name.config, heads)
         return name
     path = resolve(name)
     if path is not None:
-        return replace(_blueprint(*open_model(path), heads), path=path)
+        return replace(_blueprint(*open_model(path)), path=path)
     preset, known = preset_of(name), presets(_modules())
     if preset not in known:
         raise ValueError(f"got the preset {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
     module, config = known[preset]
-    check_heads(preset, config, heads)
     return Blueprint(preset, module, config)
 
 
@@ -99,47 +96,21 @@ def from_diffusers(model: nn.Module) -> Blueprint:
     return _blueprint(from_state_dict(type(model).__name__, model.state_dict()), config)
 
 
-def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
-    description = config
-    if config is None:  # an original file: what is known beside it
-        description = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
+def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Blueprint:
     for module in _modules():
         with checkpoint_context(checkpoint):
-            recognised = module.recognise(checkpoint.shapes, description)
+            check_layers(config, checkpoint, "its config")
+            recognised = module.recognise(checkpoint.shapes, config)
         if recognised is not None:
-            own, keys = recognised[0], module.KEY_MAPS[recognised[1]](recognised[0])
-            check_heads(checkpoint.name, own, heads)
-            _check_layers(checkpoint, own)
-            blueprint = Blueprint(checkpoint.name, module, own, checkpoint, keys)
+            keys = module.key_map(recognised)
+            blueprint = Blueprint(checkpoint.name, module, recognised, checkpoint, keys)
             check(blueprint.meta(), checkpoint, keys)
             return blueprint
-    known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.loop.models))})"
-    if config:
-        raise ValueError(
-            f"got {checkpoint.name} with a {config.get('_class_name')}, {known}; if diffusers has it, put it into the "
-            f"folder of its pipeline, beside model_index.json with its text encoders and decoder, or name that folder"
-        )
-    shown = ", ".join(list(checkpoint.shapes)[:3])
     raise ValueError(
-        f"got {checkpoint.name} with keys like {shown}, {known}; if diffusers converts such a file "
-        f"(from_single_file), put it into the folder of its pipeline, or the config.json of its transformer beside it; "
-        f"if not, name a folder in diffusers' layout"
+        f"got {checkpoint.name} with a {config.get('_class_name')}, which no model of seqpar recognises "
+        f"({', '.join(plugins(seqpar.loop.models))}); if diffusers has it, put it into the folder of its pipeline, "
+        f"beside model_index.json with its text encoders and decoder, or name that folder"
     )
-
-
-def check_heads(name: str, config: Any, heads: int | None) -> None:
-    """Raise ValueError if the user's number of heads is not the model's."""
-    if heads is not None and config.num_attention_heads != heads:
-        known = f"the {config.num_attention_heads} that its files or its preset say"
-        raise ValueError(f"got {heads} heads for {name}, expected {known}; leave the number out")
-
-
-def _check_layers(checkpoint: Checkpoint, config: Any) -> None:
-    """Raise ValueError if a config names more layers than there are tensors, before a model of them is built."""
-    for name in ("num_layers", "num_single_layers"):
-        if (layers := getattr(config, name, 0)) > len(checkpoint.shapes):
-            held = f"{len(checkpoint.shapes)} tensors"
-            raise ValueError(f"got {checkpoint.name} with {name}={layers}, expected no more layers than its {held}")
 
 
 def _modules() -> list[ModuleType]:

@@ -210,17 +210,15 @@ class DistributedDiT(nn.Module):
         transport: str = "auto",
         *,
         plan: Plan | None = None,
-        heads: int | None = None,
     ) -> DistributedDiT:
-        """Load a diffusers folder (pipeline or transformer), original files, a hub id or a preset (random weights).
+        """Load a diffusers folder (pipeline or transformer), a hub id or a preset (random weights).
 
-        heads: the number of heads, where original files do not say it; see `seqpar.loop.blueprint.locate`. The other
-        arguments are those of the class. Raises the same ValueError on every rank, before any weights are
+        The other arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
         ranks, preferences = _ranks_of(mesh, plan), Preferences(strategy=strategy, local=local, transport=transport)
         own, preferences = ranks.on_all_ranks(lambda: _checked(mesh, preferences, plan, path, dtype))
-        blueprint = path if isinstance(path, Blueprint) else ranks.on_all_ranks(lambda: locate(path, heads))
+        blueprint = path if isinstance(path, Blueprint) else ranks.on_all_ranks(lambda: locate(path))
         plan = (
             plan_of(blueprint.config, blueprint.meta(), dtype, own, preferences)
             if plan is None

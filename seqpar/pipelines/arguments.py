@@ -164,7 +164,6 @@ def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, 
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     request.refuse(f"{name} takes prompts", classes=request.classes)
     request.refuse(FOR_CLASSES, respacing=request.respacing)
-    request.refuse("its files state the number", heads=request.heads)
     request.refuse("diffusers' loop has no such setting", eta=request.eta, guidance_channels=request.guidance_channels)
     if "num_frames" not in parameters:
         request.refuse(f"{name} generates images, no videos", frames=request.frames, fps=request.fps)

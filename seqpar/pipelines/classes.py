@@ -97,13 +97,13 @@ class Files(_files.Files):
     takes = "classes"
 
     @staticmethod
-    def locate(name: str | Path | Blueprint, heads: int | None = None) -> Files:
+    def locate(name: str | Path | Blueprint) -> Files:
         """Find and check the files of a model.
 
-        name, heads: see `seqpar.loop.blueprint.locate`; only a pipeline's folder has a decoder. Raises ValueError if a
-        file does not fit; reads only the headers of weight files.
+        name: see `seqpar.loop.blueprint.locate`; only a pipeline's folder has a decoder. Raises ValueError if a file
+        does not fit; reads only the headers of weight files.
         """
-        blueprint = locate(name, heads)
+        blueprint = locate(name)
         path = blueprint.path
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint)

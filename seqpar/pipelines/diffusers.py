@@ -29,7 +29,7 @@ from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder, parts
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import Preset
 from seqpar.loading.parts import read_pipeline, transformers_of
-from seqpar.loading.pipeline import Folder, load_pipeline
+from seqpar.loading.pipeline import load_pipeline
 from seqpar.loading.random import random_pipeline
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.arguments import (
@@ -271,8 +271,7 @@ class DiffusersJob:
         parts, loras, dtype = self.source.parts, self.request.loras, self.request.dtype
         if isinstance(preset := parts.source, Preset):
             return mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, dtype, mesh.device))
-        folder = Folder(parts.source, self.kind, parts.index, parts.fitted, parts.file, loras)
-        pipe = load_pipeline(folder, dtype, mesh, encode, expected)
+        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:
             print(f"seqpar: LoRAs not merged: {reason}", flush=True)

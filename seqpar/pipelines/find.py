@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from seqpar.loading.layout import pipeline_folder
-from seqpar.loading.names import PRESETS, preset_of, resolve
+from seqpar.loading.names import PRESETS, pipeline_folder, preset_of, resolve
 from seqpar.loading.parts import read_pipeline
 from seqpar.pipelines import diffusers, own_loop
 from seqpar.pipelines.protocol import Source
@@ -17,11 +16,11 @@ from seqpar.pipelines.protocol import Source
 FAMILIES = ("classes", "unidiffuser")  # modules of this folder
 
 
-def find(name: str, heads: int | None = None) -> Source:
+def find(name: str) -> Source:
     """Return the source of a model. A hub id is downloaded.
 
-    name: a folder, file, hub id or preset. heads: see `seqpar.loop.blueprint.locate`. Raises ValueError if nothing has
-    this name or no model of seqpar fits its files.
+    name: a folder, file, hub id or preset. Raises ValueError if nothing has this name or no model of seqpar fits its
+    files.
     """
     path = resolve(name)
     if path is None and (preset := preset_of(name)) in PRESETS:
@@ -29,7 +28,7 @@ def find(name: str, heads: int | None = None) -> Source:
     families = [importlib.import_module(f"seqpar.pipelines.{family}") for family in FAMILIES]
     folder = None if path is None else pipeline_folder(path)
     if path is None or folder is None:
-        return own_loop.native(name if path is None else path, heads, families)
+        return own_loop.native(name if path is None else path, families)
     kind = read_pipeline(folder)["_class_name"]
     family = next((family for family in families if kind in family.PIPELINES), None)
     return diffusers.Source.locate(path) if family is None else family.Files.locate(path)

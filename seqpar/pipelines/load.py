@@ -16,10 +16,10 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
 from seqpar.loading.encoders import no_collection
-from seqpar.loading.folder import kind_of, parts_of_folder
+from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder
 from seqpar.loading.names import resolve
 from seqpar.loading.parts import read_pipeline
-from seqpar.loading.pipeline import Folder, load_pipeline
+from seqpar.loading.pipeline import load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
@@ -56,13 +56,13 @@ def load(
     dtype = default_dtype(ranks.device) if dtype is None else dtype
     wish = Preferences(strategy=strategy, local=local, transport=transport)
 
-    def check() -> Folder:
+    def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
         choices(mesh, wish, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         return checked(path_or_id, dtype, loras, vae)
 
-    folder = ranks.on_all_ranks(check)
-    pipe = load_pipeline(folder, dtype, ranks, look=expected)
+    parts, adapters = ranks.on_all_ranks(check)
+    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
         _keep_fp32(pipe, ranks)
@@ -76,8 +76,10 @@ def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
-def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto") -> Folder:
-    """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
+def checked(
+    path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto"
+) -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
+    """Return a pipeline's parts and LoRAs, which fit each other; ValueError otherwise. Reads headers.
 
     vae: a way of decoding, which its VAE must have.
     """
@@ -96,4 +98,4 @@ def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: Va
     kind = kind_of(index, path)
     parts = parts_of_folder(path, index, file)
     check_mode(kind.__name__, parts.vae, vae)
-    return Folder(path, kind, index, parts.fitted, file, _lora.check(adapters, kind, parts.models))
+    return parts, _lora.check(adapters, kind, parts.models)

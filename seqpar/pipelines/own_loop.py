@@ -22,7 +22,7 @@ from seqpar.loading.errors import FAILURES
 from seqpar.loading.lora import Lora
 from seqpar.loading.schedulers import check_eta, check_steps, check_variances, respace, set_timesteps
 from seqpar.loading.vae import check_vae, load_vae, vae_factor
-from seqpar.loop.blueprint import Blueprint, check_heads, locate
+from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler, digest
 from seqpar.loop.request import why_not_captured
@@ -100,13 +100,13 @@ class Texts:
         return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
 
 
-def native(name: str | Path, heads: int | None, families: Sequence[Any]) -> Files:
+def native(name: str | Path, families: Sequence[Any]) -> Files:
     """Return the files of a model without a pipeline's folder: those of the family that runs it.
 
-    families: modules with `MODELS` and `Files`; heads: see `seqpar.loop.blueprint.locate`. A model that no family runs
+    families: modules with `MODELS` and `Files`. A model that no family runs
     can be planned.
     """
-    blueprint = locate(name, heads)
+    blueprint = locate(name)
     family = next((family for family in families if issubclass(blueprint.module.Model, family.MODELS)), None)
     return Files(blueprint) if family is None else family.Files.locate(blueprint)
 
@@ -249,7 +249,6 @@ class Files:
         scheduler: with its timesteps set; without one the request's steps are the evaluations. loading, settings: in
         addition to those of every model. more: further fields of `OwnJob`.
         """
-        check_heads(self.blueprint.name, self.blueprint.config, request.heads)
         self.latent_size(request.size)
         evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}

@@ -43,7 +43,6 @@ class GenerationRequest:
     size: tuple[int, int] | None = None
     frames: int | None = None
     fps: int | None = None
-    heads: int | None = None
     loras: tuple[Lora, ...] = ()
     images: tuple[Picture, ...] = ()
     strength: float | None = None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import tyro
 
 from seqpar.cli import job as decoding
@@ -18,7 +17,6 @@ from seqpar.loop.blueprint import Blueprint
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.own_loop import OwnJob
 from seqpar.planner.plan import parse_mesh
-from tests.support.tiny import diffusers_dit, original_state_dict
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,6 @@ from tests.support.tiny import diffusers_dit, original_state_dict
         ({"respacing": "ddim300"}, "got respacing 'ddim300', expected a number that an integer stride"),
         ({"respacing": "25", "scheduler": "LCMScheduler"}, "got respacing '25' with LCMScheduler, expected DDIM"),
         ({"vae": "strips", "exact": True}, "got --vae strips with --exact, expected pictures"),
-        ({"heads": 0}, "got --heads=0, expected"),
         ({"repeat": 10**9}, "got --repeat=1000000000, expected a whole number from 1 to 65536"),
         ({"repeat": 40_000, "classes": ("1", "2")}, "got 2 x --repeat 40000 pictures"),
         ({"dry_run": (10**9,)}, "got GPUs to plan for=1000000000, expected a whole number from 1 to 512"),
@@ -49,7 +46,6 @@ from tests.support.tiny import diffusers_dit, original_state_dict
         ({"scheduler": ""}, "got scheduler '', expected one of diffusers'"),
         ({"frames": 0}, "got --frames=0, expected"),
         ({"fps": 10**9}, "got --fps=1000000000, expected"),
-        ({"heads": 3, "model": "dit-s/8"}, "got 3 heads for dit-s/8, expected the 6 that"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -77,16 +73,6 @@ def test_more_pictures_than_memory_holds_are_refused(tmp_path: Path) -> None:
     many = replace(job, load=replace(job.load, images=10**6), request=large)
     with pytest.raises(ValueError, match=r"got 1000000 pictures of 1024x1024 pixels, which take 11718\.8 GiB"):
         decoding.check_decoding(many, Mesh.single())
-
-
-def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:
-    torch.save(original_state_dict(diffusers_dit()), tmp_path / "dit.pt")
-    args = Args(model=str(tmp_path / "dit.pt"), out=tmp_path / "x.png")
-    with pytest.raises(ValueError, match=r"expected its number of heads from you.*--heads"):
-        check(args, Mesh.single())
-    job = check(replace(args, heads=6), Mesh.single())
-    assert isinstance(job, OwnJob)
-    assert job.source.blueprint.config.num_attention_heads == 6
 
 
 def test_local_is_short_for_local_attention() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from seqpar.convert import pickles
+from seqpar.convert.originals import open_file
 from seqpar.loading.checkpoint import open_checkpoint
 from tests.support.odd_files import ALTERED, Write, archive, opened_or_refused, write_safetensors
 
@@ -104,143 +103,89 @@ def table_of_records(path: Path) -> None:
         file.write(b"PK\x05\x06" + bytes(8) + (1 << 30).to_bytes(4, "little") * 2 + bytes(2))
 
 
-def many_tensors(path: Path) -> None:
-    """Write a right file of 300,000 empty tensors."""
-    tensors = (b'"k%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % index for index in range(300_000))
-    write_safetensors(b"{" + b",".join(tensors) + b"}", b"")(path)
-
-
 def entry(kind: str, shape: object, offsets: object) -> dict[str, Any]:
     return {"x": {"dtype": kind, "shape": shape, "data_offsets": offsets}}
 
 
 STATE = {"a": torch.ones(20, 30), "b": torch.ones(2)}
 SHARED = torch.ones(1000)
-LOST = "is truncated, or holds no weights that torch reads"
-ARRAY = {"a.weight": np.ones((2, 3), np.float32)}
-NO_ARRAYS = "is truncated or no dict of arrays: "
+LOST = "is truncated or not a file of torch weights"
 ODD_SAFE = "is truncated or not a safetensors file: "
 FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is written, and what the message says
-    "os.system": ("pt", saved(lambda p: {"a": torch.ones(2), "b": touch(p)}), r"asks for posix\.system, .*not?h?ing"),
+    "os.system": (
+        "bin",
+        saved(lambda p: {"a": torch.ones(2), "b": touch(p)}),
+        r"requires posix\.system, but only tensors .*nothing",
+    ),
     "eval": (
-        "pt",
+        "bin",
         saved({"b": Calls(eval, "1")}),
-        r"asks for eval, expected tensors and plain .*nothing of it was run",
+        r"requires eval, but only tensors and plain values are loaded; nothing was executed",
     ),
-    "in arguments": ("pt", saved(lambda p: {"ema": STATE, "args": Namespace(x=touch(p))}), r"asks for posix\.system"),
+    "in arguments": (
+        "bin",
+        saved(lambda p: {"ema": STATE, "args": Namespace(x=touch(p))}),
+        r"requires argparse\.Namespace",
+    ),
     "an old file": (
-        "pt",
+        "bin",
         saved(lambda p: {"a": touch(p)}, _use_new_zipfile_serialization=False),
-        r"asks for posix\.system",
+        r"requires posix\.system",
     ),
-    "a plain pickle": ("pt", pickled(lambda p: {"a": touch(p)}), r"asks for posix\.system"),
-    "a module": ("pt", saved(nn.Linear(2, 2)), r"asks for torch\.nn\.modules\.linear\.Linear"),
-    "another persistent id": ("pt", archive(PROTOCOL + b"X\1\0\0\0xQ."), LOST),
-    "a lost storage": ("pt", archive(tensor(b"0", 2, b"K\2\x85")), LOST),
-    "a path as storage": ("pt", archive(tensor(b"/", 2, b"K\2\x85")), LOST),
-    "a short storage": ("pt", archive(tensor(b"0", 1 << 30, b"J\0\0\0\x40\x85"), **{"0": b"12345678"}), LOST),
-    "a huge shape": ("pt", archive(tensor(b"0", 2, b"J\0\0\0\x40J\0\0\0\x40\x86"), **{"0": b"12345678"}), LOST),
-    "a compressed archive": ("pt", compressed, r"has the compressed record 'archive/data\.pkl'"),
-    "a large index": ("pt", archive(PROTOCOL + b"(" * (17 << 20) + b"."), r"has an index of \d+ bytes, expected at"),
+    "a plain pickle": ("bin", pickled(lambda p: {"a": touch(p)}), r"requires posix\.system"),
+    "a module": ("bin", saved(nn.Linear(2, 2)), r"requires torch\.nn\.modules\.linear\.Linear"),
+    "another persistent id": ("bin", archive(PROTOCOL + b"X\1\0\0\0xQ."), LOST),
+    "a lost storage": ("bin", archive(tensor(b"0", 2, b"K\2\x85")), LOST),
+    "a path as storage": ("bin", archive(tensor(b"/", 2, b"K\2\x85")), LOST),
+    "a short storage": ("bin", archive(tensor(b"0", 1 << 30, b"J\0\0\0\x40\x85"), **{"0": b"12345678"}), LOST),
+    "a huge shape": ("bin", archive(tensor(b"0", 2, b"J\0\0\0\x40J\0\0\0\x40\x86"), **{"0": b"12345678"}), LOST),
+    "a compressed archive": ("bin", compressed, r"has the compressed record 'archive/data\.pkl'"),
+    "a large index": ("bin", archive(PROTOCOL + b"(" * (17 << 20) + b"."), r"has an index of \d+ bytes, expected at"),
     "a large index, old": (
-        "pt",
+        "bin",
         crafted(PROTOCOL + KIBIBYTE * (17 << 10) + b"."),
         r"has an index of more than \d+ bytes",
     ),
-    "a large table": ("pt", table_of_records, LOST + r"|has an index"),
+    "a large table": ("bin", table_of_records, LOST + r"|has an index"),
     "an old huge storage": (
-        "pt",
+        "bin",
         lambda p: changed(
             p, STATE, lambda d: d.replace(b"M\x58\x02", b"J\0\0\0\x7f"), _use_new_zipfile_serialization=False
         ),
         LOST,
     ),
-    "beyond the end": ("pt", lambda p: changed(p, STATE, beyond), LOST),
-    "truncated": ("pt", lambda p: changed(p, STATE, lambda data: data[: len(data) // 2]), LOST),
+    "beyond the end": ("bin", lambda p: changed(p, STATE, beyond), LOST),
+    "truncated": ("bin", lambda p: changed(p, STATE, lambda data: data[: len(data) // 2]), LOST),
     "truncated, old": (
-        "pt",
+        "bin",
         lambda p: changed(p, STATE, lambda data: data[:-9], _use_new_zipfile_serialization=False),
         LOST,
     ),
     "a flipped bit": (
-        "pt",
+        "bin",
         lambda p: changed(p, STATE, lambda d: d.replace(b"_v2", b"_v0", 1)),
-        r"asks for torch\._ut",
+        r"requires torch\._ut",
     ),
-    "empty": ("pt", crafted(b""), r"is neither an archive nor a pickle"),
-    "a text": ("pt", crafted(b"root:x:0:0:root:/root:/bin/sh\n" * 9), r"is neither an archive nor a pickle"),
-    "without end": ("pt", lambda p: (p.touch(), os.truncate(p, 1 << 42)), r"is neither an archive nor a pickle"),
-    "a pipe": ("pt", os.mkfifo, r"expected a file; it is a folder, a pipe or a device"),
-    "a device": ("pt", lambda p: p.symlink_to("/dev/zero"), r"expected a file; it is a folder, a pipe or a device"),
-    "a link to itself": ("pt", lambda p: p.symlink_to(p), r"expected a file; there is none"),
-    "of the kernel": ("pt", lambda p: p.symlink_to("/proc/self/maps"), r"is neither an archive nor a pickle"),
-    "a list": ("pt", saved(["not", "weights"]), r"holding a list, expected named tensors"),
-    "nothing": ("pt", saved({}), r"holding a dict, expected named tensors|without"),
-    "numbers as names": ("pt", saved({1: torch.ones(2)}), r"found a tensor under 1"),
-    "tuples as names": ("pt", saved({(1, "a"): torch.ones(2)}), r"found a tensor under \(1, 'a'\)"),
-    "no tensor": ("pt", saved(STATE | {"step": 7}), r"found a int under 'step'"),
-    "sparse": ("pt", saved({"a": torch.eye(2).to_sparse()}), r"a sparse, quantised, nested or meta tensor under 'a'"),
-    "meta": ("pt", saved({"a": torch.ones(2, device="meta")}), r"nested or meta tensor under 'a'"),
+    "empty": ("bin", crafted(b""), r"is neither an archive nor a pickle"),
+    "a text": ("bin", crafted(b"root:x:0:0:root:/root:/bin/sh\n" * 9), r"is neither an archive nor a pickle"),
+    "without end": ("bin", lambda p: (p.touch(), os.truncate(p, 1 << 42)), r"is neither an archive nor a pickle"),
+    "a list": ("bin", saved(["not", "weights"]), r"holds a list, expected named tensors"),
+    "nothing": ("bin", saved({}), r"holds a dict, expected named tensors"),
+    "numbers as names": ("bin", saved({1: torch.ones(2)}), r"holds a Tensor under 1"),
+    "tuples as names": ("bin", saved({(1, "a"): torch.ones(2)}), r"holds a Tensor under \(1, 'a'\)"),
+    "no tensor": ("bin", saved(STATE | {"step": 7}), r"holds a int under 'step'"),
+    "sparse": ("bin", saved({"a": torch.eye(2).to_sparse()}), r"a sparse, quantized, nested or meta tensor under 'a'"),
+    "meta": ("bin", saved({"a": torch.ones(2, device="meta")}), r"nested or meta tensor under 'a'"),
     "quantised": (
-        "pt",
+        "bin",
         saved(lambda _: {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)}),
-        "quantised",
+        "quantized",
     ),
-    "nested": ("pt", saved(lambda _: {"a": torch.nested.nested_tensor([torch.ones(2)])}), "nested"),
-    "a huge view": ("pt", saved({"a": torch.ones(1).expand(10**7, 10**7)}), r"bytes with tensors of \d+, expected no"),
-    "one storage": (
-        "pt",
-        saved({f"a{i}": SHARED[: 1000 - i] for i in range(400)}),
-        r"bytes with tensors of \d+, expec",
-    ),
-    "an empty name": ("pt", saved({"a": torch.ones(2), "": torch.ones(2)}), r"a tensor named '', expected names of"),
-    "odd letters": ("pt", saved({"\x1b[31m": torch.ones(2)}), r"a tensor named '\\x1b\[31m', expected names of"),
-    "paddle: os.system": ("pdparams", pickled(lambda p: {"a": touch(p)}, 4), r"it asks for 'posix system', .*nothing"),
-    "paddle: eval": ("pdparams", pickled({"a": Calls(eval, "1")}, 4), r"it asks for 'builtins eval'"),
-    "paddle: eval, old": ("pdparams", pickled({"a": Calls(eval, "1")}), r"it asks for '__builtin__ eval'"),
-    "paddle: objects": ("pdparams", pickled({"a": np.array([object()])}, 4), NO_ARRAYS),
-    "paddle: truncated": ("pdparams", crafted(pickle.dumps(ARRAY, 4)[:-9]), NO_ARRAYS),
-    "paddle: empty": ("pdparams", crafted(b""), NO_ARRAYS),
-    "paddle: short": (
-        "pdparams",
-        crafted(pickle.dumps(ARRAY, 4).replace(b"K\x03\x86", b"K\x04\x86")),
-        r"reshape array",
-    ),
-    "paddle: complex": ("pdparams", pickled({"a": np.ones(2, np.complex64)}, 4), r"an array of type <c8"),
-    "paddle: big-endian": ("pdparams", pickled({"a": np.ones(2, ">f4")}, 4), r"an array of type >f4"),
-    "paddle: a text": ("pdparams", pickled({"a": "x"}, 4), r"it holds no array at 'a'"),
-    "paddle: a list": ("pdparams", pickled([1], 4), NO_ARRAYS),
-    "paddle: cut arrays": (
-        "pdparams",
-        pickled({"UnpackBigParamInfor@@": {}}, 4),
-        r"no dict of whole arrays; save it by",
-    ),
-    "paddle: marks": ("pdparams", crafted(PROTOCOL + b"(" * (1 << 22) + b"."), r"it has more than 1048576 opcodes"),
-    "paddle: a huge memo": ("pdparams", crafted(PROTOCOL + b"Nr\xff\xff\xff\xff."), r"no dict of whole arrays"),
-    "paddle: a huge text": ("pdparams", crafted(PROTOCOL + b"\x8d" + b"\xff" * 7 + b"\0."), NO_ARRAYS),
-    "paddle: the same text": (
-        "pdparams",
-        crafted(
-            PROTOCOL
-            + b"c_codecs\nencode\nX\x10\x27\0\0"
-            + b"a" * 10_000
-            + b"q\1X\6\0\0\0latin1\x86Rq\2}("
-            + b"".join(
-                b"X\2\0\0\0%02dcnumpy.core.multiarray\n_reconstruct\n)R(K\1M\x10\x27\x85" % i
-                + b"cnumpy\ndtype\nX\2\0\0\0u1\x85RK\3X\1\0\0\0<\x86b\x89h\2tb"
-                for i in range(99)
-            )
-            + b"u."
-        ),
-        r"its arrays have more bytes than it",
-    ),
+    "nested": ("bin", saved(lambda _: {"a": torch.nested.nested_tensor([torch.ones(2)])}), "nested"),
+    "a huge view": ("bin", saved({"a": torch.ones(1).expand(10**7, 10**7)}), r"bytes describes tensors of \d+ bytes"),
+    "one storage": ("bin", saved({f"a{i}": SHARED[: 1000 - i] for i in range(400)}), r"bytes describes tensors of \d+"),
     "safe: os.system": ("safetensors", saved(lambda p: {"a": touch(p)}), ODD_SAFE),
-    "safe: too many": ("safetensors", many_tensors, r"a header of \d+ bytes, expected at most 16777216"),
-    "safe: a huge header": (
-        "safetensors",
-        crafted((10**12).to_bytes(8, "little") + b"{}"),
-        r"a header of 10{12} bytes",
-    ),
+    "safe: a huge header": ("safetensors", crafted((10**12).to_bytes(8, "little") + b"{}"), ODD_SAFE),
     "safe: without end": ("safetensors", lambda p: (p.touch(), os.truncate(p, 1 << 42)), ODD_SAFE),
     "safe: deep": ("safetensors", write_safetensors(b"[" * 10**5, BYTES), ODD_SAFE),
     "safe: a list": ("safetensors", write_safetensors([1], BYTES), ODD_SAFE),
@@ -255,16 +200,6 @@ FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is writ
         write_safetensors({**entry("F32", [10], [0, 40]), "y": entry("U8", [4], [0, 4])["x"]}, BYTES),
         ODD_SAFE,
     ),
-    "safe: escapes": (
-        "safetensors",
-        write_safetensors({"\x1b\n" * 300: entry("F32", [10], [0, 40])["x"]}, BYTES),
-        r"a tensor named '\\x1b",
-    ),
-    "safe: no tensor": (
-        "safetensors",
-        write_safetensors({}, b""),
-        r"without a tensor, expected the weights of a model",
-    ),
 }
 
 
@@ -275,7 +210,7 @@ def test_a_crafted_file_ends_soon_in_one_sentence_and_runs_nothing(tmp_path: Pat
     path = tmp_path / f"odd.{suffix}"
     write(path)
     begun, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=rf"got checkpoint .*odd\.{suffix}.*{message}") as error:
+    with pytest.raises(ValueError, match=rf"odd\.{suffix}.*{message}") as error:
         open_checkpoint(path)
     assert time.process_time() - begun < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 400_000  # KiB
@@ -310,12 +245,12 @@ def test_a_file_that_torch_writes_is_read_with_its_arguments(tmp_path: Path, nam
     args = Namespace(lr=1e-4, betas=[0.9, 0.99], tags={"a"}, size=torch.Size([1]), out=Path("x"), big=1 << 40)
     content = {"ema": state, "opt": {"state": {0: {"step": torch.ones(())}}}, "args": args}
     torch.save(content, path, _use_new_zipfile_serialization=not old)
-    got, arguments = pickles.read_state(path)
+    got, arguments = open_file(path)
     assert arguments == {"lr": 1e-4, "big": 1 << 40}
-    assert [*got] == [*state]
+    assert [*got.shapes] == [*state]
     for key, value in state.items():
-        assert got[key].dtype == value.dtype
-        assert torch.equal(got[key].double(), value.detach().double())
+        assert got.dtypes[key] == value.dtype
+        assert torch.equal(got.tensor(key).double(), value.detach().double())
     mapped = str(path) in Path("/proc/self/maps").read_text()
     assert mapped == (not old)
 
@@ -326,14 +261,14 @@ def test_an_altered_pickle_is_refused_or_holds_tensors_of_the_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
-    torch.save({"ema": {"a.weight": MATRIX, "a.bias": MATRIX[0]}, "args": Namespace(lr=1.0)}, folder / "good.pt")
-    with zipfile.ZipFile(folder / "good.pt") as file:
+    torch.save({"ema": {"a.weight": MATRIX, "a.bias": MATRIX[0]}, "args": Namespace(lr=1.0)}, folder / "good.bin")
+    with zipfile.ZipFile(folder / "good.bin") as file:
         altered, numbers = bytearray(file.read("good/data.pkl")), file.read("good/data/0")
     for _ in range(data.draw(st.integers(0, 4))):
         at, count = data.draw(st.integers(0, len(altered) - 1)), data.draw(st.integers(0, 2))
         altered[at : at + count] = data.draw(st.binary(max_size=4))
-    archive(bytes(altered), **{"0": numbers})(folder / "altered.pt")
-    opened = opened_or_refused(folder / "altered.pt")
+    archive(bytes(altered), **{"0": numbers})(folder / "altered.bin")
+    opened = opened_or_refused(folder / "altered.bin")
     for key in opened.shapes if opened else ():
         value = opened.read(key)  # pyright: ignore[reportOptionalMemberAccess]
         assert value.clone().flatten().view(torch.uint8).sum() >= 0  # every number can be read
@@ -378,7 +313,5 @@ def test_an_altered_header_is_refused_or_read_as_the_library_reads_it(
 def test_negative_control_the_files_that_are_altered_are_right(tmp_path: Path) -> None:
     write_safetensors(HEADER, BYTES)(tmp_path / "good.safetensors")
     assert open_checkpoint(tmp_path / "good.safetensors").shapes == {"a": (2, 3), "b": (4,), "c": ()}
-    archive(tensor(b"0", 2, b"K\2\x85"), **{"0": b"12345678"})(tmp_path / "good.pt")
-    assert open_checkpoint(tmp_path / "good.pt").shapes == {"a": (2,)}
-    pickled(ARRAY, 4)(tmp_path / "good.pdparams")
-    assert open_checkpoint(tmp_path / "good.pdparams").shapes == {"a.weight": (3, 2)}
+    archive(tensor(b"0", 2, b"K\2\x85"), **{"0": b"12345678"})(tmp_path / "good.bin")
+    assert open_checkpoint(tmp_path / "good.bin").shapes == {"a": (2,)}

@@ -5,9 +5,7 @@ What is refused is refused before anything is allocated: a config is a file of s
 
 from __future__ import annotations
 
-import inspect
 import json
-import os
 import re
 import time
 import tracemalloc
@@ -16,17 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.loading import parts
-from seqpar.loading import parts as jsons
 from seqpar.loop import blueprint as find
 from seqpar.loop.models import dit, large_dit, uvit
 
-THEIRS: Any = diffusers
 Read = Callable[[Mapping[str, Any]], object]
 
 DIT = {
@@ -46,7 +41,7 @@ LARGE_DIT = {
     "_class_name": "DiTLLaMA2DModel",
     **{"num_attention_heads": 32, "attention_head_dim": 96, "num_layers": 2, "patch_size": 2, "in_channels": 4},
     **{"out_channels": 8, "n_kv_heads": None, "num_classes": 1000, "norm_eps": 1e-5, "qk_norm": True},
-    **{"sample_size": 32, "learn_sigma": True, "mlp_ratio": 4.0, "multiple_of": 256, "class_dropout_prob": 0.1},
+    **{"sample_size": 32, "learn_sigma": True},
 }
 VAE = {
     "_class_name": "AutoencoderKL",
@@ -55,10 +50,6 @@ VAE = {
     **{"latent_channels": 16, "latents_mean": None, "layers_per_block": 2, "norm_num_groups": 32, "sample_size": 1024},
     **{"scaling_factor": 0.3611, "shift_factor": 0.1159, "force_upcast": 1.0, "use_quant_conv": False},
 }
-FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": True}
-FLOW |= {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
-DPM = {"_class_name": "DPMSolverMultistepScheduler", "lambda_min_clipped": float("-inf"), "solver_order": 2}
-DPM |= {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 SHAPES = {
     "x_embedder.weight": (3072, 16),
     "layers.0.attention.wk.weight": (3072, 3072),
@@ -73,8 +64,6 @@ READERS: dict[str, tuple[Read, Mapping[str, Any]]] = {
     "uvit": (lambda config: uvit.recognise({}, config), UVIT),
     "large_dit": (lambda config: large_dit.recognise(SHAPES, config), LARGE_DIT),
     "vae": (lambda config: parts.check_autoencoder(config, "config.json"), VAE),
-    "flow": (parts.check_scheduler, FLOW),
-    "dpm": (parts.check_scheduler, DPM),
 }
 
 
@@ -84,23 +73,13 @@ def test_negative_control_published_configs_are_read(name: str) -> None:
     read(json.loads(json.dumps(config)))
 
 
-def test_negative_control_every_scheduler_of_diffusers_has_defaults_that_are_read() -> None:
-    kinds = [getattr(THEIRS, name) for name in dir(THEIRS) if name.endswith("Scheduler")]
-    kinds = [kind for kind in kinds if hasattr(kind, "from_config")]
-    assert len(kinds) > 40
-    for kind in kinds:
-        parameters = inspect.signature(kind.__init__).parameters.items()
-        parts.check_scheduler({name: each.default for name, each in parameters if each.default is not each.empty})
-
-
 # What any field may hold in the file of a stranger
 ODD = ["x", "", [], {}, -1, 1.5, 10**12, 10**400, float("nan"), float("inf"), -(10**9), [10**12] * 3, {"a": [None]}]
 NUMBERS = (*range(2, 10), *range(10, 200, 7), 1024, 4096, 10**6)
 # fields of other packages' classes that are checked here; the rest is left to these packages
-CHECKED = {"vae": parts.Autoencoder.__struct_fields__, "flow": (), "dpm": ()}
+CHECKED = {"vae": parts.Autoencoder.__struct_fields__}
 # values of `ODD` that are right
 FREE = {("shift_factor", "-1"), ("shift_factor", "1.5"), ("scaling_factor", "1.5")}
-FREE |= {("mlp_ratio", "-1"), ("mlp_ratio", "1.5")}
 
 
 def test_a_value_of_the_wrong_kind_in_any_field_is_refused_by_name() -> None:
@@ -149,10 +128,10 @@ def test_a_mutated_config_is_read_or_refused_by_one_short_message(
     if message is not None:
         assert message.startswith("got ")
         assert len(message) < 400
-    elif isinstance(found := read(changed), tuple):  # a model's config: bounded, so that a model can be described
-        sizes = [value for value in vars(found[0]).values() if isinstance(value, int)]
+    elif (found := read(changed)) is not None:  # a model's config: bounded, so that a model can be built on meta
+        sizes = [value for value in vars(found).values() if isinstance(value, int)]
         assert all(0 <= size <= 1 << 24 for size in sizes)
-        assert found[0].num_layers <= 4096
+        assert getattr(found, "num_layers", 0) <= 4096
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -168,22 +147,20 @@ def sparse(path: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pipe": (os.mkfifo, "no regular file"),
-    "a folder": (Path.mkdir, "no regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
-    "a link to itself": (lambda path: path.symlink_to(path), "there is no such file"),
+    "a folder": (Path.mkdir, "there is no such file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "there is no such file"),
     "a link to nothing": (lambda path: path.symlink_to(path.with_name("gone")), "there is no such file"),
     "a terabyte": (sparse, r"it has more than \d+ bytes"),
     "nothing": (write(""), "Expecting value"),
     "bytes": (write(b"\xff\xfe\x00"), "codec can't decode"),
-    "a number": (write("3"), "holding a int"),
-    "a list": (write("[{}]"), "holding a list"),
+    "a number": (write("3"), "holds a int"),
+    "a list": (write("[{}]"), "holds a list"),
     "brackets": (write("[" * 1_000_000), "recursion"),
     "a long number": (write('{"a": ' + "9" * 5000 + "}"), "digits"),
 }
 
 
-@pytest.mark.parametrize("read", [jsons.read_json, jsons.read_index])
+@pytest.mark.parametrize("read", [parts.read_json, parts.read_index])
 def test_a_file_that_is_no_config_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
     tracemalloc.start()
     started = time.process_time()
@@ -207,9 +184,9 @@ def test_an_index_that_leaves_its_folder_or_names_itself_is_refused(tmp_path: Pa
     for places in INDICES:
         path.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=r"expected a weight_map of keys to names of weight files beside it"):
-            jsons.read_index(path)
+            parts.read_index(path)
     path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "model-1.safetensors"}}))
-    assert jsons.read_index(path) == {"a": "model-1.safetensors"}
+    assert parts.read_index(path) == {"a": "model-1.safetensors"}
 
 
 def test_a_preset_that_two_models_name_is_an_error_of_the_developer() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from seqpar.cli.exits import Kind, kind_of
 from seqpar.loading import pipeline
+from seqpar.loading.folder import PipelineParts
 from seqpar.loop import distributed
 from seqpar.mesh.errors import SMALL
 from seqpar.mesh.mesh import Mesh, fill, pick_device
@@ -179,7 +180,7 @@ def a_part(rank: int, mesh: Mesh) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "why_not", lambda *_: None)
         patch.setattr(pipeline.Weights, "of", lambda *_: None)
-        return pipeline._weights(pipeline.Folder(Path("p"), None, index, fitted), torch.float32, mesh)  # pyright: ignore
+        return pipeline._weights(PipelineParts(Path("p"), index, {}, None, None, fitted), torch.float32, mesh)  # pyright: ignore
 
 
 def a_plan(rank: int, mesh: Mesh) -> object:

@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from seqpar.loading.errors import context
-from seqpar.loading.folder import check_model, check_parts
+from seqpar.loading.folder import check_model
 from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
@@ -50,7 +50,7 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
             check(pixart)
     adapter, beside = pixart / "transformer" / "adapter_config.json", pixart / "transformer" / "diffusers.py"
     adapter.write_text("{}")
-    with pytest.raises(ValueError, match="expected no adapter"):
+    with pytest.raises(ValueError, match="would change the weights"):
         check(pixart)
     adapter.unlink()
     beside.write_text(program)
@@ -60,7 +60,7 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
         asks = changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
-        with asks, pytest.raises(ValueError, match="with auto_map, expected a class of transformers"):
+        with asks, pytest.raises(ValueError, match=r"names a program \(auto_map\), which is not run"):
             check(pixart)
     with changed(pixart / "model_index.json", safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"]):
         check(pixart)
@@ -83,14 +83,11 @@ def check(folder: Path) -> DiffusersJob:
 
 
 PARTS = [
-    ("text_encoder/config.json", {"num_layers": 3}, r"num_layers=3, expected 2, as model\.safetensors has"),
-    ("text_encoder/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
-    ("text_encoder/config.json", {"d_model": -(10**12)}, r"d_model=-1000000000000, expected at most"),
-    ("text_encoder/config.json", {"d_kv": 1 << 20}, r"describes [\d,]+ parameters, expected the [\d,]+ of its"),
-    ("text_encoder/config.json", {"d_model": 1 << 20, "vocab_size": 1 << 24}, r"config.json, which describes no T5Enc"),
-    ("transformer/config.json", {"sample_size": 1 << 20}, r"a tensor of [\d,]+ elements, expected at most 268,435"),
-    ("transformer/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
-    ("transformer/config.json", {"num_layers": 4096}, r"more than [\d,]+ weights, about twice as many as its files"),
+    ("text_encoder/config.json", {"num_layers": 3}, r"wrong keys\. Missing \d+: encoder\.block\.2\."),
+    ("text_encoder/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
+    ("text_encoder/config.json", {"d_model": -4}, r"does not fit a T5EncoderModel"),
+    ("text_encoder/config.json", {"d_kv": 1 << 20}, r"got encoder\.block\.0.* as config\.json says"),
+    ("transformer/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
     ("transformer/config.json", {"num_layers": 3}, r"wrong keys\. Missing transformer_blocks\.2\."),
     ("transformer/config.json", {"cross_attention_dim": 8}, r"of shape \(40, 40\), expected \(40, 8\) as config\.json"),
     (
@@ -101,10 +98,9 @@ PARTS = [
     ("transformer/config.json", {"activation_fn": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
     ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected float > 0"),
     ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected float > 0"),
-    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, expected int <= 64"),
+    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, but its file has"),
     ("vae/config.json", {"out_channels": 4}, r"out_channels=4, expected int <= 3"),
     ("vae/config.json", {"up_block_types": ["UpDecoderBlock2D"]}, r"wrong keys|describes no AutoencoderKL"),
-    ("scheduler/scheduler_config.json", {"solver_order": 10**12}, r"solver_order=1000000000000, expected at most 4096"),
     ("scheduler/scheduler_config.json", {"beta_schedule": "x"}, r"scheduler, which describes no \w+: x is not impl"),
     (
         "model_index.json",
@@ -120,11 +116,11 @@ PARTS = [
         )
         for library in ("canary", "canary.evil", "diffusers.pipelines.canary", "os", "transformers.models.canary")
     ),
-    ("text_encoder/config.json", {"_attn_implementation": "owner/repo"}, r"='owner/repo', expected no kernel of a hub"),
-    ("text_encoder/config.json", {"attn_implementation": {"": "a/b@main"}}, "expected no kernel of a hub"),
-    ("text_encoder/config.json", {"text_config": {"_attn_implementation": "a/b"}}, "expected no kernel of a hub"),
-    ("text_encoder/config.json", {"quantization_config": {"quant_method": "gguf"}}, "expected plain weights, whose"),
-    ("transformer/config.json", {"quantization_config": {}}, "quantization_config, expected plain weights"),
+    ("text_encoder/config.json", {"_attn_implementation": "owner/repo"}, r"loads a kernel of a hub \(_attn_impl"),
+    ("text_encoder/config.json", {"attn_implementation": {"": "a/b@main"}}, "loads a kernel of a hub"),
+    ("text_encoder/config.json", {"text_config": {"_attn_implementation": "a/b"}}, "loads a kernel of a hub"),
+    ("text_encoder/config.json", {"quantization_config": {"quant_method": "gguf"}}, "quantized weights cannot be"),
+    ("transformer/config.json", {"quantization_config": {}}, "has quantization_config: quantized weights"),
     ("vae/config.json", {"quantization_config": {}}, "load the pipeline yourself and call seqpar.parallelize"),
 ]
 
@@ -136,7 +132,7 @@ def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
             check(pixart)
     index = pixart / "vae" / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
-    with pytest.raises(ValueError, match=r"got both diffusion_pytorch_model\.safetensors and its index"):
+    with pytest.raises(ValueError, match=r"has both diffusion_pytorch_model\.safetensors and its index"):
         check(pixart)  # diffusers would load the other one than was checked
     index.unlink()
     check(pixart)
@@ -299,17 +295,6 @@ def test_tokenizers_that_others_would_fail_on_are_refused(tmp_path: Path, part: 
             path.write_text(before)
 
 
-def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:
-    pipelines.wan().save_pretrained(tmp_path)
-    index = json.loads((tmp_path / "model_index.json").read_text())
-    check_parts(tmp_path, index)  # a negative control
-    with (
-        changed(tmp_path / "transformer" / "config.json", rope_max_seq_len=10**9),
-        pytest.raises(ValueError, match=r"WanTransformer3DModel: a tensor of 1,000,000,000 elements, expected at most"),
-    ):
-        check_parts(tmp_path, index)
-
-
 @pytest.mark.parametrize(
     ("error", "kept"),
     [
@@ -347,7 +332,6 @@ SCHEDULERS = [
     ({"steps_offset": 5000}, "fails in its step"),
     ({"trained_betas": [0.1, 0.2]}, "fails in its step|cannot do"),
     ({"trained_betas": 5}, "which cannot be built|fails in its step"),
-    ({"num_train_timesteps": 10**12}, r"num_train_timesteps=1000000000000, expected at most 100000"),
     ({"beta_end": "x"}, "which cannot be built"),
     ({"beta_schedule": "x"}, "which cannot be built"),
     ({"beta_start": None}, r"which cannot be built: linspace\(\) received .{,400}$"),  # torch lists all it takes

@@ -19,7 +19,8 @@ import transformers
 
 import seqpar
 from seqpar.loading import encoders as encoder_files
-from seqpar.loading.encoders import begin_encoder, begin_encoders, load_encoders
+from seqpar.loading.encoders import begin_encoder, begin_encoders, load_encoders, open_encoder
+from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights, load_pipeline
 from seqpar.loading.placing import Placing
 from seqpar.loading.reading import Reader, _Requests
@@ -188,10 +189,10 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         whole.append(encoders())
         end(self, model, placing, mesh)
 
-    end, checked_folder = Weights.end, checked(folder, torch.float32, ())
+    end, (parts, _) = Weights.finish, checked(folder, torch.float32, ())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Weights, "end", placed)
-        pipe = load_pipeline(checked_folder, torch.float32, mesh, call if first else None)
+        patch.setattr(Weights, "finish", placed)
+        pipe = load_pipeline(parts, parts.kind, torch.float32, mesh, encode=call if first else None)
     pipelines.quiet(pipe)
     seqpar.parallelize(pipe, mesh)
     pictures = [call(pipe), call(pipe)]
@@ -215,17 +216,18 @@ def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: 
         assert all(np.array_equal(mine[0], each) for each in (*mine, *others))
 
 
-def shared_encoders(pipeline: Any, folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
+def shared_encoders(folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
     """Return the encoders of a folder as ranks load them."""
     with Reader(mesh.device) as reader:
-        begun = begin_encoders(folder, INDEX, dtype, mesh, reader, "got")
+        fitted: Any = {name: check_model(folder / name, *part) for name, part in INDEX.items()}
+        begun = begin_encoders(fitted, dtype, mesh, reader, "got")
         reader.start()
-        return load_encoders(pipeline, folder, begun, mesh)
+        return load_encoders(folder, begun, mesh)
 
 
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
     """A pipeline may change what it was given."""
-    shared = shared_encoders(THEIRS.FluxPipeline, encoders, torch.float64, Mesh.single())["text_encoder"]
+    shared = shared_encoders(encoders, torch.float64, Mesh.single())["text_encoder"]
     shared.keep()
     tokens, others, results = torch.tensor([[2, 3, 13]]), torch.tensor([[4, 3, 13]]), list[Any]()
     for _ in range(3):
@@ -356,15 +358,10 @@ def same(one: Any, other: Any) -> None:
             same(mine, theirs)
 
 
-class NamesLayer:
-    """A pipeline in whose file text_encoder_2.model and text_encoder.text_model stand."""
-
-
 def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
     """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
     mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
-    assert shared_encoders(NamesLayer, path, dtype, mesh) == {}
-    loaded = shared_encoders(THEIRS.FluxPipeline, path, dtype, mesh)
+    loaded = shared_encoders(path, dtype, mesh)
     shared = {name: each.module for name, each in loaded.items()}
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
@@ -442,7 +439,7 @@ def made_encoder(kind: str, dtype: torch.dtype) -> Any:
 def read_encoder(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
     """Return an encoder as ranks load it, and the bytes that our reader was asked for."""
     with Reader(torch.device("cpu")) as reader:
-        end, size = begin_encoder(kind, folder, dtype, reader)
+        end, size = begin_encoder(kind, folder, open_encoder(folder), dtype, reader)
         reader.start()
         return end(), size
 

@@ -12,9 +12,9 @@ from diffusers.models.transformers import transformer_hunyuan_video15
 from safetensors.torch import save_file
 
 from seqpar.loading import reading
-from seqpar.loading.checkpoint import open_checkpoint
-from seqpar.loading.folder import Fitted, check_model
-from seqpar.loading.pipeline import Weights, why_not, without_weights
+from seqpar.loading.checkpoint import Fitted, open_checkpoint
+from seqpar.loading.folder import check_model
+from seqpar.loading.pipeline import Weights, why_not
 from seqpar.loading.placing import Team
 from seqpar.loading.reading import Reader
 from seqpar.mesh.mesh import Mesh
@@ -48,24 +48,25 @@ def same(one: Any, other: Any) -> None:
 
 def reason(kind: Any, folder: Path) -> str | None:
     """Return why the ranks cannot read a model together, as loading a folder says it."""
-    return why_not(kind, folder, check_model(folder, "diffusers", kind.__name__))
+    return why_not(kind, check_model(folder, "diffusers", kind.__name__))
 
 
-def compare(module: Any, folder: Path) -> None:
+def compare(module: Any, folder: Path, safe: bool = True) -> None:
     kind = type(module)
-    module.float().save_pretrained(folder, max_shard_size="40KB")  # an index and several files
+    size = "40KB" if safe else "1GB"  # an index and several files, which diffusers reads of safetensors alone
+    module.float().save_pretrained(folder, max_shard_size=size, safe_serialization=safe)
     assert reason(kind, folder) is None
     theirs = kind.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
     mesh, fitted = Mesh.single(), check_model(folder, "diffusers", kind.__name__)
     assert fitted is not None
-    weights = Weights.of(kind, folder, fitted, torch.bfloat16)
+    weights = Weights.of(fitted, torch.bfloat16)
     for small in (0, reading.SMALL):  # each tensor by itself, and all together
-        ours = without_weights(kind, folder, torch.bfloat16)
+        ours = weights.empty(torch.bfloat16)
         with pytest.MonkeyPatch.context() as patch, Reader(mesh.device) as reader:
             patch.setattr(reading, "SMALL", small)
             placing = weights.begin(reader, Team(), ())
             reader.start()
-            weights.end(ours, placing, mesh)
+            weights.finish(ours, placing, mesh)
         same(ours, theirs)
 
 
@@ -91,7 +92,8 @@ VAES = {
 
 @pytest.mark.parametrize("name", VAES)
 def test_a_vae_is_that_of_diffusers_bit_for_bit(tmp_path: Path, name: str) -> None:
-    compare(VAES[name](), tmp_path)
+    compare(VAES[name](), tmp_path / "safetensors")
+    compare(VAES[name](), tmp_path / "bin", safe=False)
 
 
 def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
@@ -103,9 +105,6 @@ def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
     assert reason(kind, tmp_path) == "evil.py lies beside it"
     (tmp_path / "evil.py").unlink()
     save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, file)
-    assert why_not(kind, tmp_path, Fitted(open_checkpoint(file), vae)) == "a is of type float8_e4m3fn"
-    file.unlink()
-    vae.save_pretrained(tmp_path, safe_serialization=False)
-    assert "diffusion_pytorch_model.bin, expected" in str(reason(kind, tmp_path))
-    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, tmp_path, None))
-    assert why_not(kind, tmp_path / "none", None) == "it has no folder with a config.json of its own"
+    assert why_not(kind, Fitted(tmp_path, kind, {}, open_checkpoint(file), vae)) == "a is of type float8_e4m3fn"
+    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, None))
+    assert why_not(kind, None) == "it has no folder with a config.json of its own"

@@ -32,7 +32,7 @@ from seqpar.loop.steppers import decide
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
-from seqpar.pipelines.unidiffuser_parts import Parts, load_encoders
+from seqpar.pipelines.unidiffuser_parts import load_encoders
 from seqpar.planner.search import Preferences
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for
@@ -412,7 +412,7 @@ def test_code_in_a_tokenizers_folder_is_never_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "clip_tokenizer" / "tokenizer_config.json").write_text(json.dumps(told))
     (tmp_path / "clip_tokenizer" / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')")
     with pytest.raises(ValueError, match="does not load"):
-        load_encoders(Parts.of(tmp_path), torch.float32)
+        load_encoders(tmp_path, torch.float32)
     assert not (tmp_path / "proof").exists()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +64,7 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.attention = PlainAttention(config)
         self.feed_forward = PlainFeedForward(config)
-        self.attention_norm, self.ffn_norm = block_norm(config), block_norm(config)
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(config.width, eps=config.norm_eps) for _ in range(2))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(config.condition_width, 6 * config.width))
 
     def forward(self, x: Tensor, c: Tensor, freqs_LD2: Tensor) -> Tensor:
@@ -148,12 +147,6 @@ def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
     """Return attention by torch's scaled_dot_product_attention."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def block_norm(config: Config) -> nn.Module:
-    """Return RMSNorm as in the released model, or LayerNorm without bias as in Paddle's inference model."""
-    kinds: dict[str, Any] = {"rms": nn.RMSNorm, "layer": lambda width, eps: nn.LayerNorm(width, eps, bias=False)}
-    return kinds[config.block_norm](config.width, eps=config.norm_eps)
 
 
 @torch.compiler.assume_constant_result  # compilers do not know complex numbers

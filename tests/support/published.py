@@ -1,19 +1,17 @@
 """Writes small checkpoints as their authors publish them, independently of the code that reads them.
 
-The names and layouts follow the publishers' own modules: which layers are tensor-parallel, which weights are linear,
+Names and layouts follow the publishers' own modules: which layers are tensor-parallel, which weights are linear,
 how the decoder's levels are counted.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 # fairscale's layers in LLaMA2-Accessory's model
@@ -44,25 +42,15 @@ def save_consolidated(folder: Path, state: Mapping[str, Tensor], ranks: int, nam
         torch.save(part, folder / f"{name}.{rank:02d}-of-{ranks:02d}.pth")
 
 
-def save_pdparams(path: Path, model: nn.Module, protocol: int = 4, pairs: bool = False) -> None:
-    """Write the weights of a module as `paddle.save` does: arrays, those of linear layers transposed.
-
-    pairs: whether each array comes with Paddle's name for it, as `paddle.save` writes parameters that are no state
-    dict's. bfloat16 becomes uint16.
-    """
-    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    saved: dict[str, Any] = {}
-    for index, (key, tensor) in enumerate(model.state_dict().items()):
-        array = _array(tensor.T.contiguous() if key in linear else tensor)
-        saved[key] = (f"param_{index}.w_0", array) if pairs else array
-    saved["StructuredToParameterName@@"] = {key: f"param_{index}.w_0" for index, key in enumerate(saved)}
-    path.write_bytes(pickle.dumps(saved, protocol=protocol))
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+def small_vae() -> Any:
+    """Return an autoencoder of three levels with random weights."""
+    torch.manual_seed(0)
+    levels: dict[str, Any] = {
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "block_out_channels": (32, 64, 64),
+    }
+    return AutoencoderKL(layers_per_block=2, **levels).eval().requires_grad_(False)
 
 
 def original_decoder(vae: Any) -> dict[str, Tensor]:
@@ -146,13 +134,3 @@ def save_unidiffuser(folder: Path, pipe: Any, version: str) -> None:
         f"module.{key.replace('transformer.', 'gpt.', 1)}": x for key, x in pipe.text_decoder.state_dict().items()
     }
     torch.save(captions, folder / "caption_decoder.pth")
-
-
-def save_pipeline_index(folder: Path, parts: Mapping[str, Sequence[str]], version: str) -> None:
-    """Write a DiTPipeline's model_index.json and its DDIM scheduler. version: the key of the library's version."""
-    scheduler = [next(iter(parts.values()))[0], "DDIMScheduler"]
-    index = {"_class_name": "DiTPipeline", version: "0.24.1", **parts, "scheduler": scheduler}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    betas = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler", **betas}))

@@ -5,7 +5,7 @@ A model adds its block, its positions and `forward_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,11 +80,12 @@ class LabelDiT(SequenceModel):
 
 
 def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of classes of an original checkpoint; ValueError if it has none, as no label can be asked."""
+    """Return the number of classes of a checkpoint with the authors' keys; ValueError if it has none."""
     rows = shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0]
     if rows < 2:
-        got = f"a checkpoint with y_embedder.embedding_table.weight of {rows} row"
-        raise ValueError(f"got {got}, expected one for each class, and one for no class")
+        raise ValueError(
+            f"y_embedder.embedding_table.weight has {rows} row, expected one per class and one for no class"
+        )
     return rows - 1
 
 
@@ -97,48 +98,13 @@ def check_outputs(kind: str, inputs: int, outputs: int) -> None:
         )
 
 
-def is_diffusers(config: Mapping[str, Any] | None) -> bool:
-    """Return whether this is a config.json, rather than what is known beside an original file (`Checkpoint.about`)."""
-    return config is not None and "_class_name" in config
-
-
-def original_heads(kind: str, width: int, layers: int, said: Mapping[str, Any], published: Iterable[Any]) -> int:
-    """Return the number of heads of an original checkpoint, which its shapes do not tell.
-
-    said: "heads" is the user's word; "args", the arguments of the training script, may have num_heads. published: the
-    configs that the authors released; a checkpoint with the width and number of layers of one of them has its heads.
-    Raises ValueError if nothing says the number, or if it does not fit.
-    """
-    known = {(config.width, config.num_layers): config.num_attention_heads for config in published}
-    told = said.get("args", {}).get("num_heads")
-    if isinstance(told, int):
-        confirm(kind, {"heads": said.get("heads")}, {"heads": told})
-    heads = said.get("heads") or (told if isinstance(told, int) else known.get((width, layers)))
-    if heads is None:
-        raise ValueError(
-            f"got a {kind} of width {width} with {layers} layers, expected its number of heads from you, because no "
-            f"file says it and no released model has this size; name it by --heads (or heads= in Python)"
-        )
-    if heads < 1 or width % heads or width // heads % 2:
-        raise ValueError(f"got {heads} heads for a {kind} of width {width}, expected heads of equal, even width")
-    return heads
-
-
-def confirm_heads(kind: str, said: Mapping[str, Any], named: Any) -> None:
-    """Raise ValueError if the user, or num_heads in args, says other heads than the model that args.model names."""
-    name, heads = said["args"]["model"], named.num_attention_heads
-    for what, count in {"--heads": said.get("heads"), "args.num_heads": said["args"].get("num_heads")}.items():
-        if count not in (None, heads):
-            raise ValueError(f"got a {kind} with {what} {count}, expected the {heads} heads of args.model, {name}")
-
-
 def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ValueError if the arguments of training (or a config) state another size than the tensors have.
+    """Raise ValueError if a config, or the arguments of training, state another size than the tensors have.
 
     said, found: name -> value; names that only one of them has are not compared.
     """
     for name in said.keys() & found.keys():
         if said[name] is not None and said[name] != found[name]:
             raise ValueError(
-                f"got a {kind} whose files say {name}={said[name]!r}, but whose tensors have {found[name]!r}"
+                f"{name} of this {kind} is {said[name]!r} by its files, but {found[name]!r} by its tensors"
             )

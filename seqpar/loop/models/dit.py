@@ -1,15 +1,14 @@
 """DiT: class-conditional diffusion transformer with adaLN-Zero (arXiv 2212.09748), S/B/L/XL with patch 2/4/8.
 
-It loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
-`mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the variant, and the format of the
-weights decides it. An original file has a table of positions, which training moves a little and may learn as a whole;
-where it is not the one that is computed here, it is a weight of the model (`pos_stored`).
+It loads diffusers' `DiTTransformer2DModel` and the folders that `seqpar convert` writes of original files. The two
+differ in arithmetic (`freq_shift`, `mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the
+variant, and config.json states it. An original file has a table of positions, which training moves a little and may
+learn as a whole; where it is not the one that is computed here, it is a weight of the model (`pos_stored`).
 Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -19,26 +18,15 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.loading import parts as schemas
-from seqpar.loading.keys import count_layers, shape_of
+from seqpar.loading import schemas
+from seqpar.loading.keys import KeyMap
 from seqpar.loop.interface import Condition
 from seqpar.loop.models import _dit_keys, _layers
-from seqpar.loop.models._label_dit import (
-    LabelDiT,
-    check_outputs,
-    confirm,
-    confirm_heads,
-    count_classes,
-    is_diffusers,
-    original_heads,
-)
+from seqpar.loop.models._label_dit import LabelDiT, check_outputs
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Attend, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
-# how far a table of positions is from the sine-cosine one: by the rounding of its numbers in fp32, and at most by that
-# of averages over a whole training (3e-4 at a decay of 0.9999) or of bfloat16 (2e-3)
-ROUNDED, MOVED = 2**-22, 4e-3
 
 
 @dataclass(frozen=True)
@@ -199,6 +187,8 @@ PRESETS: dict[str, Config] = {
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
 
+LEARNED = "DiTLearnedPositions"  # class of a folder whose positions diffusers' class would replace by its own
+
 
 class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
     """The fields of diffusers' config, with the values that this file implements."""
@@ -226,18 +216,19 @@ class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
     double_self_attention: schemas.No | None = None
     # ours: diffusers computes with 1, "interpolate" and its own positions whatever a config says
     freq_shift: schemas.ZeroOrOne | None = None
-    pos_scaling: Literal["interpolate", "none"] | None = None
+    pos_scaling: Literal["interpolate", "none", "refuse"] | None = None
     pos_stored: bool | None = None
 
 
-def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """Return (config, key map name) for a DiT checkpoint, else None; `ValueError` for a variant not implemented."""
-    if config is not None and is_diffusers(config):
-        names = ("DiTTransformer2DModel", "Transformer2DModel")
-        return (_from_diffusers(config), "diffusers") if config["_class_name"] in names else None
-    if any(key.startswith("blocks.0.attn.") for key in shapes):
-        return _from_shapes(shapes, config or {}), "original"
-    return None
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
+    """Return the config of a DiT's folder, or None for another model's; ValueError for a variant not implemented."""
+    names = ("DiTTransformer2DModel", "Transformer2DModel", LEARNED)
+    return _from_diffusers(config) if config.get("_class_name") in names else None
+
+
+def key_map(config: Config) -> KeyMap:
+    """Return the key map of diffusers' folders."""
+    return _dit_keys.key_map(config)
 
 
 def _from_diffusers(config: Mapping[str, Any]) -> Config:
@@ -252,81 +243,3 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
         raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
     check_outputs("DiT", made.in_channels, made.out_channels)
     return made
-
-
-def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> Config:
-    """Return the sizes of an original checkpoint; its shapes tell all but the heads."""
-    width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
-    layers, final = count_layers(shapes, "blocks"), "final_layer.linear.weight"
-    args = said.get("args", {})
-    named = PRESETS.get(str(args.get("model")).lower())
-    if named is not None:
-        sizes = {"width": width, "layers": layers, "patch_size": patch}
-        confirm("DiT", {"width": named.width, "layers": named.num_layers, "patch_size": named.patch_size}, sizes)
-        confirm_heads("DiT", said, named)
-    heads = original_heads("DiT", width, layers, said, PRESETS.values())
-    side = _table_side(shapes, width) if "pos_embed" in shapes else 32 // patch
-    found = Config(
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        num_layers=layers,
-        patch_size=patch,
-        in_channels=channels,
-        out_channels=_layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
-        sample_size=side * patch,
-        num_classes=count_classes(shapes),
-        attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
-    )
-    confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})
-    check_outputs("DiT", found.in_channels, found.out_channels)
-    return _with_table(found, said["read"]("pos_embed")) if "pos_embed" in shapes else found
-
-
-def _table_side(shapes: Mapping[str, tuple[int, ...]], width: int) -> int:
-    """Return how many patches a side of the trained picture has; ValueError if the table is not one of a square."""
-    batch, tokens, columns = shape_of(shapes, "pos_embed", 3)
-    side = math.isqrt(tokens)
-    if (batch, side**2, columns) != (1, tokens, width) or not side:
-        got = f"a DiT with pos_embed of shape {(batch, tokens, columns)}"
-        raise ValueError(f"got {got}, expected (1, side x side, {width}): positions of a square, as wide as the model")
-    return side
-
-
-def _with_table(config: Config, table_1LE: Tensor) -> Config:
-    """Return the config of a model with this table of positions.
-
-    The sine-cosine table is computed, as it always was. One that only rounding has moved from it, by at most `MOVED`,
-    is a weight of the model, which continues it past its size as the sine-cosine one. Any other is a learned one.
-    """
-    computed = _sincos(config, (config.sample_size,) * 2, table_1LE.device)
-    apart = float((table_1LE[0].double() - computed).abs().max())
-    if apart <= ROUNDED:
-        return config
-    return replace(config, pos_stored=True, pos_scaling="none" if apart <= MOVED else "refuse")
-
-
-KEY_MAPS = {"original": _dit_keys.original, "diffusers": _dit_keys.diffusers}
-
-
-def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
-    """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers.
-
-    The fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own. Raises
-    ValueError for learned positions, because diffusers' pictures would have nothing of them.
-    """
-    if config.pos_scaling == "refuse":
-        raise ValueError(
-            "got a DiT whose table of positions is not the sine-cosine one (pos_embed), expected that one: diffusers' "
-            "DiTTransformer2DModel computes its positions and cannot hold others; sample from the original file"
-        )
-    same = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size", "in_channels", "out_channels")
-    same = (*same, "sample_size", "attention_bias")
-    ours: dict[str, Any] = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
-    return "diffusers", {
-        "_class_name": "DiTTransformer2DModel",
-        **{name: getattr(config, name) for name in same},
-        "num_embeds_ada_norm": config.num_classes,
-        "norm_eps": config.mlp_norm_eps,
-        **(ours if ours != {"freq_shift": 1.0, "pos_scaling": "interpolate"} else {}),
-        **({"pos_stored": True} if config.pos_stored else {}),
-    }

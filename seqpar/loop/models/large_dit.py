@@ -1,8 +1,7 @@
 """Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
 
-The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` files of Alpha-VLLM's
-LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original,
-but LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads,
+The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the folders that `seqpar convert` writes of
+the files of Alpha-VLLM's LLaMA2-Accessory. Two details are easy to get wrong. QK-norm is a LayerNorm over all heads,
 before the head split. Rotary angles follow the raster index of a token.
 Letters: see `seqpar.types.protocols`; F = feed-forward width.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,6 @@ class Config:
     num_classes: int = 1000
     qk_norm: bool = True
     norm_eps: float = 1e-5
-    block_norm: Literal["rms", "layer"] = "rms"
     qk_norm_groups: int = 1
 
     @property
@@ -81,7 +79,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(width)
         self.w13 = nn.Linear(width, 2 * config.feed_forward, bias=False)
         self.w2 = nn.Linear(config.feed_forward, width, bias=False)
-        self.norm = (config.block_norm, config.norm_eps)
+        self.norm = ("rms", config.norm_eps)
         self.groups = config.qk_norm_groups
 
     def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
@@ -198,19 +196,13 @@ PRESETS: dict[str, Config] = {
 # Checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """Return (config, key map name) for the original files or ppdiffusers' folder, else None."""
-    found = _large_dit_files.sizes(shapes, config or {}, PRESETS)
-    return None if found is None else (Config(**found), "original")
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
+    """Return the config of a folder that `seqpar convert` wrote, or None for another model's."""
+    if config.get("_class_name") != _large_dit_files.CLASS:
+        return None
+    return Config(**_large_dit_files.sizes(shapes, config))
 
 
-def _original_keys(config: Config) -> KeyMap:
+def key_map(config: Config) -> KeyMap:
+    """Return the key map of the folder, which has the authors' keys."""
     return _large_dit_files.key_map(config.num_layers, config.qk_norm, config.out_channels, config.patch_size)
-
-
-KEY_MAPS = {"original": _original_keys}
-
-
-def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
-    """Return the key map and the config.json of a folder that `seqpar convert` writes."""
-    return "original", _large_dit_files.config_of(config)

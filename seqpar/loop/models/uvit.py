@@ -264,27 +264,11 @@ def work(config: Config) -> Work:
 PRESETS: dict[str, Config] = {"unidiffuser-v0": Config(), "unidiffuser-v1": Config(data_type=True)}
 
 
-def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """Return (config, key map name) for a U-ViT of UniDiffuser, else None; `ValueError` for another variant."""
-    if config is not None and "_class_name" in config:
-        mine = config["_class_name"] == "UniDiffuserModel"
-        return (Config(**_uvit_files.sizes(config)), "diffusers") if mine else None
-    if _uvit_files.is_original(shapes):
-        return Config(**_uvit_files.sizes_of_original(shapes)), "original"
-    return None
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
+    """Return the config of diffusers' folder, or None for another model's; ValueError for another variant."""
+    return Config(**_uvit_files.sizes(config)) if config.get("_class_name") == "UniDiffuserModel" else None
 
 
-def _diffusers_keys(config: Config) -> KeyMap:
-    return _uvit_files.diffusers_keys(config.num_layers // 2, config.out_channels, config.patch_size, config.data_type)
-
-
-def _original_keys(config: Config) -> KeyMap:
-    return _uvit_files.original_keys(config.num_layers // 2, config.out_channels, config.patch_size, config.data_type)
-
-
-KEY_MAPS = {"original": _original_keys, "diffusers": _diffusers_keys}
-
-
-def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
-    """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers."""
-    return "diffusers", _uvit_files.config_of(config)
+def key_map(config: Config) -> KeyMap:
+    """Return the key map of diffusers' folders."""
+    return _uvit_files.key_map(config.num_layers // 2, config.out_channels, config.patch_size, config.data_type)

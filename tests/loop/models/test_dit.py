@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT
+from seqpar.convert.originals import open_transformer
 from seqpar.kernels import _product
 from seqpar.loop.blueprint import from_diffusers, locate
 from seqpar.loop.models import _layers, dit
@@ -44,7 +45,7 @@ def test_dit_without_attention_bias_equals_diffusers() -> None:
 def test_dit_loads_the_original_format_with_its_arithmetic(tmp_path: Path) -> None:
     theirs = with_original_arithmetic(diffusers_dit(num_attention_heads=1, attention_head_dim=64))
     torch.save({"ema": original_state_dict(theirs)}, tmp_path / "dit.pt")
-    ours = DistributedDiT.from_pretrained(tmp_path / "dit.pt", Mesh.single(), torch.float64, heads=1)
+    ours = DistributedDiT.from_pretrained(open_transformer(tmp_path / "dit.pt", 1)[0], Mesh.single(), torch.float64)
     x = random((2, 4, 8, 8), 1)
     assert (call(ours, x) - call(theirs, x)).abs().max() < CLOSE
     assert ours.config.num_classes == 10

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT
+from seqpar.convert.originals import open_transformer
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.models import large_dit
@@ -25,7 +26,6 @@ CLOSE = 1e-10
 TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of width 2
 VARIANTS = {
     "released": TINY,
-    "paddle": replace(TINY, block_norm="layer"),
     "no qk norm": replace(TINY, qk_norm=False),
     "grouped": replace(TINY, num_key_value_heads=8),
 }
@@ -40,8 +40,8 @@ def plain(config: large_dit.Config) -> PlainLargeDiT:
 
 
 def ours(config: large_dit.Config, device: torch.device) -> large_dit.Model:
-    """Return our model with the same weights, loaded through the key map of the original format."""
-    keys = large_dit.KEY_MAPS["original"](config)
+    """Return our model with the same weights, loaded through the key map."""
+    keys = large_dit.key_map(config)
     blueprint = Blueprint("plain", large_dit, config, from_state_dict("plain", plain(config).state_dict()), keys)
     model = blueprint.build(torch.float64, device)
     assert isinstance(model, large_dit.Model)
@@ -88,7 +88,7 @@ def test_sharded_large_dit_equals_the_plain_one(ranks: Pool, world: int, strateg
         assert (got - want).abs().max() < CLOSE * want.abs().max()
 
 
-@pytest.mark.parametrize("change", [{"block_norm": "layer"}, {"norm_eps": 1e-2}, {"qk_norm": False}], ids=str)
+@pytest.mark.parametrize("change", [{"norm_eps": 1e-2}, {"qk_norm": False}], ids=str)
 def test_negative_control_another_variant_is_noticed(change: dict) -> None:
     x, t, y = inputs((8, 8))
     truth = plain(TINY)(x, t, y)
@@ -97,14 +97,14 @@ def test_negative_control_another_variant_is_noticed(change: dict) -> None:
         if "qk_norm" in change:
             block.q_norm = block.k_norm = None  # pyright: ignore
         else:
-            block.norm = (change.get("block_norm", "rms"), change.get("norm_eps", 1e-5))  # pyright: ignore
+            block.norm = ("rms", change["norm_eps"])  # pyright: ignore
     got = DistributedDiT(model, Mesh.single())(x, timestep=t, class_labels=y).sample
     assert (got - truth).abs().max() > 1e-4 * truth.abs().max()
 
 
 def test_the_original_file_is_recognised_by_its_shapes(tmp_path: Path) -> None:
     torch.save(plain(TINY).state_dict(), tmp_path / "consolidated_ema.00-of-01.pth")
-    blueprint = locate(tmp_path / "consolidated_ema.00-of-01.pth", heads=32)
+    blueprint, _ = open_transformer(tmp_path / "consolidated_ema.00-of-01.pth", heads=32)
     assert blueprint.config == TINY
     assert blueprint.module is large_dit
 

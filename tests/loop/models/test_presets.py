@@ -42,7 +42,6 @@ LARGE_DIT_COMMON = {
     "num_classes": 1000,
     "qk_norm": True,
     "norm_eps": 1e-5,
-    "block_norm": "rms",
     "qk_norm_groups": 1,
 }
 
@@ -90,7 +89,7 @@ def test_a_large_dit_has_layers_of_the_published_widths(name: str) -> None:
 
 def published_arithmetic(config: large_dit.Config) -> PlainLargeDiT:
     """Return the plain model; all settings but sizes are written here, not taken from the config under test."""
-    model = plain(replace(config, norm_eps=1e-5, block_norm="rms", qk_norm=True))
+    model = plain(replace(config, norm_eps=1e-5, qk_norm=True))
     for layer in model.layers:
         layer.attention_norm.eps = layer.ffn_norm.eps = 1e-5  # pyright: ignore
         layer.attention.q_norm.eps = layer.attention.k_norm.eps = 1e-5  # pyright: ignore

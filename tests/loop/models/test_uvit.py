@@ -23,12 +23,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.cli.main import command
+from seqpar.convert import uvit as original_uvit
+from seqpar.convert.originals import open_transformer
+from seqpar.convert.uvit import TEXT_TOKENS
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.local import reference
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.interface import Split
 from seqpar.loop.models import uvit
-from seqpar.loop.models._uvit_files import TEXT_TOKENS
 from seqpar.loop.request import Request
 from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
@@ -214,10 +216,8 @@ def test_in_bf16_the_error_is_not_larger_than_diffusers() -> None:
 def from_original(state: Mapping[str, Tensor], mode: uvit.Mode = "joint") -> tuple[uvit.Model, uvit.Config]:
     """Return our model with the weights of an original file, and the config that its shapes tell."""
     checkpoint = from_state_dict("original", state)
-    found = uvit.recognise(checkpoint.shapes, None)
-    assert found is not None
-    config, name = found
-    keys = uvit.KEY_MAPS[name](config)
+    config = original_uvit.config_of(checkpoint.shapes)
+    keys = original_uvit.key_map(config)
     blueprint = Blueprint("original", uvit, replace(config, mode=mode), checkpoint, keys)  # pyright: ignore
     model: Any = blueprint.build(torch.float64, torch.device("cpu"))
     return model, config
@@ -252,17 +252,18 @@ def test_mistakes_in_the_arithmetic_are_noticed(mistake: Mistake) -> None:
 def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
     state = original_state(2, 1, True)
     torch.save(state, tmp_path / "uvit_v1.pth")
-    found = locate(tmp_path / "uvit_v1.pth")
+    found, _ = open_transformer(tmp_path / "uvit_v1.pth")
     assert (found.config.num_attention_heads, found.config.sample_size, found.config.data_type) == (2, 8, True)
     for rows, said in ((17, r"17 rows, expected a multiple of 2 x 2"), (20, r"it has 16 rows, expected 20")):
         torch.save(state | {"decoder_pred.weight": torch.ones(rows, 128)}, tmp_path / "odd.pt")
         with pytest.raises(ValueError, match=said):
-            locate(tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match=r"got a UniDiffuser of width 96 with 16 image tokens, expected a multiple"):
-        uvit.recognise({name: tuple(96 if n == 128 else n for n in x.shape) for name, x in state.items()}, None)
+            open_transformer(tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=r"a UniDiffuser of width 96 with 16 image tokens; expected a multiple"):
+        original_uvit.config_of({name: tuple(96 if n == 128 else n for n in x.shape) for name, x in state.items()})
+    (tmp_path / "odd.pt").unlink()
     command(["convert", str(tmp_path / "uvit_v1.pth"), str(tmp_path / "new")])
-    again: Any = UniDiffuserModel.from_pretrained(tmp_path / "new" / "unet")  # a missing or unknown key would warn
-    assert again.state_dict().keys() == load_file(next((tmp_path / "new" / "unet").glob("*.safetensors"))).keys()
+    again: Any = UniDiffuserModel.from_pretrained(tmp_path / "new")  # a missing or unknown key would warn
+    assert again.state_dict().keys() == load_file(next((tmp_path / "new").glob("*.safetensors"))).keys()
     kept, made = (x.build(torch.float64, torch.device("cpu")) for x in (found, from_diffusers(again)))
     assert all(torch.equal(x.float(), y.float()) for x, y in zip(kept.parameters(), made.parameters(), strict=True))
     model = theirs(3, 4, True)

@@ -102,7 +102,6 @@ def work(config: Config) -> Work:
 
 
 PRESETS = {"toy-labels": Config()}
-KEY_MAPS: dict[str, Any] = {}
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> None:

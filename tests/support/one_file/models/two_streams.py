@@ -157,4 +157,3 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
 
 
 PRESETS = {"two-streams": Config(), "two-states": Config(states=True), "fresh-text": Config(fresh=True)}
-KEY_MAPS: dict[str, Any] = {}

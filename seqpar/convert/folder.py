@@ -1,0 +1,166 @@
+"""`seqpar convert`: a checkpoint in its authors' format becomes a folder of safetensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.convert import consolidated, uvit, vae
+from seqpar.convert.export import OURS, tensors_of, write_folder
+from seqpar.convert.originals import open_autoencoder, open_file, open_transformer
+from seqpar.loading.folder import check_single
+from seqpar.loading.single_file import as_diffusers
+from seqpar.loop.models._large_dit_files import CLASS
+from seqpar.loop.models.dit import LEARNED
+from seqpar.pipelines.unidiffuser_parts import DEFAULT, PREFIX
+
+# the text encoder of UniDiffuser: its repository under openai/ on the hub, and the files of that
+CLIP = "clip-vit-large-patch14"
+ENCODER = ("config.json", "model*.safetensors", "model.safetensors.index.json")
+TOKENIZER = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+LOOSE = (".pth", ".pt", ".ckpt", ".safetensors")
+UNIDIFFUSER = {
+    "_class_name": "UniDiffuserPipeline",
+    "unet": ["unidiffuser", "UniDiffuserModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "clip_tokenizer": ["transformers", "CLIPTokenizer"],
+    "text_decoder": ["unidiffuser", "UniDiffuserTextDecoder"],
+    "scheduler": ["diffusers", DEFAULT["_class_name"]],
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model to write. folder: its place in the target, "" for the target itself. note: printed next to its size."""
+
+    folder: str
+    config: Mapping[str, Any]
+    tensors: Iterable[tuple[str, Tensor]]
+    note: str = ""
+
+
+def convert(source: Path, target: Path, heads: int | None = None, dtype: torch.dtype | None = None) -> None:
+    """Convert a file or folder into a new folder, which appears whole or not at all; print what was written.
+
+    heads: the number of attention heads, where the source does not state it. dtype: None keeps the source's. Raises
+    ValueError before anything is written if the source is no checkpoint of a format that this reads.
+    """
+    if target.exists():
+        raise ValueError(f"target {target} exists; remove it or choose another")
+    if not source.exists():
+        raise ValueError(f"{source} not found")
+    if (source / "model_index.json").is_file() or (source / "config.json").is_file():
+        raise ValueError(f"{source} is a folder of diffusers; seqpar loads it as it is")
+    files = {} if consolidated.parts_of(source) else _unidiffuser(source)
+    parts = list(_unidiffuser_parts(files)) if len(files) > 1 else [_single(files.get("unet", source), heads)]
+    unfinished = target.with_name(target.name + ".part")
+    unfinished.mkdir(parents=True)
+    try:
+        for part in parts:
+            tensors = ((key, tensor.to(dtype or tensor.dtype)) for key, tensor in part.tensors)
+            size = write_folder(unfinished / part.folder, part.config, tensors)
+            print(f"{part.config['_class_name']}: {size} bytes{part.note and '; '}{part.note}", flush=True)
+        if len(files) > 1:
+            _complete_unidiffuser(files["unet"].parent, unfinished)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{target}: written", flush=True)
+
+
+def _single(path: Path, heads: int | None) -> Part:
+    """Return the one model of a source: an autoencoder, or a transformer under diffusers' or its authors' keys."""
+    if path.is_file() and not consolidated.parts_of(path):
+        checkpoint, _ = open_file(path)
+        if vae.is_original(checkpoint.shapes):
+            return _autoencoder("", path)
+        if path.suffix == ".safetensors" and as_diffusers(checkpoint, path) is not None:
+            single = check_single(path)
+            converted = single.checkpoint
+            return Part("", single.config, ((key, converted.tensor(key)) for key in converted.shapes))
+    return _transformer("", path, heads)
+
+
+def _transformer(folder: str, path: Path, heads: int | None = None) -> Part:
+    blueprint, config = open_transformer(path, heads)
+    note = ""
+    if config["_class_name"] in (LEARNED, CLASS):
+        note = "diffusers has no such class, seqpar loads the folder"
+    elif OURS[0] in config:
+        what = "timestep frequencies" + ", the table of positions" * bool(config.get("pos_stored"))
+        note = f"diffusers' arithmetic differs from the original's ({what}), seqpar keeps the original's"
+    return Part(folder, config, tensors_of(blueprint, config), note)
+
+
+def _autoencoder(folder: str, path: Path) -> Part:
+    config, checkpoint, keys = open_autoencoder(path)
+    sources = keys.sources.items()
+    tensors = ((key, source.combine(*map(checkpoint.tensor, source.keys)).clone()) for key, source in sources)
+    return Part(folder, config, tensors)
+
+
+# UniDiffuser's folder -------------------------------------------------------------------------------------------------
+
+
+def _unidiffuser(path: Path) -> dict[str, Path]:
+    """Return the files of UniDiffuser's parts, known by their keys; {} if there is no U-ViT.
+
+    path: a folder, or its U-ViT where the folder has several (v0 and v1).
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and (path.suffix not in LOOSE or _part_of(path) != "unet"):
+        return {}
+    files: dict[str, Path] = {} if path.is_dir() else {"unet": path}
+    for file in sorted(file for file in folder.iterdir() if file.suffix in LOOSE and file.is_file()):
+        part = _part_of(file)
+        if part is None or (part == "unet" and path.is_file()):
+            continue
+        if part in files:
+            raise ValueError(f"{folder} has two files of the {part}: {files[part].name} and {file.name}; remove one")
+        files[part] = file
+    return files if "unet" in files else {}
+
+
+def _part_of(path: Path) -> str | None:
+    try:
+        shapes = open_file(path)[0].shapes
+    except ValueError:  # a training script leaves other files, such as an optimizer's state
+        return None
+    if uvit.is_original(shapes):
+        return "unet"
+    if f"{PREFIX}weight" in shapes:
+        return "text_decoder"
+    return "vae" if vae.is_original(shapes) else None
+
+
+def _unidiffuser_parts(files: Mapping[str, Path]) -> Iterator[Part]:
+    folder = files["unet"].parent
+    for part, name in (("vae", "autoencoder_kl.pth"), ("text_decoder", "caption_decoder.pth")):
+        if part not in files:
+            raise ValueError(f"{folder} has no {part}; put {name} there")
+    if not (folder / CLIP).is_dir():
+        raise ValueError(f"{folder} has no CLIP to encode prompts; put openai/{CLIP} into {folder / CLIP}")
+    yield _transformer("unet", files["unet"])
+    yield _autoencoder("vae", files["vae"])
+    decoder, _ = open_file(files["text_decoder"])
+    tensors = [(key, decoder.tensor(key)) for key in decoder.shapes if key.startswith(PREFIX)]
+    yield Part("text_decoder", {"_class_name": "UniDiffuserTextDecoder"}, tensors, "the layer for prompts alone")
+
+
+def _complete_unidiffuser(source: Path, target: Path) -> None:
+    """Write the index and the scheduler, and copy CLIP, which the authors do not publish again."""
+    (target / "model_index.json").write_text(json.dumps(UNIDIFFUSER, indent=2))
+    (target / "scheduler").mkdir()
+    (target / "scheduler" / "scheduler_config.json").write_text(json.dumps(DEFAULT, indent=2))
+    for folder, names in (("text_encoder", ENCODER), ("clip_tokenizer", TOKENIZER)):
+        (target / folder).mkdir()
+        for file in (file for name in names for file in (source / CLIP).glob(name)):
+            shutil.copyfile(file, target / folder / file.name)

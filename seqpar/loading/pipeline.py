@@ -128,7 +128,7 @@ def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh) -> dict[str, 
 
     def together() -> dict[str, Weights]:
         if lost := [name for name in names if name not in kinds or name not in parts.fitted]:
-            raise ValueError(f"{parts.source} has no {lost[0]}, which rank 0 has; give all hosts the same files")
+            raise ValueError(f"got {parts.source} without {lost[0]}, which rank 0 has; give all hosts the same files")
         return {name: Weights.of(parts.fitted[name], dtype) for name in names}
 
     return mesh.on_all_ranks(together)

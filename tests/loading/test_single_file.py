@@ -129,7 +129,7 @@ def test_other_models_load_from_one_file_with_the_parts_of_a_folder(tmp_path: Pa
     file = folder_of(tmp_path, pipe, FORMS[form](keys(pipe.transformer)))
     source = find(str(file))
     assert isinstance(source, Source)
-    assert source.parts.file == file
+    assert source.parts.fitted["transformer"].path == file
     job = source.check(GenerationRequest(str(file), torch.float64, prompts=("a cat",)))
     loaded, truth = job.load_pipeline(Mesh.single()).transformer.state_dict(), pipe.transformer.state_dict()
     converted = as_diffusers(open_checkpoint(file), file)

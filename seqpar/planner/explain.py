@@ -49,7 +49,6 @@ def _costs(ranking: Ranking) -> list[str]:
 
 
 def _bounds(ranking: Ranking) -> list[str]:
-    """Return the bound of a rank's GEMMs, and the tokens from which attention is half of a step."""
     work, load, layout, rates = ranking.work, ranking.load, ranking.best, ranking.rates
     local, others = load.mine(layout)
     rows, least = load.rows(layout) * (local + sum(others)), rates.ridge * load.itemsize / 2
@@ -133,7 +132,6 @@ def _table(ranking: Ranking) -> list[str]:
 
 
 def _reasons(ranking: Ranking) -> list[str]:
-    """Return why the chosen layout is fast, and why each other one is slower."""
     work, load, layout = ranking.work, ranking.load, ranking.best
     chosen, *others = ways(ranking)
     lines = [""]
@@ -151,7 +149,6 @@ def _reasons(ranking: Ranking) -> list[str]:
 
 
 def _against(chosen: Prediction, other: Prediction) -> str:
-    """Return the difference of two predictions as text, its largest part first."""
     more = other.ms - chosen.ms
     apart = {part: getattr(other, part) - getattr(chosen, part) for part in PARTS}
     largest = sorted(apart, key=lambda part: -abs(apart[part]))

@@ -1,4 +1,4 @@
-"""Makes a run's plan once, for launcher and library alike: mesh, strategy, transport and local attention.
+"""The plan of a run, made once for launcher and library: mesh, strategy, transport and local attention.
 
 The planner takes the mesh, strategy and transport of the layout with the shortest predicted step
 (`seqpar.planner.search`), among the layouts that the caller's settings and mesh allow. Among the local attentions that
@@ -140,7 +140,7 @@ def work_of(config: Any) -> Work:
     """Return the `Work` of a model, from the `work(config)` of the file that defines the config's class."""
     file = sys.modules[type(config).__module__]
     if not hasattr(file, "work"):
-        raise ValueError(f"got a model whose file {file.__name__} has no `work(config)`, expected one for the planner")
+        raise ValueError(f"{file.__name__} has no `work(config)`, which the planner requires of a model's file")
     return file.work(config)
 
 
@@ -217,7 +217,6 @@ def check_transport(name: str, mesh: Mesh) -> None:
 
 
 def _nothing_to_exchange(device: torch.device) -> Choice:
-    """Return the transport with the lowest preference, which needs the least; used where nothing is exchanged."""
     return Choice(_folder.unasked(device.type)[-1], "nothing to exchange")
 
 
@@ -250,7 +249,6 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 def _fitting(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Return the local attentions that work here, best first, and why each more preferred one does not work."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     preferred = {
         name: plugin(seqpar.local, name, "local attention").preference(major, head_dim)

@@ -1,4 +1,4 @@
-"""Predicts the ms of a step and the memory of a rank for one layout, as counts (`costs.py`) over rates (`rates.py`).
+"""Prediction of a step's ms and a rank's memory for one layout: counts (`costs.py`) over rates (`rates.py`).
 
 The prediction adds all parts up. It counts a transfer as hidden only where a strategy states that copy engines carry it
 while its matrix products run (`Layer.behind`); transfers by kernels take multiprocessors from the kernels that they
@@ -116,7 +116,6 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
 
 
 def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
-    """Return the blocks with q, k and v as separate products if the strategy splits them and the model does not."""
     if not layer.split or kind.beside or kind.given:
         return kind
     first, *others = ((*_split(work, gemms).values(), *gemms[1:]) for gemms in (kind.gemms, *kind.apart))
@@ -124,7 +123,6 @@ def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
 
 
 def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of the separate products of q, k and v."""
     inputs, outputs = gemms[0]
     queries = work.heads * work.head_dim
     keys = (outputs - queries) // 2
@@ -132,7 +130,6 @@ def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
 
 
 def _cross_us(work: Work, kind: Blocks, b: int, mine: int, rates: Rates) -> float:
-    """Return the us of the cross-attention of one block, or 0 if it has none."""
     if kind.cross is None:
         return 0.0
     return attention_us(rates, work.head_dim, core(b, mine, kind.cross.keys, work.heads, work.head_dim))
@@ -169,7 +166,6 @@ def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
 
 
 def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
-    """Return the us of the elementwise kernels of one block: the model's and those that the strategy adds."""
     b, (mine, others) = load.rows(layout), load.mine(layout)
     streams, width = kind.rows(mine, others), load.itemsize
     total = sum(_pass_us(rates, b * tokens * elements * width, 1) for elements in kind.passes for tokens in streams)
@@ -179,7 +175,7 @@ def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Laye
 
 
 def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
-    """Return the us of the passes that run once a step: the first norm, and guidance with the scheduler's update.
+    """Return the us of the passes that run once per step: the first norm, and guidance with the scheduler's update.
 
     The first norm moves 3 E values a token: it reads the stream and the positions, and writes its output.
     """
@@ -189,7 +185,6 @@ def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
 def _exchanges_us(
     work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
 ) -> float:
-    """Return the us of one layer's exchanges; a hidden exchange still costs at least that of an empty message."""
     value, moved = load.rows(layout) * work.head_dim * load.itemsize, busiest(every)
     curves = [curve_of(rates, layout, ranks) for ranks in reaches(every[0], layout)]
     if not every[0].behind or not sum(moved):
@@ -225,7 +220,7 @@ def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tup
 
 
 def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:
-    """Return the us in which the guidance branches exchange their predictions, once a step."""
+    # the guidance branches exchange their predictions once per step
     if layout.cfg == 1:
         return 0.0
     sent = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0] * load.latent * STATE

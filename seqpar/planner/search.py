@@ -1,8 +1,7 @@
-"""Finds the best layout: it predicts and ranks every data x cfg x ring x ulysses and strategy that the caller allows.
+"""Search for the best layout: predict and rank every data x cfg x ring x ulysses and strategy that the caller allows.
 
-There are two aims. "latency" puts all ranks on every picture, so that the first picture is ready soonest; "throughput"
-may also give ranks pictures of their own, for the most pictures a second. Names and sizes from the caller restrict
-the search.
+The aim "latency" puts all ranks on every image, so that the first image is ready soonest; "throughput" may also give
+ranks separate images, for the most images per second. Names and sizes from the caller restrict the search.
 """
 
 from __future__ import annotations
@@ -51,17 +50,16 @@ class Ranking:
         if not self.ranked:
             row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
             raise ValueError(
-                f"got a run that does not fit: its smallest layout ({name_of(row.layout)}) {reason}, expected one that "
-                f"fits; start more processes, take a smaller --size, fewer classes or another --dtype"
+                f"the run does not fit: its smallest layout ({name_of(row.layout)}) {reason}; start more processes, "
+                f"or use a smaller --size, fewer classes or another --dtype"
             )
         return self.ranked[0].layout
 
     def __str__(self) -> str:
-        """Return one line: the chosen layout, its predicted time, the next best layout and the source of the rates."""
         if not self.ranked:
             return f"nothing fits; rates: {self.rates.source}"
         first, *others = self.ranked
-        aim = "the first picture soonest" if self.preferences.aim == "latency" else "most pictures a second"
+        aim = "the first image soonest" if self.preferences.aim == "latency" else "most images per second"
         text = f"{name_of(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {name_of(others[0].layout)}, {_ms(others[0])}"
@@ -73,13 +71,13 @@ class Ranking:
         return f"{text}; rates: {self.rates.source}"
 
     def table(self) -> str:
-        """Return a table with a row for each layout: ms a step and its parts, pictures a second, memory of a rank."""
-        head = f"{'layout':<34} {'strategy':<10} {'ms a step':>10} {'gemm':>9} {'attention':>9} {'elementw.':>9}"
-        lines = [f"{head} {'exchange':>9} {'pictures/s':>10} {'GiB a rank':>10}"]
+        """Return a table with a row for each layout: ms per step and its parts, images per second, memory of a rank."""
+        head = f"{'layout':<34} {'strategy':<10} {'ms per step':>11} {'gemm':>9} {'attention':>9} {'elementw.':>9}"
+        lines = [f"{head} {'exchange':>9} {'images/s':>10} {'GiB/rank':>10}"]
         for row in self.ranked:
             parts = " ".join(f"{ms:9.2f}" for ms in (row.gemm, row.attention, row.elementwise, row.exchange))
             speed = f"{1e3 * self.load.images / (row.ms * self.load.steps):10.3f}"
-            lines.append(f"{_columns(row)} {row.ms:10.2f} {parts} {speed} {row.memory.total / GIB:10.1f}")
+            lines.append(f"{_columns(row)} {row.ms:11.2f} {parts} {speed} {row.memory.total / GIB:10.1f}")
         lines += [f"{_columns(row)} does not fit: {reason}" for row, reason in self.too_big]
         return "\n".join([*lines, *([self.counts()] if self.ranked else [])])
 
@@ -110,7 +108,6 @@ def search(
 
 
 def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
-    """Return the chosen prediction first, then the others, fastest first."""
     if not fitting:
         return ()
     # a strategy that rounds differently from one rank is chosen automatically only if no other layout fits
@@ -124,8 +121,8 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
 def allowed(world: int, preferences: Preferences, work: Work, load: Load, transport: str) -> list[Layout]:
     """Return every layout of `world` ranks that the preferences allow and that has work for every rank.
 
-    The order is the preference when predictions tie: first layouts that split pictures over ranks, then those that
-    split guidance branches (one small exchange a step), then the order that the strategies' files state.
+    The order is the preference when predictions tie: first layouts that split images over ranks, then those that
+    split guidance branches (one small exchange per step), then the order that the strategies' files state.
     """
     names = tuple(strategies()) if preferences.strategy == "auto" else (preferences.strategy,)
     layouts = [
@@ -140,7 +137,6 @@ def allowed(world: int, preferences: Preferences, work: Work, load: Load, transp
 
 
 def _axes(world: int, preferences: Preferences, load: Load) -> Iterator[tuple[int, int, int, int]]:
-    """Yield all axis sizes whose product is `world`, with an image for each data rank and a token for each other."""
     free = dict(preferences.axes) if preferences.aim == "throughput" else {"data": 1, **preferences.axes}
     for data in _divisors(world, free.get("data")):
         for cfg in (2, 1) if load.guidance else (1,):
@@ -177,7 +173,6 @@ def _fits(name: str, ring: int, ulysses: int, preferences: Preferences, work: Wo
 
 
 def _on_the_sequence(layouts: list[Layout]) -> list[Layout]:
-    """Return the layouts that give a named strategy the most ranks, on both axes if it treats both separately."""
     most = max((layout.sequence for layout in layouts), default=1)
     longest = [layout for layout in layouts if layout.sequence == most]
     both = [x for x in longest if len(facts_of(x.strategy).axes) > 1 and x.ring > 1 and x.ulysses > 1]
@@ -189,7 +184,6 @@ def _preference(layout: Layout) -> tuple[int, int, int, int]:
 
 
 def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> str:
-    """Return the reason why no layout satisfies the preferences."""
     axes = preferences.axes
     try:
         _, _, ring, ulysses = fill(
@@ -198,7 +192,8 @@ def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> s
     except ValueError as error:
         return str(error)
     if load.tokens < ring * ulysses:
-        return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
+        ranks = ring * ulysses
+        return f"{load.tokens} tokens cannot be sharded over {ranks} ranks (at least one per rank); use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
     exact = exact_strategies()
     if preferences.exact and (preferences.strategy not in exact if preferences.strategy != "auto" else ring > 1):
@@ -222,7 +217,7 @@ def name_of(layout: Layout) -> str:
 
 
 def _ms(row: Prediction) -> str:
-    return f"{row.ms:.3g} ms a step"
+    return f"{row.ms:.3g} ms per step"
 
 
 def _columns(row: Prediction) -> str:

@@ -57,7 +57,7 @@ def test_a_plan_prints_what_a_dry_run_prints(capsys: pytest.CaptureFixture[str],
     flags = ["--model", "dit-xl/2", "--classes", "1", "2", "--mesh", "cfg=1", "--strategy", "ulysses"]
     command(["plan", *flags, *(["--gpus", *counts.split()] if counts else [])])
     plan = capsys.readouterr().out
-    assert plan.count("ms a step") >= 2 * max(1, len(counts.split()))  # a plan and the head of a table for each
+    assert plan.count("ms per step") >= 2 * max(1, len(counts.split()))  # a plan and the head of a table for each
     command(["sample", *flags, "--dry-run", *counts.split()])
     assert capsys.readouterr().out == plan
 
@@ -133,5 +133,5 @@ def test_a_plan_explains_itself_if_asked(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "\nwhy " not in plain
     assert shown.count("\nwhy one rank:") == shown.count("\nwhy cfg 2 x ulysses 2 by kv_first:") == 1
-    assert shown.count("tensor 4 (not in seqpar): +") == 1
+    assert shown.count("ring 2 x ulysses 2 by usp: +") == 1
     assert set(plain.splitlines()) <= set(shown.splitlines())

@@ -62,7 +62,7 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
         (("--local-attention", "flush"), f"got local attention 'flush', expected one of {LOCALS}"),
         (("--mesh", "ulysses=2,ulysses=2"), "expected each axis once: ulysses is there twice"),
         (("--size", "100"), "got size 100x100, expected multiples of 16"),
-        (("--size", "16"), "got 1 tokens for 2 ranks"),
+        (("--size", "16"), "1 tokens cannot be sharded over 2 ranks"),
         (("--guidance", "1", "--mesh", "cfg=2"), "got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
         (("--steps", "0"), "got --steps=0"),
@@ -71,7 +71,7 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
         (("--dry-run", "0"), "got GPUs to plan for=0, expected a whole number from 1"),
         (
             ("--model", "dit-xl/2", "--size", "131072", "--mesh", "auto"),  # terabytes
-            "got a run that does not fit: its smallest layout",
+            "the run does not fit: its smallest layout",
         ),
     ],
     ids=lambda value: "-".join(map(str, value)).strip("-") if isinstance(value, tuple) else "",

@@ -117,8 +117,8 @@ def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(ranks:
 @pytest.mark.parametrize(
     ("mesh", "classes", "axis", "aim"),
     [
-        ("auto", ("1",), "cfg", "(the first picture soonest); next "),
-        ("throughput", ("1", "2"), "data", "(most pictures a second)"),
+        ("auto", ("1",), "cfg", "(the first image soonest); next "),
+        ("throughput", ("1", "2"), "data", "(most images per second)"),
     ],
 )
 def test_a_plan_is_made_for_the_processes_there_are(

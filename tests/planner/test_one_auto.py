@@ -119,7 +119,7 @@ def test_a_plan_for_another_mesh_is_refused_on_every_rank(ranks: Pool) -> None:
 
 
 def test_a_model_without_work_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got a model whose file .* has no `work\(config\)`"):
+    with pytest.raises(ValueError, match=r"has no `work\(config\)`, which the planner requires"):
         work_of(Preferences())
 
 

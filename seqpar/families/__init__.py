@@ -1,13 +1,18 @@
-"""Blocks of diffusers' transformers with fused kernels, one file a family of models, found by its name.
+"""What seqpar knows of models: one file per family, found by its name. A new file needs no registration.
 
-A file has `BLOCKS` (name of diffusers' class -> function, see `seqpar.families._block.Fused`), `PRODUCTS` (name of the
-class -> name of a matrix -> paths of the linear layers that it is made of, one below the other), `STREAMS` (name of the
-class -> the streams that its attention joins, in the order in which the function passes them; a single one may have any
-name), and `why_not(block)`, which returns why the function cannot compute a block that is as diffusers builds it, or
-None. `work(config, text)` is the planner's `Work` of a whole transformer, whose class is named in `TRANSFORMERS`; text:
-the number of its text tokens, that of a usual call unless given.
+A file may export these tables, each by the name of diffusers' class; files whose names begin with `_` are helpers:
 
-Users write the cuts of their own transformers with the names that this package exports.
+- `CUTS`: transformer -> `Cuts`: where its tokens are split, how its attention joins the ranks, what its masks mean. A
+  family without fused blocks needs nothing else.
+- `BLOCKS`: block -> `seqpar.families._block.Block`: the function that computes it with our kernels.
+- `WORK`: transformer -> a function (config, text=...) that returns the planner's `Work`. text: number of text tokens.
+- `TINY`: transformer -> `seqpar.families._tiny.Tiny`: its tiny model, where scaled defaults do not do.
+- `PIPELINES`: a `seqpar.families._pipelines.Pipelines`: what its pipelines take.
+- `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors that have
+  no batch rows even if their first dim is as long.
+- `UNGUIDED`: transformers whose pipelines compute no unconditional branch.
+
+`python -m seqpar.families NAME` proves a family. Users write the cuts of their transformers with the names below.
 """
 
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint

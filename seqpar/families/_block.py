@@ -179,7 +179,7 @@ class BlockCall(Protocol):
         ...
 
     def hand_over(self, x_BlE: Tensor, made: Any) -> None:
-        """Leave what was made of the block's result x to the next block, which takes it if it is given this very x."""
+        """Leave an input made of the block's result x to the next block, which takes it if it is given this very x."""
         ...
 
     def handed(self, x_BlE: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """A block of one stream that attends to itself, then to tokens that every rank holds whole, and then passes an MLP.
 
-Its modulation is a table of its own, (n, E), to which vectors of the timestep are added that all blocks share. So there
+Its modulation is its own table, (n, E), to which vectors of the timestep are added that all blocks share. So there
 is no product to spread over the ranks.
 """
 
@@ -20,7 +20,7 @@ from seqpar.types.protocols import state_dtype
 class Modulation(NamedTuple):
     """The vectors of all blocks, and the row of a token among them, (B, l), or None.
 
-    They are shift, scale and gate of attention, then of the MLP, and what a family has besides.
+    They are shift, scale and gate of attention, then of the MLP, and those that a family has besides.
     """
 
     every: Sequence[Sequence[Vectors]]
@@ -44,7 +44,7 @@ def tabled(tables: Sequence[Tensor], temb: Tensor) -> Modulation:
 
 
 def constant(call: BlockCall, value: float, x_BlE: Tensor) -> Tensor:
-    """Return a vector (1, E) of one value, made once a forward."""
+    """Return a vector (1, E) of one value, made once per forward."""
     dtype, width = state_dtype(x_BlE.dtype), x_BlE.shape[-1]
     return call.once(f"{value} {width}", None, lambda: x_BlE.new_full((1, width), value, dtype=dtype), shared=True)
 

@@ -188,7 +188,7 @@ def _children(parent: nn.Module, step: str) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what a wrapper holds as its `module`, as torch's own wrappers do; other modules unchanged."""
+    """Return the module that a wrapper holds as its `module`, as torch's own wrappers do; other modules unchanged."""
     while not type(module).__module__.startswith("diffusers.") and "module" in module._modules:
         inner = module._modules["module"]
         if inner is None:

@@ -54,7 +54,7 @@ def modulations(
     c_BE, use = F.silu(temb_BE) if activate else temb_BE, f"modulation of {len(layers)} layers"
     made = call.spread(use, [layer.outputs for layer in layers], lambda index: layers[index].wide(c_BE))
     biases = [layer.bias_or_zeros() for layer in layers]
-    rows = torch.cat([*made], dim=1) + torch.cat(biases)  # one addition: one a layer is 0.4 ms of FLUX.1's call
+    rows = torch.cat([*made], dim=1) + torch.cat(biases)  # one addition: one per layer is 0.4 ms of FLUX.1's call
     chunks = [one.split(width or temb_BE.shape[1], dim=-1) for one in rows.split([x.shape[1] for x in made], dim=1)]
     return [chunks[index : index + len(names)] for index in range(0, len(chunks), len(names))]
 
@@ -135,7 +135,7 @@ def of_both(attn: Any, text_rows: Sequence[Tensor], image_rows: Sequence[Tensor]
 
 
 def pairs(call: BlockCall, rows: tuple[Tensor, Tensor], x_BlE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (l, D/2) of rotary rows (l, D) that hold each number twice, made once a forward."""
+    """Return cosines and sines (l, D/2) of rotary rows (l, D) that hold each number twice, made once per forward."""
     dtype = state_dtype(x_BlE.dtype)
     cos, sin = call.once("rotary", rows, lambda: [part[:, 0::2].to(dtype).contiguous() for part in rows], shared=True)
     return cos, sin

@@ -55,7 +55,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     default = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), plan)
     cuts = default if asked is None else asked
     if not cuts and not isinstance(cuts, Cuts):
-        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
+        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens; {HELP}")
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
     check(module, cuts)
     reason = _why_not(type(module)) if asked is None else None
@@ -69,7 +69,7 @@ def _why_not(kind: type) -> str | None:
     if kind.__mro__.index(owner) >= kind.__mro__.index(cut) or owner.__module__.startswith(HOME):
         return None
     return (
-        f"{owner.__name__} has a forward of its own, which may decide by one rank's tokens; cuts= says that it "
+        f"{owner.__name__} overrides forward, which may decide by one rank's tokens; cuts= says that it "
         f"computes each token by itself"
     )
 

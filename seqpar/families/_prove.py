@@ -34,7 +34,7 @@ Outputs = list[tuple[str, list[Tensor]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has found. error: of the results. first: place and path of the first module that differs, or None."""
+    """The finding of a rank. error: of the results. first: place and path of the first module that differs, or None."""
 
     error: float
     first: tuple[int, str] | None

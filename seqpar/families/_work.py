@@ -1,6 +1,6 @@
 """The operations of blocks that several families have, for the planner: what `work` of their files is made of.
 
-An activation is in the product before it, so that it takes no pass of its own.
+An activation is in the product before it, so that it takes no separate pass.
 """
 
 from __future__ import annotations

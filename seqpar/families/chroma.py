@@ -1,8 +1,8 @@
 """Chroma: the blocks of FLUX.1 (`flux.py`), whose modulation is given to them: one network makes that of all blocks.
 
-When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, and a single block's two inputs are never concatenated. A block knows no modulation but its own,
-so it makes its own input, which reads the tokens once more than FLUX.1 does: 2 E bytes a token.
+so it makes its own input, which reads the tokens once more than FLUX.1 does: 2 E bytes per token.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: lodestones' Chroma, as diffusers implements it.
 Letters: see `seqpar.types.protocols`.

@@ -1,8 +1,8 @@
 """CogVideoX: blocks whose layers read text and video alike, of which only the modulation differs.
 
-When it wins: on every GPU, over diffusers' own block. Text and video are one stream from block to block: each norm with
+Faster than diffusers' own on every GPU: text and video are one stream from block to block: each norm with
 its modulation and gate is one pass, and each layer one product, for both. The norms' weights need no further pass: the
-kernel has the one, and the bias is added to the shift, once a call for all blocks.
+kernel has the one, and the bias is added to the shift, once per call for all blocks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: CogVideoX (arXiv 2408.06072), as diffusers implements it.
 Letters: see `seqpar.types.protocols`.

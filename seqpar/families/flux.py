@@ -1,6 +1,6 @@
 """FLUX.1: double blocks of text and image (`_double.py`), then parallel blocks of both (`_parallel.py`).
 
-When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, and between single blocks the tokens stay one stream.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Black Forest Labs' FLUX.1, as diffusers implements it.

@@ -1,6 +1,6 @@
 """FLUX.2 (dev, klein): double blocks (`_double.py`), then parallel blocks of both (`_parallel.py`), with SwiGLU.
 
-When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, SwiGLU is one, and the
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU is one, and the
 MLP of a parallel block runs while keys and values travel. All blocks share their modulation, which diffusers makes.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Black Forest Labs' FLUX.2, as diffusers implements it.

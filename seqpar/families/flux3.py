@@ -1,6 +1,6 @@
 """FLUX.3: parallel blocks (`_parallel.py`) of text, image or reference images alone, then of all of them, with SwiGLU.
 
-When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, SwiGLU is one, and the
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU is one, and the
 MLP runs while keys and values travel. All blocks share their modulation, which diffusers makes for each token: its rows
 are read as they are, because a function cannot know which of them are equal. At 4096 and 512 tokens they are 85 MB a
 block.

@@ -1,6 +1,6 @@
 """HunyuanVideo 1.0 and 1.5: double blocks of video and text (`_double.py`), in 1.0 then parallel ones (`_parallel.py`).
 
-When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, q, k and v are one product that attention's kernel writes to the ranks that read them, and the
 padding of the text is one row of keys in place of a mask for all pairs of tokens (1.5). Between the parallel blocks the
 tokens stay one stream.

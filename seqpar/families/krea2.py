@@ -1,6 +1,6 @@
 """Krea 2: blocks of one stream, text before the image, whose attention has fewer heads of keys and values, and a gate.
 
-When it wins: on every GPU, over diffusers' own block. Norm, modulation and gates are one pass, SwiGLU and the gate of
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU and the gate of
 attention's output are one each. Keys and values stay the 12 heads that they are: diffusers repeats them for the 48 of
 the queries. Attention's gate is a product that runs while keys and values travel.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.

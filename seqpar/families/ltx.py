@@ -1,6 +1,6 @@
 """LTX-Video: a video transformer whose blocks attend to the video, then to a text whose padding is masked.
 
-When it wins: on every GPU, over diffusers' own block, whose norms, modulation and gates are passes of their own, and
+Faster than diffusers' own block, whose norms, modulation and gates are separate passes, and
 whose rotary embedding reads and writes q and k in fp32. Here they are one pass each, and q, k and v are one product
 that attention's kernel writes to the ranks that read them. Text is whole on every rank, so that attention to it
 exchanges nothing. The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded
@@ -119,7 +119,7 @@ def by_vector(temb: Tensor, count: int) -> Tensor:
 
 
 def key_bias(call: BlockCall, mask_B1L: Tensor | None, name: str = "") -> Tensor | None:
-    """Return the mask of a text as attention to whole keys takes it, (B, L), made once a forward.
+    """Return the mask of a text as attention to whole keys takes it, (B, L), made once per forward.
 
     name: of the text, where there are several.
     """

@@ -1,6 +1,6 @@
 """LTX-2: a video and its sound, each of which attends to itself, to a text, to the other one, and then passes an MLP.
 
-When it wins: on every GPU, over diffusers' own block, whose norms, modulation and gates are passes of their own, and
+Faster than diffusers' own block, whose norms, modulation and gates are separate passes, and
 whose rotary embedding reads and writes q and k in fp32. The video is split over the ranks. Its sound is some hundred
 tokens, which every rank computes whole, so that attention to it exchanges nothing; what it reads of the video is merged
 (`BlockCall.attend_whole`). The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64)
@@ -265,7 +265,7 @@ def _to_itself(call: BlockCall, side: Side, h_BlE: Tensor, skips: bool) -> Tenso
 def _modulated(
     call: BlockCall, side: Side, x_BlE: Tensor, gate: Vectors | None, branch_BlE: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one side with what it has read, and its input where the video reads the sound, and the other way."""
+    """Return one side after the branch, and its input where the video reads the sound, and the other way."""
     scale, shift, other_scale, other_shift, _ = side.crossing
     gate = constant(call, 1.0, x_BlE) if gate is None else gate
     x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift, scale, norm, index_Bl=side.of_token)

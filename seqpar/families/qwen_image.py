@@ -1,8 +1,8 @@
 """Qwen-Image, its Edit models and Layered: transformers of double blocks (`_double.py`).
 
-When it wins: on every GPU, over diffusers' own block. Norm, modulation and gates are one pass in place of about ten,
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass in place of about ten,
 GELU and biases are part of the products, q, k and v are one product that attention's kernel writes to the ranks that
-read them. Modulation is a third of the weights: it is read once a call, an Nth on each of N ranks.
+read them. Modulation is a third of the weights: it is read once per call, an Nth on each of N ranks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Qwen-Image, as diffusers implements it.
 Letters: see `seqpar.types.protocols`.
@@ -56,7 +56,7 @@ Shape = tuple[int, int, int]
 
 
 def forward_of(module: Any) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return the forward of edit models whose reference images have a timestep of their own; None for others."""
+    """Return the forward of edit models whose reference images have their own timestep; None for others."""
     return _forward if module.config.zero_cond_t else None
 
 
@@ -130,7 +130,7 @@ def double(
     """
     checked(joint_attention_kwargs)
     rows, index = len(temb), None
-    if modulate_index is not None:  # diffusers makes it and temb once a forward
+    if modulate_index is not None:  # diffusers makes it and temb once per forward
         rows //= 2
         index = call.once("index", temb, lambda: _rows(modulate_index, rows))
     every = call.once("modulation", temb, lambda: _modulations(call, temb, rows))
@@ -142,7 +142,7 @@ def double(
 
 
 def _modulations(call: BlockCall, temb: Tensor, rows: int) -> list[list[Rows]]:
-    """Return the rows of text and image of every block. Text has no tokens of reference images, so only one a row."""
+    """Return the rows of text and image of every block. Text has no tokens of reference images, so only one per row."""
     every = modulations(call, temb, [f"{name} modulation" for name in NAMES])
     return [[tuple(x[:rows] for x in text), image] for text, image in every]
 

@@ -1,8 +1,8 @@
 """Stable Diffusion 3 and 3.5: double blocks of image and text (`_double.py`), some with attention of the image alone.
 
-When it wins: on every GPU, over diffusers' own block. Norm, modulation and gates are one pass, GELU and biases are part
+Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are part
 of the products, q, k and v are one product that attention's kernel writes to the ranks that read them. Modulation is a
-third of the weights: it is read once a call, an Nth on each of N ranks.
+third of the weights: it is read once per call, an Nth on each of N ranks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Stability AI's Stable Diffusion 3 (arXiv 2403.03206) and 3.5, as diffusers implements them.
 Letters: see `seqpar.types.protocols`.

@@ -1,6 +1,6 @@
 """Wan 2.1, 2.2 and VACE: video transformers whose blocks attend to the video, then to a text and a picture's features.
 
-When it wins: on every GPU, over diffusers' own block, whose norms and gates are fp32 passes of their own. Norm,
+Faster than diffusers' own block, whose norms and gates are separate fp32 passes. Norm,
 modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
 read them. Text is whole on every rank, so that attention to it exchanges nothing.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
@@ -76,7 +76,7 @@ def block(
     """Return the video (B, l, E) after a block.
 
     encoder_hidden_states: text (B, L', E), after a picture's features where the model takes some. temb: (B, 6, E), or
-    (B, l, 6, E) where each token has a timestep of its own. rotary_emb: cosines and sines (1, l, 1, D), each number
+    (B, l, 6, E) where each token has its own timestep. rotary_emb: cosines and sines (1, l, 1, D), each number
     twice.
     """
     return _computed(call, block, hidden_states, encoder_hidden_states, temb, rotary_emb)

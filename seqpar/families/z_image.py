@@ -1,8 +1,8 @@
 """Z-Image: blocks with a norm before and after attention, and before and after SwiGLU, on one stream of tokens.
 
-When it wins: on every GPU, over diffusers' own block. The norm of a branch, its gate, the sum and the next norm with
+Faster than diffusers' own on every GPU: the norm of a branch, its gate, the sum and the next norm with
 its modulation are one pass, SwiGLU is one, and q, k and v are one product that attention's kernel writes to the ranks
-that read them. The modulation of all blocks is read once a call, an Nth on each of N ranks.
+that read them. The modulation of all blocks is read once per call, an Nth on each of N ranks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Z-Image, as diffusers implements it.
 Letters: see `seqpar.types.protocols`.

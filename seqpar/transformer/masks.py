@@ -134,7 +134,7 @@ def keys_for(cuts: Cuts, arguments: dict[str, Any], note: Hashable) -> Keys:
 
 
 def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) -> Tensor:
-    """Return the key bias in the order of the keys, of a mask for all tokens, the streams one after the other."""
+    """Return the key bias in the order of the keys, of a mask for all tokens, stream after stream."""
     keys_BL, lengths = key_rows(mask, rows), [shard.total for shard in tokens.streams]
     if keys_BL.shape[1] != sum(lengths):
         raise ValueError(

@@ -266,7 +266,7 @@ def test_a_forward_of_a_mixin_is_not_split() -> None:
     tiny = MODELS["wan"]
     plain: Any = tiny.build()
     plain.__class__ = type("Cached", (Mixin, type(plain)), {})
-    assert "has a forward of its own" in str(cuts_of(plain).why_not(plain))
+    assert "overrides forward" in str(cuts_of(plain).why_not(plain))
     assert cuts_of(tiny.build()).why_not(plain) is None
 
 

@@ -286,7 +286,7 @@ FORWARDS: dict[str, tuple[Callable[[Any], None], str | None, str | None]] = {
     "compiled": (compiled_forward, "Compiled modules are not supported", None),
     "another forward": (replace_forward, OWN, NOT_CALLED),
     "another forward of the class": (replace_class, OWN, OWN),
-    "a class of its own": (subclass, "TeaFlux has a forward of its own, which may decide by one rank's tokens", ""),
+    "a class of its own": (subclass, "TeaFlux overrides forward, which may decide by one rank's tokens", ""),
 }
 # (ranks, of them on the cfg axis): alone, branches only, split by two and three
 LAYOUTS = [(1, 1), (2, 2), (2, 1), (3, 1)]

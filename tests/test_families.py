@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.families import _prove
+from seqpar.families import __main__, _prove
 from seqpar.families._cuts import CutTokens
 from seqpar.families._find import CUTS, FILES
 from seqpar.families._tiny import Tiny
@@ -153,6 +153,24 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 def test_a_wrong_family_is_caught_at_its_first_wrong_module(cpu_ranks: Pool) -> None:
     reports = [reports[0] for reports in cpu_ranks.run(3, proven, "WanTransformer3DModel", "attention is local")]
     assert "the first module that differs: blocks.0.attn1" in (_prove.verdict(reports) or "")
+
+
+def test_the_command_prints_a_line_per_class(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "proofs", lambda kinds: zip(kinds, (None, "differs by 1"), strict=True))
+    assert __main__.main(["pixart"]) == 1
+    lines = "PixArtTransformer2DModel: 3 ranks agree with one process\nDiTTransformer2DModel: differs by 1\n"
+    assert capsys.readouterr().out == lines
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["unknown"])
+
+
+@pytest.mark.whole
+def test_the_command_spawns_ranks_that_prove_a_class() -> None:
+    assert dict(_prove.proofs(["DiTTransformer2DModel"])) == {"DiTTransformer2DModel": None}
+    ((_, reason),) = _prove.proofs(["QwenImage21Transformer2DModel"])
+    assert str(reason).startswith("runs on one rank alone: its text attends")
 
 
 def test_a_class_without_a_file_of_its_own_and_an_unknown_name() -> None:

@@ -10,6 +10,7 @@ A file may export these tables, each by the name of diffusers' class; files whos
 - `PIPELINES`: a `seqpar.families._pipelines.Pipelines`: what its pipelines take.
 - `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors that have
   no batch rows even if their first dim is as long.
+- `UNSPLIT`: class of an attention processor that reads keys by their place in the whole image -> (name, reason).
 - `UNGUIDED`: transformers whose pipelines compute no unconditional branch.
 
 `python -m seqpar.families NAME` proves a family. Users write the cuts of their transformers with the names below.

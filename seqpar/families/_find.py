@@ -21,13 +21,13 @@ from seqpar.types.plugins import plugin, plugins
 FILES = {name: plugin(seqpar.families, name, "family") for name in plugins(seqpar.families)}
 
 
-def _merged(name: str) -> dict[str, Any]:
+def _merged(name: str) -> dict[Any, Any]:
     """Return the tables of this name of all files as one; ValueError if two files have an entry for one class."""
-    merged: dict[str, Any] = {}
+    merged: dict[Any, Any] = {}
     for file in FILES.values():
         table = getattr(file, name, {})
         if twice := merged.keys() & table.keys():
-            raise ValueError(f"{file.__name__} and another family have {name} for {', '.join(sorted(twice))}")
+            raise ValueError(f"{file.__name__} and another family have {name} for {', '.join(sorted(map(str, twice)))}")
         merged |= table
     return merged
 
@@ -39,6 +39,7 @@ def _joined(name: str) -> frozenset[str]:
 CUTS: dict[str, Cuts] = _merged("CUTS")
 BLOCKS: dict[str, Block] = _merged("BLOCKS")
 WORK: dict[str, Callable[..., Work]] = _merged("WORK")
+UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 PIPELINES: tuple[Pipelines, ...] = tuple(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES"))

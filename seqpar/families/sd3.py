@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from diffusers.models import attention_processor
 from torch import Tensor
 
 from seqpar.families import _work
@@ -38,6 +39,16 @@ def _sd3() -> Cuts:
 
 ORDER = ("image", "text")  # in which attention joins them
 CUTS = {"SD3Transformer2DModel": _sd3()}
+PAG = "its mask lets each token of the image read itself alone, by its place among all of them; draw without PAG"
+UNSPLIT = {
+    attention_processor.SD3IPAdapterJointAttnProcessor2_0: (
+        "SD3's IP-adapter",
+        "its attention to the picture also reads the image's keys, of which each rank has a part; "
+        "call unload_ip_adapter()",
+    ),
+    attention_processor.PAGJointAttnProcessor2_0: ("PAG's PAGJointAttnProcessor2_0", PAG),
+    attention_processor.PAGCFGJointAttnProcessor2_0: ("PAG's PAGCFGJointAttnProcessor2_0", PAG),
+}
 TEXT_TOKENS = 333  # tokens of a text: 77 of CLIP and 256 of T5
 LAYERS = {
     "image modulation": ("norm1.linear",),

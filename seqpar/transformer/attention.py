@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.hooks.hooks import ModelHook
-from diffusers.models import attention_processor
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.attention._streams import given
 from seqpar.families._cuts import Joint, parameters
+from seqpar.families._find import UNSPLIT
 from seqpar.families._masks import JOINED, is_by_key
 from seqpar.mesh.exact import linear
 from seqpar.mesh.shard import JointShard, Shard
@@ -281,18 +281,6 @@ def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
 
 
 # Attention modules ---------------------------------------------------------------------------------------------
-
-PAG = "its mask lets each token of the image read itself alone, by its place among all of them"
-# processors that read keys by their place in the whole image, of which each rank has a part -> (name, why)
-UNSPLIT: dict[type, tuple[str, str]] = {
-    attention_processor.SD3IPAdapterJointAttnProcessor2_0: (
-        "SD3's IP-adapter",
-        "its attention to the picture also reads the image's keys, of which each rank has a part; "
-        "call unload_ip_adapter()",
-    ),
-    attention_processor.PAGJointAttnProcessor2_0: ("PAG's PAGJointAttnProcessor2_0", f"{PAG}; draw without PAG"),
-    attention_processor.PAGCFGJointAttnProcessor2_0: ("PAG's PAGCFGJointAttnProcessor2_0", f"{PAG}; draw without PAG"),
-}
 
 
 class AttentionHook(ModelHook):

@@ -1,7 +1,7 @@
-"""What runs are compared with: one rank alone, in the ranks' data type or a wider one, on the same weights.
+"""The reference: one rank alone, in the ranks' data type or a wider one, on the same weights.
 
-A weight is converted when a layer reads it and freed after its use, so that the wider run takes the memory of one layer
-besides the model's own weights.
+A weight is converted when a layer reads it and freed after its use, so the wider run needs the memory of one more
+layer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.verifying.compare import blocks_of, hooked
 
 T = TypeVar("T")
-LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
-ROW_DIMS = 2  # embeddings that hold for all tokens have a row for each picture; tokens have one dim more
+LEAST = 2  # bytes of a floating-point weight that can be converted; smaller ones are quantised
+ROW_DIMS = 2  # embeddings for all tokens have a row for each image; tokens have one dim more
 
 
 def held(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Return the result of this rank's work; the same ValueError on every rank if it fails on one, or lacks memory."""
+    """Do this rank's work; raise the same ValueError on every rank if it fails on one, or lacks memory."""
 
     def tried() -> T:
         try:
             return work()
         except torch.OutOfMemoryError as failed:
             raise ValueError(
-                "got a run that does not fit one rank alone, expected one that does; verify a smaller size, which "
-                "takes the same path"
+                "the run does not fit into the memory of one rank; verify a smaller size, which takes the same path"
             ) from failed
 
     return mesh.on_all_ranks(tried)
@@ -50,7 +49,7 @@ def full_precision() -> Iterator[None]:
 
 
 def wide(whole: Any, dtype: torch.dtype) -> Any:
-    """Return nested values with all floating-point tensors in at least this data type, and the others unchanged."""
+    """Nested values with floating-point tensors in at least this data type, and the others unchanged."""
 
     def widest(x: Tensor) -> Tensor:
         return x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x
@@ -59,7 +58,7 @@ def wide(whole: Any, dtype: torch.dtype) -> Any:
 
 
 class _WideTable(dict[str, Any]):
-    """A module's parameters or buffers by name; each one is converted at the moment it is read."""
+    """A module's parameters or buffers by name; each is converted when it is read."""
 
     def __init__(self, own: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__(own)
@@ -69,19 +68,24 @@ class _WideTable(dict[str, Any]):
         return wide(super().__getitem__(name), self._dtype)
 
     def items(self) -> Any:
-        """Yield names and converted tensors, one after the other, because all at once would fill the memory."""
+        """Names and converted tensors, one at a time, because all at once would fill the memory."""
         return ((name, self[name]) for name in self)
 
 
 @contextmanager
 def widened(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Let all layers of some models read their weights in this data type or a wider one, and turn TF32 off.
+    """Let all layers of some models read their weights in this data type or a wider one, with TF32 off.
 
     The weights themselves stay as they are. Raises ValueError for quantised weights.
     """
     layers = list({id(layer): layer for model in models for layer in model.modules()}.values())
     for layer in layers:
-        _refuse_quantised(layer)
+        for name, x in layer._parameters.items():
+            if x is not None and (type(x) is not nn.Parameter or not x.is_floating_point() or x.itemsize < LEAST):
+                raise ValueError(
+                    f"{type(layer).__name__}.{name} is a {type(x).__name__} of {x.dtype}; quantised weights cannot be "
+                    f"compared with full precision"
+                )
     before = [(vars(layer), layer._parameters, layer._buffers) for layer in layers]
     try:
         for named, parameters, buffers in before:
@@ -93,44 +97,35 @@ def widened(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
             named["_parameters"], named["_buffers"] = parameters, buffers
 
 
-def _refuse_quantised(layer: nn.Module) -> None:
-    for name, x in layer._parameters.items():
-        if x is not None and (type(x) is not nn.Parameter or not x.is_floating_point() or x.itemsize < LEAST):
-            raise ValueError(
-                f"got {type(layer).__name__}.{name}, a {type(x).__name__} of {x.dtype}, expected weights of 16 bits or "
-                f"more: quantised weights cannot be compared with full precision"
-            )
-
-
 class Conditioning:
-    """The embeddings of timestep and pooled text of one call: `recorded` keeps them, `replayed` puts them back, wider.
+    """The embeddings of timestep and pooled text of one call, for the reference to use, in a wider data type.
 
     Pipelines round timesteps to the transformer's data type, which changes these embeddings more than all blocks round.
-    All ways of computing do so alike; a reference that did not would have an error in common with them that hides
-    others: with it, an error of one percent in a block of FLUX.1 is found; without it, one of 30 percent may pass.
+    A reference with its own embeddings would hide errors: with the recorded ones, an error of one percent in a block of
+    FLUX.1 is found; without them, 30 percent may pass.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         blocks = {id(block) for module in modules for _, block in blocks_of(module)}
-        named = [each for module in modules for each in module.named_children()]
+        named = [child for module in modules for child in module.named_children()]
         self._layers = [(name, layer) for name, layer in named if id(layer) not in blocks]
-        self._kept: list[list[Any]] = []
+        self._outputs: list[list[Any]] = []
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Keep the embeddings of the call that is made inside."""
-        with hooked(self._layers, lambda name, output: self._kept.append(pytree.tree_leaves(output))):
+        """Record the embeddings of the call made inside."""
+        with hooked(self._layers, lambda name, output: self._outputs.append(pytree.tree_leaves(output))):
             yield
 
     @contextmanager
     def replayed(self, dtype: torch.dtype) -> Iterator[None]:
-        """Let the layers of the call that is made inside return the kept embeddings, in this data type or wider."""
-        kept = iter(self._kept)
+        """Let the layers of the call made inside return the recorded embeddings, in this data type or wider."""
+        outputs = iter(self._outputs)
 
         def replaced(name: str, output: Any) -> Any:
             leaves, spec = pytree.tree_flatten(output)
-            pairs = zip(leaves, wide(next(kept), dtype), strict=True)
+            pairs = zip(leaves, wide(next(outputs), dtype), strict=True)
             return pytree.tree_unflatten([old if _is_embedding(x) else x for x, old in pairs], spec)
 
         with hooked(self._layers, replaced):

@@ -1,21 +1,26 @@
-"""Verifies this package's own loop: the ranks' run of a request beside that of one rank, block by block.
+"""Verifies our own denoising loop: at each step of the ranks' run, one rank computes the same from the ranks' state.
 
-At each step of the ranks' run, one rank alone computes the model's output from the state that the ranks have, in the
-same data type and in a wider one (attention by its formula, no TF32), and makes the step from the ranks' outputs. Then
-the ranks run the steps once more, as CUDA graphs where the run has them.
+It computes the model's output in the same data type and in a wider one (attention by its formula, no TF32), and makes
+the step from the ranks' outputs. Then the ranks run the steps once more, as CUDA graphs where the run has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import isnan
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqpar.attention._streams import split_out
+from seqpar.local.reference import attend as by_formula
 from seqpar.loop.distributed import DistributedDiT
+from seqpar.loop.interface import SequenceModel
 from seqpar.loop.request import Request, rank_0s
 from seqpar.loop.run import Run, begin
 from seqpar.mesh import exact
@@ -23,152 +28,200 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner.costs import facts_of
 from seqpar.transports.collective import gather
-from seqpar.verifying.compare import BITS, WIDER, Comparison, Error, Place, TokenShare, digest, error
-from seqpar.verifying.look import AFTER, Look, Streams, copied, in_place_of
-from seqpar.verifying.one_rank import held
+from seqpar.types.protocols import Stream
+from seqpar.verifying.compare import AFTER, BITS, WIDER, Comparison, Error, Place, TokenShare, digest, error
+from seqpar.verifying.copies import Copies
+from seqpar.verifying.evaluation import Evaluation, Observed, Streams, dtype_of, joined
+from seqpar.verifying.one_rank import held, wide
 
-# guidance and a scheduler's step are a few operations on each number in fp32; a scale that is one percent off is more
+# guidance and a scheduler's step are a few operations per number in fp32; a scale that is one percent off is more
 STEP = {torch.float64: Error(1e-12, 1e-11)}
 STEP_FP32 = Error(1e-6, 1e-5)
 AGAIN = "the same step had before, or by a CUDA graph"
-STATE = "the state after the prediction"
+
+
+def state_of(step: int) -> Place:
+    """The place of the state after a step."""
+    return Place(step, part=AFTER, name="the state after the prediction")
 
 
 def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Comparison:
-    """Return what this rank measures of the first evaluations of a request; every rank must call this together.
+    """Measure the first evaluations of a request. Collective: call on all ranks.
 
-    Raises ValueError if one rank cannot compute the request, or has not the memory for it.
+    Raises ValueError if one rank cannot compute the request, or lacks the memory for it.
     """
     request, measured = rank_0s(dit.mesh, request), Comparison(dit.dtype)
-    loop = _Loop(dit, request, measured)
-    evaluations = min(evaluations, len(loop.ranks.timesteps))
+    ranks = begin(dit, _again(request))
+    alone = held(dit.mesh, lambda: begin(_engine_of_one(dit), _again(request)))
+    evaluations = min(evaluations, len(ranks.timesteps))
     try:
         for index in range(evaluations):
-            loop.step(index)
+            _compare_step(dit, request, measured, ranks, alone, index)
     finally:
-        loop.release()
-    _once_more(dit, request, evaluations, measured)
-    return measured
+        ranks.release()
+        alone.release()
 
-
-class _Loop:
-    """Runs of one request: of the ranks, and of one rank alone."""
-
-    def __init__(self, dit: DistributedDiT, request: Request, measured: Comparison) -> None:
-        self._dit, self._request, self._measured = dit, request, measured
-        self._models = [dit.model]
-        self.ranks = begin(dit, _again(request))
-        self._alone = held(dit.mesh, lambda: begin(*_by_one(dit, request)))
-
-    def release(self) -> None:
-        """Free what the runs keep."""
-        self.ranks.release()
-        self._alone.release()
-
-    def step(self, index: int) -> None:
-        """Let the ranks make the step of this number, and compare it."""
-        dit, inputs, share = self._dit, copied(self.ranks.inputs()), _share(self._dit, self._request, self.ranks)
-        place, wider = partial(Place, index), WIDER.get(dit.dtype, torch.float32)
-        look = Look(self._measured, place, self._models, dit.mesh, dit.strategy.name, wider, _is_exact(dit))
-        with look.ranks():
-            mine = look.tokens(self.ranks.step, self.ranks.split.tokens)
-        dit.check_delivered()
-        ours, after = self._whole(mine), copied(self.ranks.inputs())
-
-        def by_one() -> tuple[Streams, Streams]:
-            both = look.tokens_by_one(share, lambda: self._alone.predict_on(index, inputs))
-            self._compare_state(index, ours, after)
-            return both
-
-        look.compare(Place(0).name, ours, by_one)
-        look.whole(place(AFTER, STATE), after)
-
-    def _compare_state(self, index: int, ours: Streams, after: Streams) -> None:
-        """Compare the ranks' step with one rank's from the same outputs, whose state stays that of the ranks."""
-        with in_place_of(self._models, lambda *_: dict(ours)):
-            self._alone.step()
-        alone = self._alone.inputs()
-        reason = error(after, alone).why_not(STEP.get(self._dit.dtype, STEP_FP32))
-        if reason is not None:
-            by = self._most_wrong(after, alone)
-            self._measured.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction", 1.0, by)
-
-    def _most_wrong(self, states: Streams, alone: Streams) -> int:
-        """Return the rank whose images and tokens of these states have the largest error, among those of this replica.
-
-        Ranks of the cfg axis hold the same tokens, which each computes itself.
-        """
-        mesh, model, images = self._dit.mesh, self._dit.model, _images(self._dit, self._request)
-        found = dict[int, tuple[bool, float]]()
-        for data, part in product(range(mesh.data.size), range(mesh.sequence.size)):
-            off = 0.0
-            for name, x in states.items():
-                shard, both = self.ranks.split.shard(name), (x, alone[name])
-                both = [y[images.slice(data)] for y in both]
-                mine, right = (y if y.dim() < 4 else model.patchify(y) for y in both)
-                tokens = shard.slice(part)
-                off += error({name: mine[:, tokens]}, {name: right[:, tokens]}).rms
-            found[(data * mesh.cfg.size + mesh.cfg.rank) * mesh.sequence.size + part] = isnan(off), off
-        return max(found, key=lambda rank: found[rank])
-
-    def _whole(self, outputs: Streams) -> Streams:
-        """Return the model's outputs for all tokens, and for the rows of all images with the prompt, then without."""
-        mesh, split, images = self._dit.mesh, self.ranks.split, _images(self._dit, self._request)
-
-        def whole(name: str, x: Tensor) -> Tensor:
-            rows = x.unflatten(0, (-1, images.sizes[mesh.data.rank]))
-            parts = ((mesh.sequence, split.shard(name).sizes, 2), (mesh.data, images.sizes, 1), (mesh.cfg, (1, 1), 0))
-            for axis, sizes, dim in parts:
-                rows = gather(rows, axis, sizes, dim) if axis.size > 1 else rows
-            return rows.flatten(0, 1)
-
-        return {name: whole(name, x) for name, x in outputs.items()}
-
-
-def _once_more(dit: DistributedDiT, request: Request, evaluations: int, measured: Comparison) -> None:
-    """Compare the bits of the states with those of a second run, by CUDA graphs where the run has them.
-
-    It has no hooks, whose reading makes ranks wait for each other.
-    """
+    # once more, by CUDA graphs where the run has them, and without hooks, whose reading makes ranks wait for each other
     run = begin(dit, _again(request))
     try:
-        for place in (Place(index, AFTER, STATE) for index in range(evaluations)):
+        for index in range(evaluations):
             if run.why_no_graph is None:
                 run.capture()
             run.step()
-            if digest(run.inputs()) != measured.bits[place]:
-                measured.find(place, BITS.format(AGAIN))
+            if digest(run.inputs()) != measured.bits[state_of(index)]:
+                measured.find(state_of(index), BITS.format(AGAIN))
         dit.check_delivered()
     finally:
         run.release()
+    return measured
 
 
-def _by_one(dit: DistributedDiT, request: Request) -> tuple[DistributedDiT, Request]:
-    """Return the engine and the request of one rank alone, on the same weights."""
-    return DistributedDiT(dit.model, Mesh.single(dit.device), local=dit.local.name), _again(request)
+def _compare_step(
+    dit: DistributedDiT, request: Request, measured: Comparison, ranks: Run, alone: Run, index: int
+) -> None:
+    """Let the ranks make a step, and compare it with one rank's."""
+    model, images = dit.model, Shard(len(next(iter(request.latents(dit.model.STATE).values()))), dit.mesh.data.size)
+    wider, same_bits = WIDER.get(dit.dtype, torch.float32), _is_exact(dit)
+    evaluation = Evaluation(measured, Place(index), [model], dit.mesh, dit.strategy.name, wider, same_bits)
+    inputs, share, outputs = _copied(ranks.inputs()), _share(dit, request, ranks, images), dict[str, Tensor]()
+
+    # 1. the ranks make the step
+    def by_ranks(true: Callable[..., Streams], *arguments: Any) -> Streams:
+        *streams, attend = arguments
+        _show(evaluation.copies, *streams)
+        returned = true(*streams, evaluation.observed(attend, ranks.split.tokens))
+        outputs.update(_copied(returned))
+        return returned
+
+    with evaluation.ranks(), _in_place_of(model, by_ranks):
+        ranks.step()
+    dit.check_delivered()
+    ours, after = _whole(dit, images, ranks, outputs), _copied(ranks.inputs())
+
+    # 2. one rank computes the model's output from the same inputs, and the step from the ranks' outputs
+    def by_one() -> tuple[Streams, Streams]:
+        both = list[Streams]()
+
+        def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
+            *streams, attend = arguments
+            formula = ByFormula(attend.tokens)  # kernels take 16 bits only
+            shown = Observed(attend if same_bits else formula, evaluation.copies, None)
+            evaluation.copies.alone(share)
+            _show(evaluation.copies, *streams)
+            both[:] = evaluation.by_one(
+                share, lambda: _copied(true(*streams, shown)), lambda: _copied(true(*wide(streams, wider), formula))
+            )
+            return both[0]
+
+        with _in_place_of(model, compute):
+            alone.predict_on(index, inputs)
+        with _in_place_of(model, lambda *_: dict(ours)):  # its state stays that of the ranks
+            alone.step()
+        state = alone.inputs()
+        reason = error(after, state).why_not(STEP.get(dit.dtype, STEP_FP32))
+        if reason is not None:
+            by = _most_wrong(dit, images, ranks, after, state)
+            measured.find(state_of(index), f"{reason}, from the same prediction", 1.0, by)
+        return both[0], both[1]
+
+    evaluation.compare(Place(0).name, ours, by_one)
+    evaluation.whole(state_of(index), after)
+
+
+class ByFormula:
+    """Attention of one rank by its formula, in the data type of its streams."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(B, L, H, D) for each of the given streams."""
+        if beside is not None:
+            beside()
+        return split_out(by_formula(*joined(streams, dtype_of(streams)), mask_BL)[0], streams)
+
+
+@contextmanager
+def _in_place_of(model: SequenceModel, work: Callable[..., Streams]) -> Iterator[None]:
+    """Call `work(forward_tokens, *its arguments)` for each call of the model's `forward_tokens`."""
+    try:
+        vars(model)["forward_tokens"] = partial(work, model.forward_tokens)
+        yield
+    finally:
+        vars(model).pop("forward_tokens", None)
+
+
+def _show(copies: Copies, streams: Streams, positions: Streams, conditioning: Streams) -> None:
+    """Show the inputs of `forward_tokens`."""
+    for name, x in positions.items():
+        copies.part(f"positions of {name}", x, rows=False)
+    for name, x in (*streams.items(), *conditioning.items()):
+        copies.part(f"the input {name}", x.clone())  # tokens are a buffer that the step writes to
+
+
+def _copied(streams: Streams) -> dict[str, Tensor]:
+    """Copies, because a stream of tokens on one rank is the buffer that the next step writes to."""
+    return {name: x.clone() for name, x in streams.items()}
+
+
+def _most_wrong(dit: DistributedDiT, images: Shard, run: Run, states: Streams, alone: Streams) -> int:
+    """The rank whose images and tokens have the largest error. Ranks of the cfg axis hold the same tokens, which each
+    computes itself, so it is one of this replica.
+    """
+    mesh, errors = dit.mesh, dict[int, tuple[bool, float]]()
+    for data, part in product(range(mesh.data.size), range(mesh.sequence.size)):
+        total = 0.0
+        for name, x in states.items():
+            both = [y[images.slice(data)] for y in (x, alone[name])]
+            got, right = (y if y.dim() < 4 else dit.model.patchify(y) for y in both)
+            tokens = run.split.shard(name).slice(part)
+            total += error({name: got[:, tokens]}, {name: right[:, tokens]}).rms
+        errors[(data * mesh.cfg.size + mesh.cfg.rank) * mesh.sequence.size + part] = isnan(total), total
+    return max(errors, key=lambda rank: errors[rank])
+
+
+def _whole(dit: DistributedDiT, images: Shard, run: Run, outputs: Streams) -> Streams:
+    """The model's outputs for all tokens, and for the rows of all images with the prompt, then without."""
+    mesh = dit.mesh
+
+    def whole(name: str, x: Tensor) -> Tensor:
+        rows = x.unflatten(0, (-1, images.sizes[mesh.data.rank]))
+        tokens = run.split.shard(name).sizes
+        for axis, sizes, dim in ((mesh.sequence, tokens, 2), (mesh.data, images.sizes, 1), (mesh.cfg, (1, 1), 0)):
+            rows = gather(rows, axis, sizes, dim) if axis.size > 1 else rows
+        return rows.flatten(0, 1)
+
+    return {name: whole(name, x) for name, x in outputs.items()}
+
+
+def _share(dit: DistributedDiT, request: Request, run: Run, images: Shard) -> TokenShare:
+    """This rank's rows and tokens; rows are those of all images with the prompt, then without it."""
+    mesh, branches = dit.mesh, 2 if request.guidance.on else 1
+    rows = torch.arange(branches * images.total).view(branches, -1)[:, images.slice(mesh.data.rank)]
+    rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
+    axis = mesh.sequence
+    return TokenShare(run.split.lengths, axis.size, axis.rank, rows.flatten(), branches * images.total)
+
+
+def _engine_of_one(dit: DistributedDiT) -> DistributedDiT:
+    """The engine of one rank, on the same weights."""
+    return DistributedDiT(dit.model, Mesh.single(dit.device), local=dit.local.name)
 
 
 def _again(request: Request) -> Request:
-    """Return the request with a generator of its own, so that every run of it adds the same noise."""
-    mine = request.generator or torch.Generator().manual_seed(0)
-    return replace(request, generator=torch.Generator(mine.device).set_state(mine.get_state()))
-
-
-def _images(dit: DistributedDiT, request: Request) -> Shard:
-    """Return which images each rank of the data axis has."""
-    return Shard(len(next(iter(request.latents(dit.model.STATE).values()))), dit.mesh.data.size)
-
-
-def _share(dit: DistributedDiT, request: Request, run: Run) -> TokenShare:
-    """Return which rows and tokens this rank has: rows are those of all images with the prompt, then without it."""
-    mesh, images, branches = dit.mesh, _images(dit, request), 2 if request.guidance.on else 1
-    rows = torch.arange(branches * images.total).view(branches, -1)[:, images.slice(mesh.data.rank)]
-    rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
-    return TokenShare(
-        run.split.lengths, mesh.sequence.size, mesh.sequence.rank, rows.flatten(), branches * images.total
-    )
+    """The request with a copy of its generator, so that every run of it adds the same noise."""
+    generator = request.generator or torch.Generator().manual_seed(0)
+    return replace(request, generator=torch.Generator(generator.device).set_state(generator.get_state()))
 
 
 def _is_exact(dit: DistributedDiT) -> bool:
-    """Return whether the ranks must have the bits of one rank."""
+    """Whether the ranks must have the bits of one rank."""
     return exact.is_on() and (dit.mesh.sequence.size == 1 or facts_of(dit.strategy.name).moves_only)

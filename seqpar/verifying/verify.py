@@ -1,20 +1,20 @@
-"""`verify`: runs several ranks beside one rank on the same inputs, and names the first block and step that is wrong.
+"""`verify`: compares a run of several ranks with one rank on the same inputs; reports the first wrong block and step.
 
-It takes the first evaluations of the model in the run's own size, layout and data type. The accepted error is 1.25
-times that of one rank in the same data type, both compared with one rank in a wider one (fp32 for 16 bits, fp64 for
-fp32): of each head of attention, of each block, of each prediction. Guidance and scheduler start from the ranks' own
-prediction and must be right to rounding; in exact mode, strategies that only move data must have one rank's bits.
-What ranks copy or compute alike (positions, masks, modulation, weights) must have the same bits in every data type.
-It fails closed: what is not compared does not hold. Text encoders and VAEs are not verified.
-When it wins: for the first run on a new machine, driver or version of torch. An evaluation costs about as much as ten
-to twenty of one rank alone, because the reference computes without TF32, and one rank must have the memory for the run.
+It compares the first evaluations of the model in the run's size, layout and data type. Heads of attention, blocks and
+predictions may have 1.25 times the error of one rank in the same data type, both relative to one rank in a wider one
+(fp32 for 16 bits, fp64 for fp32). Guidance and scheduler start from the ranks' prediction and must match to rounding.
+In exact mode, strategies that only move data must have one rank's bits. Tensors that ranks copy or compute identically
+(positions, masks, modulation, weights) must have the same bits in every data type. Anything that is not compared is a
+failure. Text encoders and VAEs are not verified.
+Cost: an evaluation takes as long as 10 to 20 of one rank alone, because the reference computes without TF32, and one
+rank needs the memory for the run.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,28 +28,25 @@ from seqpar.pipelines.own_loop import Loaded
 from seqpar.planner.plan import Plan
 from seqpar.types.arguments import MOST_STEPS, check_whole
 from seqpar.verifying import own_loop
-from seqpar.verifying.compare import OTHER_WEIGHTS, Comparison, Finding, Place
+from seqpar.verifying.compare import OTHER_WEIGHTS, RESULT, Comparison, Finding, Place
 from seqpar.verifying.copies import unequal, weights_of
-from seqpar.verifying.look import evaluation_of, is_result
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
 
-NOT_ASKED = ("graph", "on_step")  # arguments of `sample` that are no part of the request
-EVALUATIONS = 3  # on GPUs the third one is the first that replays a graph which was captured before
+EVALUATIONS = 3  # on GPUs the third is the first that replays a graph captured before
 
 
 class VerificationError(FloatingPointError):
-    """Raised if several ranks do not compute what one rank computes; the message names the first place."""
+    """Raised if the ranks do not compute what one rank computes; the message names the first place."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was verified, and what it showed; `finding` is None if all ranks compute what one rank computes.
+    """The result of `verify`; `finding` is None if all ranks compute what one rank computes.
 
-    what: ranks, layout and data type. steps, blocks: how many evaluations of the model, and outputs of blocks in each.
-    error: the largest error of an evaluation's result, relative to the reference. ratio: the largest error of all in
-    units of one rank's, at `where`. seconds: the time that the verification took. notes: what was not compared, and
-    why. bits: digests of what rank 0 has whole, with their places.
+    what: ranks, layout and data type. steps, blocks: number of evaluations, and of block outputs in each. error: the
+    largest error of an evaluation's result, relative to the reference. ratio: the largest error in units of one rank's,
+    at `where`. notes: what was not compared, and why. bits: digests of rank 0's full tensors, with their places.
     """
 
     what: str
@@ -75,17 +72,17 @@ class Verdict:
 
 
 def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: Any) -> Verdict:
-    """Verify a run on this machine; return the verdict, which rank 0 prints. Every rank must call this together.
+    """Verify a run on this machine; rank 0 prints the verdict. Collective: call on all ranks.
 
     target: a `DistributedDiT` with the arguments of `seqpar.sample` after it, a pipeline of `seqpar.pipelines` with
     those of its `latents`, or a diffusers pipeline or transformer after `parallelize` with those of its call.
-    evaluations: how many evaluations of the model are compared, the first ones; a pipeline that is not told its number
-    of steps makes so many. Raises VerificationError with the first place at which the ranks are wrong, and ValueError
-    for arguments that do not fit or a run that one rank alone cannot hold.
+    evaluations: how many of the first evaluations of the model are compared; also the default number of steps of a
+    pipeline. Raises VerificationError with the first place at which the ranks are wrong, and ValueError for arguments
+    that do not fit or a run that does not fit into one rank's memory.
     """
     if isinstance(target, DistributedDiT):
         mesh = target.mesh
-        check_settings(target, {name: x for name, x in kwargs.items() if name not in NOT_ASKED})
+        check_settings(target, {name: x for name, x in kwargs.items() if name not in ("graph", "on_step")})
         verdict = verdict_of(target, _asked(*args, **kwargs), _agreed(mesh, evaluations))
     elif isinstance(target, Loaded):
         mesh = target.dit.mesh
@@ -105,7 +102,7 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
 
 
 def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict:
-    """Return the verdict on the first evaluations of a request, the same on all ranks, which call this together."""
+    """The verdict on the first evaluations of a request, the same on all ranks. Collective: call on all ranks."""
     started = time.perf_counter()
     check_request(dit, request)
     measured = own_loop.measure(dit, request, evaluations)
@@ -113,32 +110,32 @@ def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdi
 
 
 def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evaluations: int) -> tuple[Mesh, Verdict]:
-    """Return the verdict on the transformer's calls of a diffusers pipeline, or on those of a transformer."""
+    """The verdict on the transformer's calls of a diffusers pipeline, or on those of a transformer."""
     from seqpar.verifying import calls
 
     mesh, started = calls.mesh_of(target), time.perf_counter()
     recorded, ending = calls.recorded(target, args, kwargs, _agreed(mesh, evaluations))
     measured = calls.measure(recorded)
     notes = calls.compare_pipelines(measured, recorded, ending)
-    models = list({id(each.module): each.module for each in recorded}.values())
+    models = list({id(call.module): call.module for call in recorded}.values())
     plan = recorded[0].call.state.plan
     return mesh, replace(_judged(mesh, measured, models, plan, started), notes=notes)
 
 
 def _agreed(mesh: Mesh, evaluations: int) -> int:
-    """Return rank 0's number of evaluations; the same ValueError on every rank if one passes what is no number."""
+    """Rank 0's number of evaluations; the same ValueError on every rank if one passes an invalid number."""
     mesh.on_all_ranks(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
     return mesh.share(evaluations, int)
 
 
 def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:
-    for name in NOT_ASKED:
+    for name in ("graph", "on_step"):  # arguments of `sample` that are no part of the request
         settings.pop(name, None)
     return Request(scheduler, noise, prompt, **settings)
 
 
 class _StandIn:
-    """Takes the place of a pipeline's sampler: keeps the request that the pipeline makes, and returns its noise."""
+    """Replaces a pipeline's sampler: keeps the request that the pipeline makes, and returns its noise."""
 
     request: Request
 
@@ -154,17 +151,17 @@ class _StandIn:
 
 
 def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan: Plan, started: float) -> Verdict:
-    """Return the verdict over all ranks, the same on each but for its seconds."""
+    """The verdict over all ranks, the same on each but for its seconds."""
     if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()  # graphs and peer memory could not take what the reference leaves there
+        torch.cuda.empty_cache()  # graphs and peer memory cannot take what the reference leaves there
     for model in models:
         if (found := unequal(mesh, weights_of(model))) is not None:
-            measured.find(Place(0, -1, "the weights"), OTHER_WEIGHTS.format(*found), by=found[0])
+            measured.find(Place(0, index=-1, name="the weights"), OTHER_WEIGHTS.format(*found), by=found[0])
     worst = max(measured.errors, key=lambda place: _size(measured.ratio(place)))
-    results = [mine.rms for place, (mine, _) in measured.errors.items() if is_result(place)]
-    mine = measured.ratio(worst), worst, max(results, key=_size), measured.blocks
-    ratios, places, errors, blocks = zip(*mesh.collect(mine, tuple[float, Place, float, int]), strict=True)
-    ratio, where = max(zip(ratios, places, strict=True), key=lambda each: _size(each[0]))
+    results = [ranks.rms for place, (ranks, _) in measured.errors.items() if place.part == RESULT]
+    local = measured.ratio(worst), worst, max(results, key=_size), measured.blocks
+    ratios, places, errors, blocks = zip(*mesh.collect(local, tuple[float, Place, float, int]), strict=True)
+    ratio, where = max(zip(ratios, places, strict=True), key=lambda pair: _size(pair[0]))
     finding = _finding(mesh, measured)
     if finding is None and not max(blocks):  # a rank without tokens of a stream has fewer than others
         finding = "the blocks: none was compared, because no hook of a block was called"
@@ -172,7 +169,7 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
     layout = ", ".join([str(mesh), *strategy, plan.transport.name, plan.local.name])
     return Verdict(
         f"{mesh.world.size} ranks ({layout}), {str(measured.dtype).removeprefix('torch.')}",
-        steps=len({evaluation_of(place) for place in measured.errors}),
+        steps=len({(place.step, place.call) for place in measured.errors}),
         blocks=max(blocks),
         error=max(errors, key=_size),
         ratio=ratio,
@@ -184,36 +181,20 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
 
 
 def _finding(mesh: Mesh, measured: Comparison) -> str | None:
-    """Return in words what is wrong first on any rank: which rank computed it, and which ranks saw it.
-
-    Of what several ranks saw there, the most wrong is reported.
-    """
-    every = enumerate(mesh.collect(measured.first(), Finding | None))
-    findings = {rank: each for rank, each in every if each is not None}
+    """The first fault on any rank, with the rank that computed it and the ranks that saw it; the worst of several."""
+    ranks = enumerate(mesh.collect(measured.first(), Finding | None))
+    findings = {rank: finding for rank, finding in ranks if finding is not None}
     if not findings:
         return None
-    place = min(each.place for each in findings.values())
-    there = {rank: each for rank, each in findings.items() if each.place == place}
+    place = min(finding.place for finding in findings.values())
+    there = {rank: finding for rank, finding in findings.items() if finding.place == place}
     worst, finding = max(there.items(), key=lambda pair: _size(pair[1].ratio))
     by = worst if finding.by is None else finding.by
     computed = f"computed by rank {by}, " if finding.ratio else ""
-    return f"{place} on rank {by}: {finding.reason}; {computed}seen on {_ranks(there)}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    names = [*map(str, ranks)]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
+    seen = f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))}"
+    return f"{place} on rank {by}: {finding.reason}; {computed}seen on {seen}"
 
 
 def _size(number: float) -> tuple[bool, float]:
-    """Return a key that sorts numbers by their size, and NaN after all others."""
+    """A key that sorts NaN after all other numbers."""
     return math.isnan(number), number
-
-
-def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
-    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together.
-
-    Raises ValueError on all ranks if names, shapes or data types differ.
-    """
-    found = unequal(mesh, weights_of(model))
-    return None if found is None else OTHER_WEIGHTS.format(*found)

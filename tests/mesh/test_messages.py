@@ -59,7 +59,7 @@ def strange(canary: Path) -> dict[str, bytes]:
 
 
 def test_a_message_holds_the_value_exactly() -> None:
-    place = Place(3, 1, "a block")
+    place = Place(3, index=1, name="a block")
     for value, kind in (
         ((True, None), tuple[bool, str | None]),
         ({place: Error(0.1 + 0.2, math.inf)}, dict[Place, Error]),
@@ -80,7 +80,7 @@ def test_what_is_no_message_is_an_error_that_names_sender_and_type(tmp_path: Pat
         assert "docs/reliability.md" in str(caught.value), name
     with pytest.raises(LostRankError, match="not a dtype"):
         decode(encode("load", str), torch.dtype, 3, "dtype")
-    deep = VALUE + b"\x84" + encode(Place(3, 1, "a block"), Place)[2:] + b"\xa1x" + b"\x91" * 10**5 + b"\xc0"
+    deep = VALUE + b"\x86" + encode(Place(3, index=1, name="a block"), Place)[2:] + b"\xa1x" + b"\x91" * 10**5 + b"\xc0"
     with pytest.raises(LostRankError, match=r"not a Place .*recursion"):
         decode(deep, Place, 3, "places")
     assert not list(tmp_path.iterdir())

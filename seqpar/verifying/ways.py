@@ -1,7 +1,7 @@
-"""Lists the ways in which these processes can compute a request, and judges each as `verify` judges a run.
+"""Lists all layouts in which these processes can compute a request, and verifies each.
 
-A way is a layout of the first of all processes. It fails if `verify` finds something in it, if its run ends in an
-error, or if another transport gives the same layout other bits: transports only move data.
+A layout fails if `verify` finds a fault, if its run raises an error, or if another transport gives it other bits:
+transports only move data.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from seqpar.verifying.compare import NOT_FINITE, first_unequal
 from seqpar.verifying.verify import Verdict, verdict_of
 
 MeshOf = Callable[[int, int, int, int], Mesh | None]
-"""Returns the mesh of the first processes for the sizes of its axes, on every process at the same time."""
+"""Returns the mesh of the first processes for the sizes of its axes. Collective."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way in one data type: its verdict, or None if its run ended in an error; finding: why it does not hold."""
+    """A layout in a data type. verdict: None if its run raised an error. finding: why it does not hold."""
 
     way: Layout
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def skipped(self) -> bool:
-        """Return whether one rank alone cannot compute the request in the data type, which is no fault of a way."""
+        """Whether one rank alone cannot compute the request in the data type, which is no fault of a layout."""
         return self.way.sequence * self.way.cfg * self.way.data == 1 and NOT_FINITE in (self.finding or "")
 
     def __str__(self) -> str:
@@ -50,47 +50,47 @@ class Row:
 
 
 def meshes(ranks: Mesh) -> MeshOf:
-    """Return what makes the mesh of each layout once, because process groups take time and memory."""
+    """A function that makes each mesh once, because process groups take time and memory."""
     return cache(lambda *sizes: Mesh.of_first(prod(sizes), dict(zip(AXES, sizes, strict=True)), ranks.device))
 
 
 def ways(
     ranks: Mesh, counts: Iterable[int], mesh_of: MeshOf, preferences: Preferences, work: Work, load: Load
 ) -> tuple[list[Layout], list[str]]:
-    """Return all ways that the preferences allow on these numbers of ranks, and the reasons why others are left out.
+    """All layouts that the preferences allow on these numbers of ranks, and the reasons why others are left out.
 
-    One rank is always the first. Every process must call this at the same time, because a transport is tried.
+    One rank is always the first. Collective, because transports are tried.
     """
     listed, notes = list[Layout](), list[str]()
     for count in sorted({1, *counts}):
-        wanted = preferences if count > 1 else replace(preferences, axes={}, strategy="auto")
+        allowing = preferences if count > 1 else replace(preferences, axes={}, strategy="auto")
         transports, reasons = _transports(ranks, count, mesh_of, preferences.transport)
         notes += [reason for reason in reasons if reason not in notes]
-        ours = [way for name in transports for way in allowed(count, wanted, work, load, name)]
-        if not ours:
-            notes.append(f"{count} ranks: no layout that is asked for fits them")
-        listed += [way for way in ours if _exchanges(way) or way.transport == transports[0]]
+        layouts = [way for name in transports for way in allowed(count, allowing, work, load, name)]
+        if not layouts:
+            notes.append(f"{count} ranks: no requested layout fits")
+        listed += [way for way in layouts if _exchanges(way) or way.transport == transports[0]]
     return listed, notes
 
 
 def _transports(ranks: Mesh, count: int, mesh_of: MeshOf, asked: str) -> tuple[list[str], list[str]]:
-    """Return the transports that work between the first `count` processes, and why the others do not."""
+    """The transports that work between the first `count` processes, and why the others do not."""
     mesh, working, reasons = mesh_of(1, 1, 1, count), list[str](), list[str]()
     names = [asked] if asked != "auto" else list(_folder.names())
     for name in names if count > 1 else _folder.unasked(ranks.device.type)[-1:]:
-        mine = None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device)
-        reason = ranks.share(mine, str | None)
+        local = None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device)
+        reason = ranks.share(local, str | None)
         if reason is None:
             working.append(name)
         elif asked != "auto":
-            raise ValueError(f"got transport {name!r}, which does not work here: {reason}")
+            raise ValueError(f"transport {name!r} does not work here: {reason}")
         else:
             reasons.append(f"transport {name} is not compared: {reason}")
     return working, reasons
 
 
 def loaded(job: OwnJob, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
-    """Return a job's model in a data type on this rank alone, and the request of its run. Collective."""
+    """A job's model in a data type on this rank alone, and the request of its run. Collective."""
     alone, files = Mesh.single(ranks.device), job.source
     dit = ranks.on_all_ranks(lambda: DistributedDiT.from_pretrained(files.blueprint, alone, dtype))
     pipeline: Any = job.pipeline(dit, files, None)  # without a decoder: only latents are compared
@@ -100,9 +100,9 @@ def loaded(job: OwnJob, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Req
 def judged(
     ranks: Mesh, model: nn.Module, request: Request, listed: Sequence[Layout], mesh_of: MeshOf, local: str
 ) -> list[Row]:
-    """Return a row for each way of computing a request with this model; every process must call this together.
+    """Verify a request with this model in each layout. Collective: call on all ranks.
 
-    listed: as `ways` returns them; only the first is judged where one rank alone cannot compute the request in the
+    listed: the result of `ways`; only the first layout is verified if one rank alone cannot compute the request in the
     model's data type. local: the name of the local attention, or "auto".
     """
     rows = list[Row]()
@@ -110,36 +110,29 @@ def judged(
         row, mesh = Row(way, next(model.parameters()).dtype), mesh_of(*way.sizes.values())
         if mesh is not None:
             try:
-                verdict = _verdict(model, request, way, mesh, local)
-                row = replace(row, verdict=verdict, finding=verdict.finding or _unequal(way, verdict, rows))
-            except (ValueError, FloatingPointError) as error:  # raised alike on all ranks of the way
+                dit = DistributedDiT(model, mesh, way.strategy, local, way.transport if _exchanges(way) else "auto")
+                try:
+                    verdict = verdict_of(dit, request, MOST_STEPS)
+                finally:
+                    dit.release()
+                finding = verdict.finding
+                for other in rows:  # another transport of the same layout
+                    if finding or other.verdict is None or replace(other.way, transport=way.transport) != way:
+                        continue
+                    place = first_unequal(dict(verdict.bits), dict(other.verdict.bits))
+                    if place is not None:
+                        finding = f"{place}: other bits than {named(other.way)}, expected the same: only data moves"
+                row = replace(row, verdict=verdict, finding=finding)
+            except (ValueError, FloatingPointError) as error:  # raised identically on all ranks of the layout
                 row = replace(row, finding=str(error))
-        rows.append(ranks.share(row, Row))  # rank 0 is a rank of every way
+        rows.append(ranks.share(row, Row))  # rank 0 is a rank of every layout
         if rows[0].skipped:
             break
     return rows
 
 
-def _verdict(model: nn.Module, request: Request, way: Layout, mesh: Mesh, local: str) -> Verdict:
-    dit = DistributedDiT(model, mesh, way.strategy, local, way.transport if _exchanges(way) else "auto")
-    try:
-        return verdict_of(dit, request, MOST_STEPS)
-    finally:
-        dit.release()
-
-
-def _unequal(way: Layout, verdict: Verdict, others: Sequence[Row]) -> str | None:
-    """Return in words where a way has other bits than the same layout by another transport, or None."""
-    for other in others:
-        if other.verdict is not None and replace(other.way, transport=way.transport) == way:
-            place = first_unequal(dict(verdict.bits), dict(other.verdict.bits))
-            if place is not None:
-                return f"{place}: other bits than {named(other.way)}, expected the same: only data moves"
-    return None
-
-
 def named(way: Layout) -> str:
-    """Return a way in words, without the names that change nothing in it."""
+    """A layout as text, without names that have no effect in it."""
     names = [str(way), way.strategy] if way.sequence > 1 else [str(way)]
     count = prod(way.sizes.values())
     return (
@@ -148,20 +141,20 @@ def named(way: Layout) -> str:
 
 
 def _exchanges(way: Layout) -> bool:
-    """Return whether the ranks of a way exchange data within a step."""
+    """Whether the ranks of a layout exchange data within a step."""
     return way.sequence * way.cfg > 1
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a table.
+    """The rows as a table.
 
-    error: the largest error of a prediction. x one: the largest error of a block or prediction, in units of that of one
-    rank in the same data type, and where it is. bits: whether predictions and states have the bits of one rank.
+    error: the largest error of a prediction. x one: the largest error of a block or prediction, in units of one rank's
+    in the same data type, and its place. bits: whether predictions and states have one rank's bits.
     """
     lines = [f"{'dtype and way':<54} {'error':>8} {'x one':>6} {'at':<34} {'bits':<10} verdict"]
     for row in rows:
         verdict, failed = row.verdict, "not judged" if row.skipped else "FAILS"
-        alone = next(each.verdict for each in rows if each.dtype == row.dtype)
+        alone = next(other.verdict for other in rows if other.dtype == row.dtype)
         if verdict is None:
             measured = f"{'-':>8} {'-':>6} {'-':<34} {'-':<10}"
         else:

@@ -50,7 +50,7 @@ class RecordedCall:
 class _Recorder:
     """Replaces a transformer's call, and records arguments and results."""
 
-    def __init__(self, module: nn.Module, call: ShardedCall, calls: list[RecordedCall]) -> None:
+    def __init__(self, module: nn.Module, call: Any, calls: list[RecordedCall]) -> None:
         self._module, self._call, self._calls = module, call, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ def main() -> None:
         raise SystemExit(_without_command(words))
     take(Handler("leave", leaves()))  # imports take seconds
     if words[0] == SERVE:
-        from seqpar.serve.front.command import main as serve
+        from seqpar.serve.api.command import main as serve
 
         code = serve(words[1:])
         if code == MISTAKE:  # nothing has started

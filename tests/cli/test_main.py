@@ -12,7 +12,7 @@ from seqpar import __version__
 from seqpar.cli import entry
 from seqpar.cli.args import Args, PlanArgs
 from seqpar.cli.main import command
-from seqpar.serve.front.command import main as serve
+from seqpar.serve.api.command import main as serve
 from tests.cli.processes import seqpar
 
 LINES, COLUMNS = 24, 90  # of one screen

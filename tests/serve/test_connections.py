@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from seqpar.serve.front import log
-from seqpar.serve.front.connections import HEAD_BYTES, IDLE_S, STALLED_S, Connections, allow_files, listening
-from seqpar.serve.front.server import Server, http_server
+from seqpar.serve.api import log
+from seqpar.serve.api.connections import HEAD_BYTES, IDLE_S, STALLED_S, Connections, allow_files, listening
+from seqpar.serve.api.server import HttpServer, http_server
 from tests.support.front import LIMIT_S, running, until
 
 SOON_S = 0.3  # the timeout of headers in tests
@@ -59,7 +59,7 @@ Open = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 @asynccontextmanager
-async def serving(connections: Connections) -> AsyncIterator[tuple[App, Server, Open]]:
+async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServer, Open]]:
     """Serve in this process; yield also a function that connects and sends something."""
     app, listener = App(), listening("127.0.0.1", 0)
     server, port = http_server(app, connections), listener.getsockname()[1]
@@ -186,8 +186,8 @@ def test_frequent_events_are_one_line_per_second(capsys: pytest.CaptureFixture[s
         await asyncio.sleep(2.5 * log.OFTEN_S)
         logger.warning("of another package")
 
-    handler = log.Stderr()
-    handler.setFormatter(log.Lines())
+    handler = log.RateLimited()
+    handler.setFormatter(log.JsonLines())
     asyncio.run(logged(handler))
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     counts = {name: [each.get("count") for each in lines if each["event"] == name] for name in ("often", "ours")}
@@ -200,7 +200,7 @@ def test_many_connections_with_unfinished_headers_do_not_deafen_a_server(tmp_pat
     """The front may open 512 files, and 700 clients connect."""
     before = f"""
 import functools, resource
-from seqpar.serve.front import server
+from seqpar.serve.api import server
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 server.Connections = functools.partial(server.Connections, head_s={5 * SOON_S})
 """

@@ -17,9 +17,9 @@ import pytest
 import tyro
 import yaml
 
-from seqpar.serve.front.command import ServeArgs
-from seqpar.serve.front.gate import OPEN
-from seqpar.serve.front.metrics import Metrics
+from seqpar.serve.api.args import ServeArgs
+from seqpar.serve.api.gate import OPEN
+from seqpar.serve.api.telemetry import Metrics
 from tests.support.front import ROOT
 
 FILES = ROOT / "examples" / "deploy"

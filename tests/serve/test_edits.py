@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,11 +22,11 @@ import pytest
 from PIL import Image
 
 from seqpar.pipelines.image_files import digest
-from seqpar.serve.front import jobs, pictures
-from seqpar.serve.front.errors import ProblemError
-from seqpar.serve.front.jobs import Queue, Wanted
-from seqpar.serve.front.pictures import Format, InputImages, Pictures, PixelFile, pixels_in
-from seqpar.serve.front.speeds import Speeds
+from seqpar.serve.api import codec, jobs
+from seqpar.serve.api.codec import Codec, Format, Inputs, PixelFile, pixels_in
+from seqpar.serve.api.errors import ProblemError
+from seqpar.serve.api.images import MOST_WAITING, decode_inputs
+from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
 from seqpar.serve.messages import ImageRequest, InputImage
 from tests.support.front import LIMIT_S, Running, running, until
 
@@ -99,23 +100,23 @@ def bomb() -> bytes:
 
 GOOD: dict[str, Any] = {"data": {"prompt": "never"}, "files": [("image", file_of())]}
 WRONG: list[tuple[dict[str, Any], int, str]] = [
-    ({"files": [("mask", file_of())]}, 400, "got a mask, expected none"),
-    ({"files": [("image", b"no picture")]}, 400, "got picture 1, which is none, expected a picture as PNG, JPEG or"),
-    ({"files": [("image", file_of(kind="gif"))]}, 400, "got picture 1, which is none"),
-    ({"files": [("image", file_of()), ("image", file_of()[:-30])]}, 400, "got picture 2, which is broken"),
-    ({"files": [("image", bomb())]}, 400, "got picture 1 of 10000x10000 pixels (height x width), expected at most"),
-    ({"files": [("image", b"")]}, 400, "got picture 1, which is none"),
-    ({"files": [("images", file_of())]}, 400, "got unknown files 'images', expected image or image[]; leave them out"),
-    ({"files": [("image", file_of())] * 18}, 400, "got a request that could not be read"),
-    ({"data": {"prompt": "x", "image": "/etc/passwd"}}, 400, "got unknown fields image, expected those of /openapi"),
-    ({"data": {"prompt": ["x", "y"]}}, 400, "got 'prompt' twice, expected it once"),
-    ({"data": {}}, 400, "got no prompt, expected one"),
-    ({"data": {"prompt": "x", "n": "two"}}, 400, "got n 'two', expected"),
-    ({"data": {"prompt": "x", "strength": "0"}}, 400, "got strength '0', expected"),
-    ({"data": {"prompt": "x", "strength": "nan"}}, 400, "got strength 'nan', expected"),
-    ({"data": {"prompt": "x", "model": "toy"}}, 400, "got model toy, which takes no picture, expected one that does"),
-    ({"data": {"prompt": "x", "model": "movie"}}, 400, "got model movie, which makes videos, expected one that makes"),
-    ({"data": {"prompt": "x", "model": "none"}}, 404, "got a model that is not served"),
+    ({"files": [("mask", file_of())]}, 400, "mask is not supported"),
+    ({"files": [("image", b"no picture")]}, 400, "got image 1, which is none, expected a picture as PNG, JPEG or"),
+    ({"files": [("image", file_of(kind="gif"))]}, 400, "got image 1, which is none"),
+    ({"files": [("image", file_of()), ("image", file_of()[:-30])]}, 400, "got image 2, which is broken"),
+    ({"files": [("image", bomb())]}, 400, "got image 1 of 10000x10000 pixels (height x width), expected at most"),
+    ({"files": [("image", b"")]}, 400, "got image 1, which is none"),
+    ({"files": [("images", file_of())]}, 400, "unknown files 'images'; send files as image or image[]"),
+    ({"files": [("image", file_of())] * 18}, 400, "the request cannot be read"),
+    ({"data": {"prompt": "x", "image": "/etc/passwd"}}, 400, "unknown fields image; see /openapi"),
+    ({"data": {"prompt": ["x", "y"]}}, 400, "'prompt' is given twice; send it once"),
+    ({"data": {}}, 400, "prompt is required"),
+    ({"data": {"prompt": "x", "n": "two"}}, 400, "n 'two' should be"),
+    ({"data": {"prompt": "x", "strength": "0"}}, 400, "strength '0' should be"),
+    ({"data": {"prompt": "x", "strength": "nan"}}, 400, "strength 'nan' should be"),
+    ({"data": {"prompt": "x", "model": "toy"}}, 400, "model toy takes no images; /v1/models lists"),
+    ({"data": {"prompt": "x", "model": "movie"}}, 400, "model movie makes videos; use /v1/videos"),
+    ({"data": {"prompt": "x", "model": "none"}}, 404, "model not found"),
 ]
 
 
@@ -141,14 +142,14 @@ def test_bodies_and_models_that_do_not_fit(front: Running) -> None:
         assert answer.status_code == 415  # no file, so that it is no form of several parts
         models = {each["id"]: each["seqpar"] for each in http.get("/v1/models").json()["data"]}
         assert [models[name]["edits"] for name in ("toy", "editor", "changer")] == [False, True, True]
-    with front.openai() as client, pytest.raises(openai.BadRequestError, match="makes nothing without a picture"):
+    with front.openai() as client, pytest.raises(openai.BadRequestError, match="requires an image; use"):
         client.images.generate(prompt="x", model="changer")
 
 
 def test_pixels_are_bounded_together_by_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "MOST_PIXELS", 130)
+    monkeypatch.setattr(codec, "MOST_PIXELS", 130)
     assert pixels_in([file_of()] * 2) == 120
-    with pytest.raises(ValueError, match="expected at most 130 pixels together"):
+    with pytest.raises(ValueError, match="more than 130 pixels together"):
         pixels_in([file_of()[:60]] * 3)  # headers without pixels
     assert pixels_in([file_of(), b"no picture", *[file_of()] * 3]) == 60  # `written` tells of the second one
 
@@ -168,25 +169,59 @@ def test_at_most_two_requests_are_decoded_at_once_and_none_that_is_refused(tmp_p
         if not count:
             raise MemoryError
 
-    async def read() -> list[InputImages | BaseException]:
-        reader = Pictures(tmp_path)
+    async def read() -> list[Inputs | BaseException]:
+        reader = Codec(tmp_path)
         reader._decoders.run = run  # pyright: ignore
         try:
             files = [[file_of()], [b""], [file_of(PIXELS[:4]), file_of()], [file_of()]]
-            return await asyncio.gather(*(reader.inputs_of(each, check) for each in files), return_exceptions=True)
+            return await asyncio.gather(*(reader.decode(each, check) for each in files), return_exceptions=True)
         finally:
             reader.close()
 
     first, second, third, fourth = asyncio.run(read())
     assert (most, refused, type(second)) == (2, [], MemoryError)
-    assert isinstance(first, InputImages)
-    assert isinstance(third, InputImages)
+    assert isinstance(first, Inputs)
+    assert isinstance(third, Inputs)
     assert Path(third.path or "").read_bytes() == PIXELS[:4].tobytes() + PIXELS.tobytes()
     assert [each.nbytes for each in third.images] == [120, 180]
     assert len([*tmp_path.iterdir()]) == 3
     del first, second, third, fourth
     gc.collect()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_uploads_that_wait_to_be_decoded_are_bounded(tmp_path: Path) -> None:
+    """The seventeenth of 16 gets 429 while the decoders are busy, and none is refused afterwards."""
+
+    async def uploaded(folder: Path) -> tuple[int, ProblemError, int]:
+        codec, free = Codec(folder), asyncio.Event()
+        run = codec._decoders.run  # pyright: ignore
+
+        async def busy(*arguments: Any) -> Any:
+            await free.wait()
+            return await run(*arguments)
+
+        codec._decoders.run = busy  # pyright: ignore
+        server: Any = SimpleNamespace(codec=codec, queue=Queue(99, 9.0, Speeds(), lambda job: None))
+        try:
+            waiting = [asyncio.create_task(decode_inputs(server, [file_of()], "image")) for _ in range(MOST_WAITING)]
+            await asyncio.sleep(0)
+            with pytest.raises(ProblemError, match="16 requests with images wait") as refused:
+                await decode_inputs(server, [file_of()], "image")
+            free.set()
+            decoded = [inputs for inputs in await asyncio.gather(*waiting) if inputs.images]
+            await decode_inputs(server, [file_of()], "image")
+            return len(decoded), refused.value, codec.waiting
+        finally:
+            codec.close()
+
+    decoded, refused, waiting = asyncio.run(uploaded(tmp_path))
+    assert (decoded, waiting) == (MOST_WAITING, 0)
+    assert (refused.problem.status, refused.problem.code, refused.problem.headers) == (
+        429,
+        "queue_full",
+        {"retry-after": "1"},
+    )
 
 
 def test_large_pictures_neither_hold_up_a_server_nor_fill_its_memory(
@@ -225,20 +260,20 @@ def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
     monkeypatch.setattr(jobs, "MOST_HELD", 20)
     order = ImageRequest("", "editor", "x", images=(InputImage(1, 4, "d"),))
 
-    def wanted() -> Wanted:
+    def wanted() -> JobSpec:
         pixels = PixelFile(tmp_path)
         pixels.path.touch()
-        return Wanted(order, 1, Format(), "normal", 1, 0.1, 9.0, pixels=pixels)
+        return JobSpec(order, 1, Format(), "normal", 1, 0.1, 9.0, pixels=pixels)
 
-    async def added() -> Wanted:
+    async def added() -> JobSpec:
         queue = Queue(9, 9.0, Speeds(), lambda job: None)
         first = queue.add("1", "", wanted())
-        with pytest.raises(ProblemError, match="got 12 bytes of pixels while 12 wait, expected at most 20 together"):
+        with pytest.raises(ProblemError, match="need 12 bytes of pixels while other jobs hold 12 of 20"):
             queue.add("2", "", wanted())
         queue.end(first, "completed")
         queue.end(queue.add("3", "", wanted()), "completed")
-        return first.wanted
+        return first.spec
 
     ended = asyncio.run(added())
     gc.collect()
-    assert (ended.nbytes, ended.order.images[0].digest, [*tmp_path.iterdir()]) == (0, "d", [])
+    assert (ended.nbytes, ended.request.images[0].digest, [*tmp_path.iterdir()]) == (0, "d", [])

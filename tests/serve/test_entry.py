@@ -10,9 +10,10 @@ from seqpar.cli import entry
 
 WRONG = [
     (["--gpus", "1", "--ranks", "2"], "got --gpus 1 and --ranks 2, expected one of them"),
-    (["--host", "0.0.0.0"], "got --host 0.0.0.0 without --keys, expected keys where other machines can ask"),
+    (["--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines and requires --keys"),
     (["--port", "70000"], "got --port 70000, expected at most 65535"),
-    (["--jobs", __file__], f"got --jobs {__file__}, expected a folder to write in"),
+    (["--jobs", __file__], f"--jobs {__file__} is no folder to write in"),
+    (["--name", "a-b"], "got --name a-b, expected 1 to 32 letters and digits"),
     (["--queue", "0"], "got --queue 0, expected at least 1"),
 ]
 

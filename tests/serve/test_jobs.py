@@ -50,7 +50,7 @@ def test_priorities_go_first_and_the_queue_is_bounded(front: Running) -> None:
         until(lambda: "hold priorities" in front.prompts)
         others = [asked.ask(f"{each} job", priority=each) for each in ("low", "normal", "high")]
         assert [job["position"] for job in asked.jobs()[-4:]] == [0, 3, 2, 1]
-        with front.openai() as client, pytest.raises(openai.RateLimitError, match="while 3 wait, expected at most 3"):
+        with front.openai() as client, pytest.raises(openai.RateLimitError, match=r"queue is full \(3 requests\); "):
             client.images.generate(prompt="too many")
         full = asked.http.post(PATH, json={"prompt": "too many"})
         assert int(full.headers["retry-after"]) >= 1
@@ -138,7 +138,7 @@ def test_keys_do_not_see_each_others_jobs(tmp_path: Path) -> None:
     keys.chmod(0o600)
     words = ("--keys", str(keys), "--host", "0.0.0.0", "--show-prompts")
     with running(tmp_path, *words) as front, front.http("key-of-ada") as ada, front.http("key-of-bob") as bob:
-        with front.openai("wrong") as client, pytest.raises(openai.AuthenticationError, match="got no key of this"):
+        with front.openai("wrong") as client, pytest.raises(openai.AuthenticationError, match="missing or invalid"):
             client.images.generate(prompt="never")
         with front.http() as nobody:
             statuses = [nobody.get(path).status_code for path in ("/health", "/ready", "/v1/jobs", "/metrics", "/no")]

@@ -18,7 +18,7 @@ from selenium.common.exceptions import JavascriptException
 from selenium.webdriver import Chrome, Keys
 
 from seqpar.cli.args import Args
-from seqpar.serve.front.page import FILE
+from seqpar.serve.api.app import PAGE
 from seqpar.serve.ranks.checked import sizes_near
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
@@ -286,4 +286,4 @@ def test_sizes_have_the_pixels_of_the_models_own() -> None:
 
 
 def test_the_page_is_packaged() -> None:
-    assert f'"serve/front/{FILE}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'"serve/api/{PAGE}"' in (ROOT / "pyproject.toml").read_text()

@@ -13,10 +13,10 @@ import openai
 import pytest
 from PIL import Image
 
-from seqpar.serve.front.errors import ProblemError
-from seqpar.serve.front.files import FileStore
-from seqpar.serve.front.pictures import Format, encoded
-from seqpar.serve.front.speeds import Speeds
+from seqpar.serve.api.codec import Format, encoded
+from seqpar.serve.api.errors import ProblemError
+from seqpar.serve.api.files import MemoryStore
+from seqpar.serve.api.jobs import Speeds
 from tests.support.fake_replica import pixels_of
 from tests.support.front import Running, running
 
@@ -87,13 +87,13 @@ def test_links_expire(tmp_path: Path) -> None:
         data: Any = client.images.generate(prompt="x", response_format="url").data
         with front.http() as http:
             assert http.get(data[0].url).status_code == 404
-        with pytest.raises(openai.BadRequestError, match="ask for b64_json"):
+        with pytest.raises(openai.BadRequestError, match="request b64_json"):
             client.images.generate(prompt="x", size="900x900", response_format="url")
 
 
 def test_old_files_go_first_and_other_keys_have_none() -> None:
     now = [0.0]
-    files = FileStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
+    files = MemoryStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
 
     async def kept(*asked: tuple[str, str]) -> list[bool]:
         return [await files.get(*each) is not None for each in asked]
@@ -106,7 +106,7 @@ def test_old_files_go_first_and_other_keys_have_none() -> None:
         assert await kept(("a", first), ("a", second), ("a", third)) == [False, True, True]
         now[0] = 10.0
         assert await kept(("a", second), ("a", third)) == [False, True]
-        with pytest.raises(ProblemError, match="expected at most 10"):
+        with pytest.raises(ProblemError, match="keeps at most 10"):
             await files.keep("a", "png", [b"12345678901"])
 
     asyncio.run(both())

@@ -1,4 +1,4 @@
-"""`seqpar serve` under Ray Serve, on two nodes of this machine: replicas are killed, come and go, and share jobs."""
+"""`seqpar serve` under Ray Serve, on two nodes of this machine: replicas are killed, come and go, and own jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def config(nodes: Nodes, name: str, args: dict[str, Any], **options: Any) -> dic
 def test_the_config_file_of_the_docs_is_one(tmp_path: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from seqpar.serve.ray.build import AppArgs
+    from seqpar.serve.ray import AppArgs
 
     told = yaml.safe_load((ROOT / "examples" / "deploy" / "ray.yaml").read_text())
     (application,) = ServeDeploySchema.model_validate(told).applications
@@ -70,6 +71,19 @@ def test_the_config_file_of_the_docs_is_one(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="got gpus 4 and ranks 2, expected one of them"):
         AppArgs.model_validate({**application.args, "ranks": 2})
+
+
+def test_a_path_names_the_replica_of_its_job() -> None:
+    from seqpar.serve.ray import HttpCall
+
+    owners = {
+        b"/v1/jobs/ab12cd34-x_Y-z0": "ab12cd34",
+        b"/v1/videos/ab12cd34-xyz/content?variant=video": "ab12cd34",
+        b"/v1/videos?after=ab12cd34-xyz": None,
+        b"/v1/files/ab12cd34-xyz.png": None,
+        b"/v1/jobs/..%2Fab-cd": None,
+    }
+    assert {path: HttpCall("GET", path, (), b"").owner for path in owners} == owners
 
 
 class Dying:
@@ -110,8 +124,7 @@ class Dying:
 
 def told_by(kind: str, *parts: list[bytes | None], length: int = 2) -> tuple[int, str]:
     """Return status and text of an answer that replicas begin to give."""
-    from seqpar.serve.ray.ingress import Ingress
-    from seqpar.serve.ray.replica import Head
+    from seqpar.serve.ray import Head, Ingress
 
     headers = ((b"content-type", kind.encode()), (b"content-length", b"%d" % length))
     ingress = Ingress(Dying(Head(200, headers), parts), has_loras=False)  # pyright: ignore[reportArgumentType]
@@ -183,16 +196,6 @@ def fake(nodes: Nodes, **options: Any) -> None:
     nodes.deploy(config(nodes, "fake", args, **options))
 
 
-def record_of(nodes: Nodes, id_: str) -> dict[str, Any]:
-    """Return what the folder of jobs has of one, as soon as it has ended."""
-
-    def found() -> dict[str, Any] | None:
-        told = [json.loads(path.read_text()) for path in nodes.folder.glob(f"fake/owners/*/{id_}.json")]
-        return told[0] if told and told[0]["ended"] else None
-
-    return until(found)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nodes) -> None:
@@ -200,20 +203,21 @@ def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nod
     nodes.running("fake", 2)
     with nodes.http() as http:
 
-        def front_of(lora: str) -> str:
-            told = http.post(PICTURES, json={"prompt": "x", "lora": lora}).json()
-            return record_of(nodes, told["seqpar"]["id"])["front"]
+        def replica_of(lora: str) -> str:
+            answer = http.post(PICTURES, json={"prompt": "x", "lora": lora}).json()
+            return answer["seqpar"]["id"].partition("-")[0]
 
-        fronts = [front_of(lora) for lora in ("style", "lines") * 4]
-        assert (len(set(fronts[2::2])), len(set(fronts[3::2])), len(set(fronts))) == (1, 1, 2)
-        with ThreadPoolExecutor(8) as pool:  # more than one replica is to hold
-            busy: list[Future[httpx.Response]] = []
-            for count in range(1, 6):
-                busy.append(pool.submit(http.post, PICTURES, json={"prompt": "hold go", "lora": "style"}))
-                until(lambda count=count: http.get("/v1/jobs").text.count('"ended":null') == count)
+        replicas = [replica_of(lora) for lora in ("style", "lines") * 4]
+        assert (len(set(replicas[2::2])), len(set(replicas[3::2])), len(set(replicas))) == (1, 1, 2)
+        busy = {"prompt": "hold go", "lora": "style", "stream": True, "stream_steps": True}
+        with ExitStack() as stack:  # more than one replica is to hold
+            streams = [stack.enter_context(http.stream("POST", PICTURES, json=busy)).iter_lines()]
+            for _ in range(4):
+                assert next(streams[-1]) in ("event: seqpar.queued", "event: seqpar.step")  # it is in a queue
+                streams.append(stack.enter_context(http.stream("POST", PICTURES, json=busy)).iter_lines())
             (nodes.folder / "go").touch()
-            ids = [answer.result().json()["seqpar"]["id"] for answer in busy]
-        assert len({record_of(nodes, id_)["front"] for id_ in ids}) == 2
+            ends = [[line for line in stream if line.startswith("data: ")][-1] for stream in streams]
+        assert len({json.loads(end[6:])["seqpar"]["id"].partition("-")[0] for end in ends}) == 2
         events = {"prompt": "hold stream", "stream": True, "stream_steps": True}
         with http.stream("POST", PICTURES, json=events) as answer:
             lines = answer.iter_lines()
@@ -222,7 +226,8 @@ def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nod
             assert "event: image_generation.completed" in [*lines]
         with pytest.raises(httpx.ReadTimeout):
             http.post(PICTURES, json={"prompt": "wait", "user": "leaves"}, timeout=1)
-        until(lambda: http.get("/v1/jobs").json()["data"][-1]["state"] == "cancelled")
+        records = nodes.folder.glob
+        until(lambda: any('"state":"cancelled"' in path.read_text() for path in records("fake/*/*.json")))
         long = http.post(PICTURES, content=b"1" * 2_000_000, headers={"content-type": "application/json"})
         assert (long.status_code, long.json()["error"]["code"]) == (413, "too_large")
         assert http.get("/metrics").status_code == 404
@@ -231,7 +236,7 @@ def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nod
 
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
-def test_videos_that_wait_bring_a_second_replica_and_are_answered_for_by_any(nodes: Nodes) -> None:
+def test_videos_that_wait_bring_a_second_replica_and_finished_ones_outlive_it(nodes: Nodes) -> None:
     fake(nodes, autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1.5, **QUICK})
     nodes.running("fake", 1)
     with openai.OpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0) as client:

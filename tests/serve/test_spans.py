@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqpar.serve.front import spans
+from seqpar.serve.api import telemetry
 from tests.support.front import running, until
 
 SET_UP = """
@@ -57,8 +57,8 @@ def named(every: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def test_without_the_api_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans.importlib.util, "find_spec", lambda name: None)
-    span = spans.Span.begun()
+    monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
+    span = telemetry.Span.begun()
     span.part("queue", 0.0, 1.0).parts(0.0, {"steps": 1.0})
     span.end("mistake", model="x")
     assert span.real is None

@@ -17,10 +17,9 @@ import pytest
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent
 from PIL import Image
 
-from seqpar.serve.front.jobs import Queue, Wanted
-from seqpar.serve.front.pictures import Format
-from seqpar.serve.front.speeds import Speeds
-from seqpar.serve.front.stream import COMMENT, events, listening
+from seqpar.serve.api.codec import Format
+from seqpar.serve.api.images import COMMENT, events, listen
+from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
 from seqpar.serve.messages import ImageRequest
 from tests.support.fake_replica import SHRINK, partial_seed, pixels_of
 from tests.support.front import Running, running, until
@@ -128,7 +127,7 @@ def test_partial_pictures_come_before_the_picture_is_made_and_the_queue_moves(tm
 
 
 @pytest.mark.parametrize(
-    ("prompt", "code", "said"), [("mistake", "mistake", "got a prompt"), ("short", "failure", "got 5 bytes")]
+    ("prompt", "code", "said"), [("mistake", "mistake", "got a prompt"), ("short", "failure", "the ranks sent 5 bytes")]
 )
 def test_a_failure_in_a_stream_is_an_error_event(front: Running, prompt: str, code: str, said: str) -> None:
     with front.openai() as client, pytest.raises(openai.APIError, match=said) as error:
@@ -161,7 +160,7 @@ def test_a_client_that_leaves_cancels_its_job(front: Running) -> None:
             id_ = answer.headers["x-request-id"]
             assert next(told(answer))["type"] == "image_generation.partial_image"
         until(lambda: http.get(f"/v1/jobs/{id_}").json()["state"] == "cancelled")
-        assert "client left" in http.get(f"/v1/jobs/{id_}").json()["error"]["message"]
+        assert "client disconnected" in http.get(f"/v1/jobs/{id_}").json()["error"]["message"]
         assert http.post(PATH, json={"prompt": "a cat"}).status_code == 200
 
 
@@ -186,9 +185,9 @@ def test_a_quiet_stream_has_comments() -> None:
 
     async def first_bytes() -> list[bytes]:
         queue = Queue(1, 1.0, Speeds(), lambda job: None)
-        wanted = Wanted(ImageRequest("", "toy", "x"), 1, Format(), "normal", 4, 0.5, 100.0)
+        wanted = JobSpec(ImageRequest("", "toy", "x"), 1, Format(), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", wanted)
-        stream = events(queue, job, listening(job), "image_edit", with_steps=True, quiet_s=0.001)
+        stream = events(queue, job, listen(job), "image_edit", with_steps=True, quiet_s=0.001)
         found = [await anext(stream) for _ in range(3)]
         queue.cancel(job, "enough")
         return [*found, *[each async for each in stream]]

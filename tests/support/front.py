@@ -24,7 +24,7 @@ CHILD = [sys.executable, "-u", "-m", "tests.support.fake_replica"]
 RUN = """
 import sys
 from seqpar.cli.signals import quick_exit
-from seqpar.serve.front.command import main
+from seqpar.serve.api.command import main
 code = main(sys.argv[1:], CHILD)
 print("torch was loaded" if "torch" in sys.modules else "torch was not loaded", file=sys.stderr)
 quick_exit(code)  # as the command does

@@ -16,8 +16,8 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from seqpar.serve.front import log
-from seqpar.serve.front.errors import Problem
+from seqpar.serve.api import log
+from seqpar.serve.api.errors import Problem
 
 HEAD_S = 10.0  # for the headers of a request to arrive
 HEAD_BYTES = 1 << 14  # of the headers of a request
@@ -37,7 +37,7 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=WAITING)
     except OSError as error:
-        raise OSError(f"got --host {host} --port {port}, expected a free address: {error.strerror or error}") from error
+        raise OSError(f"cannot listen at --host {host} --port {port}: {error.strerror or error}") from error
     # Accepted sockets inherit both options. asyncio sets TCP_NODELAY itself only where a socket's protocol is not 0;
     # without it, the body of an answer waits about 40 ms for the client's acknowledgement of the headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,7 +66,7 @@ def allow_files(connections: int) -> None:
 class Connections:
     """The open connections of a server. most: how many. head_s: timeout of a request's headers.
 
-    idle: those without a request in progress, the one that has been idle longest first.
+    idle: connections without a request in progress, the one that has been idle longest first.
     """
 
     most: int
@@ -76,8 +76,8 @@ class Connections:
 
     def make_room(self) -> bool:
         """Close the connection that has been idle longest; return whether there was one."""
-        # one whose client still receives an answer is not idle
-        oldest = next((each for each in self.idle if not each.transport.get_write_buffer_size()), None)
+        # a client that still receives an answer is not idle
+        oldest = next((idle for idle in self.idle if not idle.transport.get_write_buffer_size()), None)
         if oldest is None:
             return False
         self.forget(oldest)
@@ -99,7 +99,6 @@ class Connection(H11Protocol):
         self._late: asyncio.TimerHandle | None = None  # runs while the headers of a request are expected
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a connection; at the limit, in place of an idle one or not at all."""
         super().connection_made(transport)
         if len(self._among.open) >= self._among.most:
             if not self._among.make_room():
@@ -110,13 +109,11 @@ class Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         super().connection_lost(exc)
         self._among.forget(self)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client has sent."""
         super().data_received(data)
         self._watch()
 
@@ -130,12 +127,11 @@ class Connection(H11Protocol):
         super().handle_events()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or begin one that is there already."""
         super().on_response_complete()
         self._watch()
 
     def _watch(self) -> None:
-        """Start or stop the timeout of the headers, whichever the state of the connection asks for."""
+        """Start or stop the timeout of the headers, as the state of the connection requires."""
         in_progress = self.cycle is not None and not self.cycle.response_complete
         is_idle = self in self._among.open and not in_progress and not self.transport.is_closing()
         if is_idle:
@@ -154,7 +150,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _refuse(self, event: str, problem: Problem) -> None:
-        """Send an answer to a connection without a request, and close it."""
+        """Answer a connection without a request, and close it."""
         log.often(event, level=30, client=self.client and self.client[0])
         body = msgspec.json.encode({"error": problem.shape})
         headers = {**problem.headers, "content-type": "application/json", "content-length": len(body)}

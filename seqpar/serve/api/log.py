@@ -1,4 +1,4 @@
-"""The front's log: one JSON object a line on stderr, with the time, the level, the request's id and what happened."""
+"""The log of the API server: one JSON object per line on stderr, with time, level, request id and event."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ LOGGER = "seqpar.serve"
 OFTEN_S = 1.0  # between two lines of an event that clients can cause often
 
 
-class Lines(logging.Formatter):
-    """Writes a record as one line of JSON."""
+class JsonLines(logging.Formatter):
+    """Formats a record as one line of JSON; a traceback, which only a bug has, becomes a field."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback, which only a bug has, becomes a field of it."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -29,11 +28,11 @@ class Lines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class Stderr(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
-    """Writes records; of each event that may be frequent one per second at most, with the number of events.
+class RateLimited(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
+    """Writes to stderr; frequent events at most once per second, the last one with the number of events as `count`.
 
-    Other packages' events are such: uvicorn and asyncio log what any client can cause. One that comes alone is written
-    at once, without a number.
+    Events of other packages count as frequent: uvicorn and asyncio log what any client can cause. A single event is
+    written immediately, without a count.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Stderr(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgumen
         self._held: dict[str, tuple[int, logging.LogRecord | None]] = {}  # since the last line of an event
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or hold it back. Only the thread of the event loop can hold records back."""
+        # only the thread of the event loop can hold records back
         if not getattr(record, "often", record.name != LOGGER) or not _in_loop():
             super().emit(record)
             return
@@ -54,10 +53,9 @@ class Stderr(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgumen
     def _write(self, kind: str, record: logging.LogRecord) -> None:
         super().emit(record)
         self._held[kind] = 0, None
-        asyncio.get_running_loop().call_later(OFTEN_S, self._look, kind)
+        asyncio.get_running_loop().call_later(OFTEN_S, self._write_held, kind)
 
-    def _look(self, kind: str) -> None:
-        """Write the last record that was held back, if there is one."""
+    def _write_held(self, kind: str) -> None:
         count, record = self._held.pop(kind)
         if record is not None:
             record.facts = {**getattr(record, "facts", {}), "count": count}
@@ -74,16 +72,16 @@ def _in_loop() -> bool:
 
 def start() -> None:
     """Send all records of this process, uvicorn's too, to stderr."""
-    handler = Stderr()
-    handler.setFormatter(Lines())
+    handler = RateLimited()
+    handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def event(name: str, request: str | None = None, level: int = logging.INFO, **facts: object) -> None:
-    """Log what happened, of which request, and facts about it."""
+    """Log an event of a request, with facts about it."""
     logging.getLogger(LOGGER).log(level, name, extra={"request": request, "facts": facts})
 
 
 def often(name: str, level: int = logging.INFO, **facts: object) -> None:
-    """Log what happened and facts about it, at most once per second; facts that differ do not make another event."""
+    """Log an event at most once per second, whatever its facts."""
     logging.getLogger(LOGGER).log(level, name, extra={"facts": facts, "often": True})

@@ -1,4 +1,4 @@
-"""Encodes output images and decodes the files of clients, in other processes than the server's event loop.
+"""Encodes output images and decodes clients' files, in other processes than the server's event loop.
 
 Decoded pixels, up to 192 MiB per request, stay out of the API server's memory: they go into a file in its private
 folder, which rank 0 reads.
@@ -26,7 +26,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
-from seqpar.serve.front import log
+from seqpar.serve.api import log
 from seqpar.serve.messages import InputImage
 
 Kind = Literal["png", "jpeg", "webp"]
@@ -36,14 +36,14 @@ DECODERS = 2  # requests whose files are decoded at the same time
 
 @dataclass(frozen=True)
 class Format:
-    """How a picture is written. quality: from 0 to 100, of JPEG and WebP; PNG is lossless."""
+    """How an image is written. quality: 0 to 100, of JPEG and WebP; PNG is lossless."""
 
     kind: Kind = "png"
     quality: int = 100
 
 
 class PixelFile:
-    """A file with the pixels of a request's pictures, which is removed when nothing refers to this object any more."""
+    """A file with the pixels of a request's images, which is removed with the last reference to this object."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"pixels-{secrets.token_hex(8)}"
@@ -51,27 +51,27 @@ class PixelFile:
 
 
 @dataclass(frozen=True)
-class InputImages:
-    """The pictures that a request begins with, and the file with their pixels."""
+class Inputs:
+    """The input images of a request, and the file with their pixels."""
 
     images: tuple[InputImage, ...] = ()
     file: PixelFile | None = None
 
     @property
     def path(self) -> str | None:
-        """Return where the pixels are."""
+        """Where the pixels are."""
         return None if self.file is None else str(self.file.path)
 
 
-NO_IMAGES = InputImages()
+NO_INPUTS = Inputs()
 
 
 class ProcessDiedError(OSError):
-    """A process of `Processes` died; the message is for clients."""
+    """A process of a `Workers` died; the message is for clients."""
 
 
-class Processes:
-    """Processes that do one thing each at a time; others take their place if one dies. They start when needed."""
+class Workers:
+    """Processes that run one function each at a time; replaced if one dies. They start when needed."""
 
     def __init__(self, count: int, task: str) -> None:
         self._count, self._task = count, task
@@ -82,86 +82,92 @@ class Processes:
         self._pool.submit(int)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns in such a process; ProcessDiedError if the process died."""
+        """Run a function in a process; ProcessDiedError if the process died."""
         pool = self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
         except BrokenProcessPool as error:
-            log.event(f"the process that {self._task} died and is started again", level=40)
-            if pool is self._pool:  # else another request has found it out before
+            log.event(f"process that {self._task} died, restarting", level=40)
+            if pool is self._pool:  # else another request has noticed before
                 self._pool = self._new_pool()
-            raise ProcessDiedError(f"the process that {self._task} died; ask again") from error
+            raise ProcessDiedError(f"the process that {self._task} died; retry") from error
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for process in list((self._pool._processes or {}).values()):  # pyright: ignore[reportPrivateUsage]
             process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _new_pool(self) -> ProcessPoolExecutor:
         # spawned, because a fork would copy the listening sockets and every client's connection
-        return ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"), _begin)
+        return ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"), _exit_with_server)
 
 
-class Pictures:
+def _exit_with_server() -> None:
+    """Leave Ctrl-C to the API server, and exit when it has exited, even if it was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = multiprocessing.parent_process()
+    if server is not None:
+        threading.Thread(target=lambda: (server.join(), os._exit(1)), daemon=True).start()
+
+
+class Codec:
     """The processes that encode and decode. folder: private, for pixels."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._encoder = Processes(1, "writes pictures")
-        self._decoders = Processes(DECODERS, "reads pictures")
+        self._encoder = Workers(1, "encodes images")
+        self._decoders = Workers(DECODERS, "decodes images")
         self._turn = asyncio.Semaphore(DECODERS)
         self.waiting = 0  # requests whose images are decoded or wait for it, with up to 50 MB each
         self._encoder.start()
 
-    async def file_of(
+    async def encode(
         self,
         size: tuple[int, int],
         pixels: bytes,
         how: Format,
-        about: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         enlarged: tuple[int, int] | None = None,
     ) -> bytes:
-        """Return a file. size: (height, width). about: parameters that a PNG keeps. OSError if the process died.
+        """An image file. size: (height, width). parameters: kept by a PNG. enlarged: resize to this. Raises OSError."""
+        return await self._encoder.run(encoded, size, pixels, how, parameters, enlarged)
 
-        enlarged: the size that the picture is given, where it is not its own.
-        """
-        return await self._encoder.run(encoded, size, pixels, how, about, enlarged)
+    async def decode(self, files: Sequence[bytes], check: Callable[[int], None]) -> Inputs:
+        """Decode a client's files; ValueError for other files, OSError if the process died or the disk is full.
 
-    async def inputs_of(self, files: Sequence[bytes], check: Callable[[int], None]) -> InputImages:
-        """Decode files of a client; ValueError for what is no picture, OSError if the process died.
-
-        check: called with the bytes of all pixels before any are decoded; what it raises is raised.
+        check: called with the bytes of all pixels before any are decoded; its errors are raised.
         """
         self.waiting += 1
         try:
             async with self._turn:
                 check(3 * await self._decoders.run(pixels_in, files))
                 file = PixelFile(self._folder)
-                return InputImages(await self._decoders.run(written, files, file.path), file)
+                return Inputs(await self._decoders.run(written, files, file.path), file)
         finally:
             self.waiting -= 1
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._encoder.close()
         self._decoders.close()
 
 
 def encoded(
-    size: tuple[int, int], pixels: bytes, how: Format, about: Mapping[str, Any], enlarged: tuple[int, int] | None = None
+    size: tuple[int, int],
+    pixels: bytes,
+    how: Format,
+    parameters: Mapping[str, Any],
+    enlarged: tuple[int, int] | None = None,
 ) -> bytes:
-    """Return the bytes of a file of rows of RGB bytes; `seqpar sample` writes the same PNG of the same parameters.
-
-    enlarged: see `Pictures.file_of`.
-    """
+    """The file of rows of RGB bytes; `seqpar sample` writes the same PNG for the same parameters."""
     height, width = size
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
     if enlarged is not None:
         image = image.resize((enlarged[1], enlarged[0]), Image.Resampling.BICUBIC)
     if how.kind == "png":
         info = PngInfo()
-        info.add_text("seqpar", json.dumps(about))
+        info.add_text("seqpar", json.dumps(parameters))
         info.add_text("Software", "seqpar")
         image.save(file, "png", pnginfo=info, compress_level=1)
     else:
@@ -170,9 +176,9 @@ def encoded(
 
 
 def pixels_in(files: Sequence[bytes]) -> int:
-    """Return the pixels of all pictures by their headers, up to the first one that `written` refuses.
+    """Pixels of all images by their headers, up to the first one that `written` refuses.
 
-    Raises ValueError for more than MOST_PIXELS.
+    ValueError for more than MOST_PIXELS together.
     """
     pixels = 0
     for file in files:
@@ -185,25 +191,17 @@ def pixels_in(files: Sequence[bytes]) -> int:
             break
         pixels += count
         if pixels > MOST_PIXELS:
-            raise ValueError(f"got large pictures, expected at most {MOST_PIXELS} pixels together; make them smaller")
+            raise ValueError(f"the images have more than {MOST_PIXELS} pixels together; make them smaller")
     return pixels
 
 
 def written(files: Sequence[bytes], path: Path) -> tuple[InputImage, ...]:
     """Decode PNG, JPEG or WebP files, and write their pixels into a new file; ValueError for other files."""
-    pictures = list[InputImage]()
+    images = list[InputImage]()
     with path.open("xb") as out:
         for number, file in enumerate(files, 1):
-            image = decoded(f"picture {number}", io.BytesIO(file))
+            image = decoded(f"image {number}", io.BytesIO(file))
             pixels = image.tobytes()
             out.write(pixels)
-            pictures.append(InputImage(image.height, image.width, digest(pixels)))
-    return tuple(pictures)
-
-
-def _begin() -> None:
-    """Leave Ctrl-C to the front, and end when the front has ended, even if it was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    front = multiprocessing.parent_process()
-    if front is not None:
-        threading.Thread(target=lambda: (front.join(), os._exit(1)), daemon=True).start()
+            images.append(InputImage(image.height, image.width, digest(pixels)))
+    return tuple(images)

@@ -1,0 +1,229 @@
+"""Result files and job records: in memory, or in a folder that several servers mount (--jobs).
+
+    OWNER/ID.json      the record of a job that has ended; OWNER is a hash of the name of its key
+    OWNER/NAME.mp4     a video, or an image behind a link
+
+Results are kept for a time and within a bound of bytes; the oldest go first. Only a random name leads to a file, and
+only with the key that made it. A file appears in the folder whole or not at all. Only names that a server made itself
+become paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+from fastapi import Response
+from fastapi.responses import FileResponse
+
+from seqpar.serve.api import log
+from seqpar.serve.api.codec import Kind
+from seqpar.serve.api.errors import refused
+
+Stored = Kind | Literal["mp4"]
+NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(png|jpeg|webp|mp4)")
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+LONGEST = 1 << 24  # bytes of a record: a prompt has at most 1 MB, or 6 MB with all of it escaped
+HEADERS = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
+
+
+@dataclass(frozen=True)
+class File:
+    """A result file: its bytes, or where they are."""
+
+    kind: Stored
+    content: bytes | Path
+
+    def response(self) -> Response:
+        """The HTTP response with the file."""
+        media = f"video/{self.kind}" if self.kind == "mp4" else f"image/{self.kind}"
+        if isinstance(self.content, Path):
+            return FileResponse(self.content, media_type=media, headers=HEADERS)
+        return Response(self.content, media_type=media, headers=HEADERS)
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """A job as the API describes it. stored: name of a video's file. job, video: its JSON objects."""
+
+    id: str
+    arrived: float
+    job: dict[str, Any]
+    stored: str | None = None
+    video: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Held:
+    key: str
+    until: float
+    content: bytes
+    kind: Stored
+
+
+class MemoryStore:
+    """Result files in the memory of this server."""
+
+    def __init__(self, keep_s: float, keep_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._keep_s, self._keep_bytes, self._now = keep_s, keep_bytes, now
+        self._files: dict[str, _Held] = {}  # in the order in which they were kept
+
+    async def keep(self, key: str, kind: Stored, contents: Sequence[bytes]) -> list[str]:
+        """Keep the files of one job; return their new names. ProblemError if they are too large together."""
+        names = _names(kind, contents, self._keep_bytes)
+        self._drop(self._keep_bytes - sum(map(len, contents)))
+        until = self._now() + self._keep_s
+        self._files |= {name: _Held(key, until, file, kind) for name, file in zip(names, contents, strict=True)}
+        return names
+
+    async def get(self, key: str, name: str) -> File | None:
+        """A file of a key; None if it is missing or has expired."""
+        self._drop(self._keep_bytes)
+        held = self._files.get(name)
+        return File(held.kind, held.content) if held is not None and held.key == key else None
+
+    async def forget(self, key: str, name: str) -> None:
+        """Delete a file of a key, if it exists."""
+        if await self.get(key, name) is not None:
+            del self._files[name]
+
+    def _drop(self, most: int) -> None:
+        """Drop expired files, and the oldest until the rest have at most `most` bytes."""
+        total, now = sum(len(held.content) for held in self._files.values()), self._now()
+        for name, held in [*self._files.items()]:
+            if total <= most and held.until > now:
+                break
+            total -= len(held.content)
+            del self._files[name]
+
+
+class JobFolder:
+    """Result files and records in a folder that several servers mount. The bound of bytes is of the whole folder."""
+
+    def __init__(self, root: Path, keep_s: float, keep_bytes: int) -> None:
+        self.root, self._keep_s, self._keep_bytes = root, keep_s, keep_bytes
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write(root / ".trial", b"")
+            (root / ".trial").unlink(missing_ok=True)
+        except OSError as error:
+            raise ValueError(f"--jobs {root} is no folder to write in: {error.strerror}") from error
+
+    async def keep(self, key: str, kind: Stored, contents: Sequence[bytes]) -> list[str]:
+        """As `MemoryStore.keep`."""
+        names = _names(kind, contents, self._keep_bytes)
+
+        def keep() -> None:
+            self.sweep(self._keep_bytes - sum(map(len, contents)))
+            for name, content in zip(names, contents, strict=True):
+                self._write(self._of_key(key) / name, content)
+
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            log.event("results cannot be stored", level=40, reason=str(error))
+            raise refused(500, "failure", "the server cannot store the result; retry later") from error
+        return names
+
+    async def get(self, key: str, name: str) -> File | None:
+        """As `MemoryStore.get`."""
+        match, path = NAME.fullmatch(name), self._of_key(key) / name
+        if match is None or not await asyncio.to_thread(self._is_kept, path):
+            return None
+        return File(cast("Stored", match[1]), path)
+
+    async def forget(self, key: str, name: str) -> None:
+        """As `MemoryStore.forget`."""
+        if NAME.fullmatch(name):
+            await asyncio.to_thread((self._of_key(key) / name).unlink, missing_ok=True)
+
+    # records; these methods wait for the file system, so they are called in threads
+
+    def keep_record(self, key: str, record: JobRecord) -> None:
+        """Write the record of a job that has ended."""
+        self._write(self._of_key(key) / f"{record.id}.json", msgspec.json.encode(record))
+
+    def record(self, key: str, id_: str) -> JobRecord | None:
+        """The record of a job of a key; None if it is missing or has expired."""
+        path = self._of_key(key) / f"{id_}.json"
+        return self._read(path) if ID.fullmatch(id_) and self._is_kept(path) else None
+
+    def records(self, key: str) -> list[JobRecord]:
+        """All records of a key."""
+        records = (self.record(key, path.stem) for path in self._of_key(key).glob("*.json"))
+        return [record for record in records if record is not None]
+
+    def forget_record(self, key: str, id_: str) -> None:
+        """Delete a record, if it exists."""
+        if ID.fullmatch(id_):
+            (self._of_key(key) / f"{id_}.json").unlink(missing_ok=True)
+
+    def sweep(self, most: int | None = None) -> None:
+        """Delete what has expired, and the oldest result files until the rest have at most `most` bytes."""
+        most = self._keep_bytes if most is None else most
+        files = sorted(self._files())
+        total = sum(size for _, size, path in files if NAME.fullmatch(path.name))
+        for modified, size, path in files:
+            is_result = NAME.fullmatch(path.name) is not None
+            if time.time() - modified > self._keep_s or (is_result and total > most):
+                path.unlink(missing_ok=True)
+                total -= size if is_result else 0
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """Modification time, bytes and path of all files that servers have written, also of interrupted writes."""
+        for path in self.root.glob("*/*"):
+            is_ours = NAME.fullmatch(path.name) or re.fullmatch(rf"{ID.pattern}\.json|\.[0-9a-f]{{16}}", path.name)
+            if is_ours and re.fullmatch(r"[0-9a-f]{32}", path.parent.name):
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:  # another server has deleted it
+                    continue
+                yield stat.st_mtime, stat.st_size, path
+
+    def _of_key(self, key: str) -> Path:
+        return self.root / sha256(key.encode()).hexdigest()[:32]
+
+    def _is_kept(self, path: Path) -> bool:
+        try:
+            return time.time() - path.stat().st_mtime < self._keep_s
+        except FileNotFoundError:
+            return False
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temporary = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> JobRecord | None:
+        """A record; a file with other content is logged and counts as missing."""
+        try:
+            if path.stat().st_size > LONGEST:
+                raise ValueError(f"more than {LONGEST} bytes")
+            return msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        except FileNotFoundError:
+            return None
+        except (ValueError, msgspec.MsgspecError) as error:
+            log.event("a file of --jobs is no job record", level=30, file=str(path), error=str(error))
+            return None
+
+
+def _names(kind: Stored, contents: Sequence[bytes], most: int) -> list[str]:
+    """New names for files; ProblemError if they have more than `most` bytes together."""
+    need = sum(map(len, contents))
+    if need > most:
+        instead = "a shorter or smaller video" if kind == "mp4" else "b64_json"
+        text = f"the files have {need} bytes, but the server keeps at most {most}; request {instead}"
+        raise refused(400, "too_large", text, "response_format")
+    return [f"{secrets.token_urlsafe(24)}.{kind}" for _ in contents]

@@ -1,0 +1,195 @@
+"""The gate that every HTTP request passes first: host, origin, API key, and for a body its type and length.
+
+No page of another site gets through. Without keys the Host must be a name of this machine, so that a foreign DNS name
+that leads here is refused; an Origin must always be the server's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+from time import monotonic
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from seqpar.serve.api import log
+from seqpar.serve.api.errors import ProblemError, refused, short
+
+GENERATIONS, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+JSON, FORM = "application/json", "multipart/form-data"
+LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
+BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # routes that take a body
+BODY_S = 60.0  # for a body to arrive
+OPEN = ("/", "/health", "/ready", "/openapi.json")  # need no key
+OWN = frozenset({"localhost", "127.0.0.1", "::1"})
+NO_KEY = "missing or invalid API key; send the header Authorization: Bearer KEY"
+OTHERS = 0o077  # mode bits that let anyone but the owner access a file
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of API keys, and the SHA-256 of each key: the keys themselves are not kept."""
+
+    digests: tuple[tuple[str, bytes], ...]
+
+    def name_of(self, key: str) -> str | None:
+        """The name of a key, or None; the time that this takes does not depend on the key."""
+        name, digest = None, sha256(key.encode()).digest()
+        for other, stored in self.digests:
+            name = other if hmac.compare_digest(stored, digest) else name
+        return name
+
+
+def read_keys(path: Path) -> Keys:
+    """Read a file of lines NAME:KEY; ValueError for other content, or if others can read the file."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text()
+    except OSError as error:
+        raise ValueError(f"--keys {path} cannot be read: {error.strerror}") from error
+    if mode & OTHERS:
+        raise ValueError(f"--keys {path} has mode {mode & 0o777:o}, expected 600; run: chmod 600 {path}")
+    pairs: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            name, colon, key = (part.strip() for part in line.partition(":"))
+            if not (name and colon and key) or name in pairs or key in pairs.values():
+                # without the line itself, which may hold a key
+                raise ValueError(f"line {number} of --keys {path} is not NAME:KEY with a new name and a new key")
+            pairs[name] = key
+    if not pairs:
+        raise ValueError(f"--keys {path} has no key; add lines NAME:KEY")
+    return Keys(tuple((name, sha256(key.encode()).digest()) for name, key in pairs.items()))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """ASGI middleware. name: of this server, with which ids begin. hosts: its names besides localhost."""
+
+    app: ASGIApp
+    name: str
+    keys: Keys | None
+    hosts: frozenset[str]
+    body_s: float = BODY_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through or refuse it; every response has the request's id."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        id_, begun = f"{self.name}-{secrets.token_urlsafe(12)}", monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = id_
+                facts = {"method": scope["method"], "path": scope["path"], "status": message["status"]}
+                log.event("answered", id_, **facts, seconds=round(monotonic() - begun, 3))
+            await send(message)
+
+        try:
+            key = self._key_of(scope)
+            scope.setdefault("state", {}).update(id=id_, key=key)
+            if scope["method"] == "POST" and scope["path"] in BODIES:
+                kinds = BODIES[scope["path"]]
+                # no name for the body, up to 50 MB, which would keep it until the request is answered
+                receive = replayed(await read_body(kinds, Headers(scope=scope), receive, self.body_s), receive)
+        except ProblemError as error:
+            await error.problem.response()(scope, receive, send_with_id)
+            return
+        await self.app(scope, receive, send_with_id)
+
+    def _key_of(self, scope: Scope) -> str:
+        """The name of the request's key, "" where none is needed."""
+        headers = Headers(scope=scope)
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if self.keys is None and not (len(hosts) == 1 and _host_name(hosts[0]) in OWN | self.hosts):
+            text = f"Host {short(', '.join(hosts))!r} is no name of this server; use localhost"
+            raise refused(403, "forbidden", text)
+        if any(not _is_of(origin, hosts) for origin in origins):
+            text = f"Origin {short(origins[0])!r} is another site; only the server's own pages may send requests"
+            raise refused(403, "forbidden", text)
+        if self.keys is None:
+            client = scope.get("client")
+            if scope["path"] == "/metrics" and not (client is not None and is_loopback(client[0])):
+                raise refused(403, "forbidden", "a server without API keys sends /metrics to its own machine only")
+            return ""
+        if scope["path"] in OPEN:
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        name = self.keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
+        if name is None:
+            raise refused(401, "invalid_api_key", NO_KEY, www_authenticate="Bearer")
+        return name
+
+
+async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive, within_s: float = BODY_S) -> bytes:
+    """Read the body of a request; ProblemError for another type, or too many bytes.
+
+    A body that is too long is refused before the rest is read, by its stated length or by what has arrived.
+    """
+    stated_kind, stated = headers.get("content-type", ""), headers.get("content-length", "0")
+    kind = stated_kind.partition(";")[0].strip().lower()
+    if kind not in kinds:
+        text = f"content-type {short(stated_kind)!r} is not supported; use {' or '.join(kinds)}"
+        raise refused(415, "unsupported_media_type", text)
+    longest = LONGEST[kind]
+    _check_length(int(stated) if stated.isdecimal() else 0, longest)
+    body, more = bytearray(), True
+    try:
+        async with asyncio.timeout(within_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":  # the client reads no answer
+                    raise refused(499, "cancelled", "the client disconnected before the body was complete")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                _check_length(len(body), longest)
+    except TimeoutError as error:
+        raise refused(408, "timeout", f"the body did not arrive within {within_s:g} s; retry") from error
+    return bytes(body)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that gives a body that was read before, and then what else arrives."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def messages() -> Message:
+        return first.pop() if first else await receive()
+
+    return messages
+
+
+def _check_length(count: int, longest: int) -> None:
+    if count > longest:
+        raise refused(413, "too_large", f"body of {count} bytes or more exceeds the limit of {longest}; send less")
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a Host header, without the port; None for anything else."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_of(origin: str, hosts: Sequence[str]) -> bool:
+    """Whether an Origin is of the requested host; an unreadable one is not."""
+    try:
+        return urlsplit(origin).netloc in hosts
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or localhost, belongs to this machine alone."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

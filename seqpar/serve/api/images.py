@@ -1,0 +1,210 @@
+"""Routes for images: generations and edits, answered when they are made or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from seqpar.serve.api import log
+from seqpar.serve.api.codec import Inputs, ProcessDiedError
+from seqpar.serve.api.errors import ProblemError, refused
+from seqpar.serve.api.jobs import ImageMade, Job, JobEnded, JobEvent, JobSpec, Moved, PreviewMade, Queue, Stepped
+from seqpar.serve.api.requests import Edit, Generation, form_schema, read_form
+from seqpar.serve.api.state import ApiServer, Key, Server, check_loras, deadline_of, model_for
+
+EDIT_BODY = form_schema(Edit, {"image": {"description": "A PNG, JPEG or WebP; several as image[]."}})
+MOST_WAITING = 16  # requests with images that wait to be decoded, with up to 50 MB each
+LEFT = "the client disconnected before the images were made"
+QUIET_S = 15.0  # without an event, after which a comment is sent: proxies close silent connections
+COMMENT = b": waiting\n\n"
+
+
+async def generate(body: Generation, request: Request, server: Server, key: Key) -> Response:
+    """Generate images. The header x-request-id of the answer is also the id of the job."""
+    model = model_for(server, body.model, "images")
+    check_loras(body.loras, model)
+    spec = body.spec(model, deadline_of(body.deadline_s, server.longest_s))
+    return await _answer(body, spec, "image_generation", request, server, key)
+
+
+async def edit(request: Request, server: Server, key: Key) -> Response:
+    """Edit images. The header x-request-id of the answer is also the id of the job."""
+    form = await read_form(request)
+    if "mask" in form.files:
+        text = "mask is not supported; leave it out and describe the change in the prompt"
+        raise refused(400, "unknown_field", text, "mask")
+    body, files = form.fields(Edit), form.files_of("image", "image[]")
+    model, deadline_s = model_for(server, body.model, "edits"), deadline_of(body.deadline_s, server.longest_s)
+    check_loras(body.loras, model)
+    if not files:
+        raise refused(400, "missing_field", "image is required; see /openapi.json", "image")
+    spec = body.spec(model, deadline_s, await decode_inputs(server, files, "image"))
+    del form, files  # up to 50 MB, which the job does not need
+    return await _answer(body, spec, "image_edit", request, server, key)
+
+
+async def decode_inputs(server: ApiServer, files: list[bytes], param: str) -> Inputs:
+    """Decode a client's files; ProblemError for other files, or if too much waits. param: their field."""
+    server.queue.check(0)  # before the work of decoding
+    if server.codec.waiting >= MOST_WAITING:
+        text = f"{MOST_WAITING} requests with images wait to be decoded; retry later"
+        raise refused(429, "queue_full", text, retry_after="1")
+    try:
+        return await server.codec.decode(files, server.queue.check)
+    except ValueError as error:
+        raise refused(400, "invalid_picture", str(error), param) from error
+    except ProcessDiedError as error:
+        raise refused(500, "failure", str(error), param) from error
+    except OSError as error:
+        log.event("decoded images cannot be stored", level=40, reason=str(error))
+        raise refused(500, "failure", "the server cannot store the images; retry later", param) from error
+
+
+async def _answer(
+    body: Generation, spec: JobSpec, prefix: str, request: Request, server: ApiServer, key: str
+) -> Response:
+    """Queue a job; answer with its images or their stream. prefix: of the types of the stream's events."""
+    job = server.queue.add(request.state.id, key, spec)
+    prompt = body.prompt if server.show_prompts else "not shown"
+    log.event("accepted", job.id, key=key, model=spec.request.model, count=spec.count, prompt=prompt)
+    if body.stream:
+        return JobStream(server.queue, job, prefix, with_steps=body.stream_steps, headers=body.ignored)
+    try:
+        await _ended_or_left(request, server.queue, job)
+        if job.problem is not None:
+            raise ProblemError(job.problem)
+        files = [job.files[index] for index in range(spec.count)]
+        if body.response_format == "url":
+            names = await server.files.keep(key, spec.how.kind, files)
+            data = [{"url": str(request.url_for("file", name=name))} for name in names]
+        else:
+            data = [{"b64_json": base64.b64encode(file).decode()} for file in files]
+    finally:
+        job.files.clear()
+    height, width = job.size or (0, 0)
+    text = msgspec.json.encode(
+        {
+            "created": int(job.ended or job.arrived),
+            "data": [{**image, "seed": spec.request.seed + index} for index, image in enumerate(data)],
+            "output_format": spec.how.kind,
+            "size": f"{width}x{height}",
+            "usage": _usage(),
+            "seqpar": {"id": job.id, "seconds": job.parts_s, "queue_s": (job.started or job.arrived) - job.arrived},
+        }
+    )
+    return Response(text, media_type="application/json", headers=body.ignored)
+
+
+async def _ended_or_left(request: Request, queue: Queue, job: Job) -> None:
+    """Wait until a job has ended; cancel it when its client disconnects before."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    ended, gone = asyncio.create_task(job.done.wait()), asyncio.create_task(left())
+    try:
+        await asyncio.wait([ended, gone], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+        gone.cancel()
+        queue.cancel(job, LEFT)
+
+
+def _usage() -> dict[str, Any]:
+    """OpenAI's count of tokens, which are not charged for here."""
+    details = {"image_tokens": 0, "text_tokens": 0}
+    counts = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+    return {**counts, "input_tokens_details": details, "output_tokens_details": details}
+
+
+# streams: server-sent events in OpenAI's shapes ----------------------------------------------------------------------
+
+
+class JobStream(StreamingResponse):
+    """The events of a job until its end; the job is cancelled when the client disconnects before."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, queue: Queue, job: Job, prefix: str, *, with_steps: bool, headers: Mapping[str, str]) -> None:
+        # nginx would collect events without x-accel-buffering
+        all_headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+        arriving = listen(job)  # from now on, because the ranks may begin before the answer does
+        super().__init__(events(queue, job, arriving, prefix, with_steps), headers=all_headers)
+        self._queue, self._job = queue, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # may be cancelled before the first event, so that `events` cannot end the job
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._queue.cancel(self._job, LEFT)
+            self._job.listener = None
+            self._job.files.clear()
+
+
+def listen(job: Job) -> asyncio.Queue[JobEvent]:
+    """Collect the events of a job that was just queued."""
+    arriving = asyncio.Queue[JobEvent]()
+    arriving.put_nowait(Moved())
+    job.listener = arriving.put_nowait
+    return arriving
+
+
+async def events(
+    queue: Queue, job: Job, arriving: asyncio.Queue[JobEvent], prefix: str, with_steps: bool, quiet_s: float = QUIET_S
+) -> AsyncIterator[bytes]:
+    """Yield the events of a job until it ends. prefix: of the types of images. with_steps: also queue and steps."""
+    last_place, previews = None, set[tuple[int, int]]()  # an image that is retried has the same previews again
+    while True:
+        try:
+            async with asyncio.timeout(quiet_s):
+                event = await arriving.get()
+        except TimeoutError:
+            yield COMMENT
+            continue
+        match event:
+            case JobEnded():
+                break
+            case Moved() if with_steps and job.state == "queued" and (place := queue.ahead(job)) != last_place:
+                last_place = place
+                yield encode_event("seqpar.queued", position=place, estimated_s=queue.estimate_s(job))
+            case Stepped(image, step, steps) if with_steps:
+                yield encode_event("seqpar.step", picture=image, step=step, steps=steps)
+            case PreviewMade(image, index, size, file) if (image, index) not in previews:
+                previews.add((image, index))
+                fields = _image_fields(job, image, size, file)
+                yield encode_event(f"{prefix}.partial_image", **fields, partial_image_index=index)
+            case ImageMade(image):
+                fields = _image_fields(job, image, job.size or (0, 0), job.files[image])
+                fields |= {"usage": _usage(), "seqpar": {**fields["seqpar"], "seconds": job.parts_s}}
+                yield encode_event(f"{prefix}.completed", **fields)
+    if job.problem is not None:
+        yield encode_event("error", error=job.problem.shape)
+
+
+def _image_fields(job: Job, image: int, size: tuple[int, int], file: bytes) -> dict[str, Any]:
+    """OpenAI's fields of an image or preview, and ours."""
+    height, width = size
+    return {
+        "b64_json": base64.b64encode(file).decode(),
+        "created_at": int(time.time()),
+        "size": f"{width}x{height}",
+        "quality": "auto",
+        "background": "opaque",
+        "output_format": job.spec.how.kind,
+        "seqpar": {"id": job.id, "picture": image, "seed": job.spec.request.seed + image},
+    }
+
+
+def encode_event(kind: str, **fields: Any) -> bytes:
+    """An event as it is sent; JSON has no line ends of its own."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))

@@ -1,0 +1,281 @@
+"""Bodies of requests: OpenAI's fields and ours, as JSON or multipart forms. Every number has a bound.
+
+JSON values are not converted ("3" is no number); in forms all fields are texts.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+from fastapi import Request
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from starlette.datastructures import UploadFile
+
+from seqpar.serve.api.codec import NO_INPUTS, Format, Inputs, Kind
+from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
+from seqpar.serve.api.jobs import JobSpec, Priority
+from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts, size_of
+
+# OpenAI's fields without a meaning here
+IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
+MOST_SIDE = 8192  # pixels; a message holds an image of this width and height
+MOST_SEED = 2**63 - 1
+LEAST_STRENGTH = 0.001  # at least one step of any number of steps
+MOST_FRAMES = 4096
+MOST_FILES, MOST_FIELDS = 17, 64  # of a form: sixteen images and a mask
+Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+LoraName = Annotated[str, Field(min_length=1, max_length=120, description="NAME or NAME@TRANSFORMER.")]
+Ignored = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
+
+
+class LoraScale(BaseModel):
+    """A LoRA and its scale; `transformer` selects one of several transformers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    name: LoraName
+    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+    transformer: Annotated[str | None, Field(max_length=100, description="As NAME@TRANSFORMER.")] = None
+
+
+def _as_list(value: Any) -> Any:
+    return [{"name": value}] if isinstance(value, str) else value
+
+
+def _number(value: Any) -> Any:
+    """The number in a text: OpenAI's clients send seconds as text."""
+    try:
+        return float(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+    except (ValueError, OverflowError):
+        return value
+
+
+class CommonFields(BaseModel):
+    """Fields of requests for images and videos. `null` is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=32000)]
+    model: Annotated[str | None, Field(description="One of /v1/models; the first if left out.")] = None
+    size: Annotated[str, Field(description='"WIDTHxHEIGHT" in pixels, or "auto" for the size of the model.')] = "auto"
+    seed: Annotated[int | None, Field(ge=0, le=MOST_SEED, description="Of image i: seed + i.")] = None
+    steps: Annotated[int | None, Field(ge=1, le=1000)] = None
+    guidance: Scale | None = None
+    true_guidance: Scale | None = None
+    negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
+    scheduler: Annotated[str | None, Field(pattern="^[A-Za-z0-9_]{1,64}$")] = None
+    lora: Annotated[
+        list[LoraScale],
+        Field(max_length=8, description="A LoRA of the model (/v1/models), or several, each with its scale."),
+        BeforeValidator(_as_list, json_schema_input_type=LoraName | list[LoraScale]),
+    ] = []
+    deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
+    priority: Priority = "normal"
+    user: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[Any, Any]", value)
+        return {name: field for name, field in fields.items() if field is not None}
+
+    @field_validator("size")
+    @classmethod
+    def _is_size(cls, value: str) -> str:
+        size = size_of(value)
+        if value != "auto" and (size is None or max(size) > MOST_SIDE):
+            raise ValueError(f'must be "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, such as "1024x768"')
+        return value
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """The header that names fields without a meaning here, if the request has some."""
+        names = [name for name in IGNORED if name in self.model_fields_set]
+        return {"x-ignored": ", ".join(names)} if names else {}
+
+    @property
+    def loras(self) -> tuple[tuple[str, float], ...]:
+        """Names of the LoRAs, with their scales."""
+        return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
+
+    def request(self, model: ServedModel, inputs: Inputs) -> ImageRequest:
+        """The request of a model's first image, or of its video, without an id."""
+        return ImageRequest(
+            "",
+            model.name,
+            self.prompt,
+            secrets.randbelow(2**32) if self.seed is None else self.seed,
+            size_of(self.size),
+            self.steps,
+            self.guidance,
+            self.true_guidance,
+            self.negative_prompt,
+            self.scheduler,
+            loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
+            images=inputs.images,
+            pixels=inputs.path,
+        )
+
+
+class Generation(CommonFields):
+    """A request for images."""
+
+    n: Annotated[int, Field(ge=1, le=10, description="Number of images.")] = 1
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Kind = "png"
+    output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
+    stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
+    partial_images: Annotated[int, Field(ge=0, le=3, description="Previews of each image in the stream.")] = 0
+    stream_steps: Annotated[bool, Field(description="Stream the place in the queue and each step.")] = False
+    quality: Ignored = None
+    style: Ignored = None
+    background: Ignored = None
+    moderation: Ignored = None
+
+    @field_validator("stream")
+    @classmethod
+    def _holds_images(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("response_format") == "url":
+            raise ValueError("is not supported with response_format 'url'; streams hold images as b64_json")
+        return value
+
+    @field_validator("partial_images", "stream_steps")
+    @classmethod
+    def _is_streamed(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("stream"):
+            raise ValueError("requires stream true")
+        return value
+
+    @model_validator(mode="after")
+    def _seeds_fit(self) -> Generation:
+        if (self.seed or 0) + self.n - 1 > MOST_SEED:
+            raise ValueError(f"seed + n - 1 must be at most {MOST_SEED}; use a smaller seed")
+        return self
+
+    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs = NO_INPUTS) -> JobSpec:
+        """The job of a request, with a checked deadline."""
+        request = msgspec.structs.replace(self.request(model, inputs), partial_images=self.partial_images)
+        how = Format(self.output_format, self.output_compression)
+        steps = self.steps or model.steps
+        return JobSpec(request, self.n, how, self.priority, steps, model.step_s, deadline_s, pixels=inputs.file)
+
+
+class Edit(Generation):
+    """A request for edited images; their files are other parts of the form."""
+
+    strength: Annotated[
+        float | None, Field(ge=LEAST_STRENGTH, le=1, description="Image-to-image strength; 1 ignores the image.")
+    ] = None
+    input_fidelity: Ignored = None
+
+    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs = NO_INPUTS) -> JobSpec:
+        spec = super().spec(model, deadline_s, inputs)
+        return replace(spec, request=msgspec.structs.replace(spec.request, strength=self.strength))
+
+
+class VideoRequest(CommonFields):
+    """A request for a video."""
+
+    seconds: Annotated[
+        float | None,
+        BeforeValidator(_number),
+        Field(gt=0, le=3600, allow_inf_nan=False, description="Rounded to a number of frames that the model makes."),
+    ] = None
+    frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
+    fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
+
+    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs) -> JobSpec:
+        """The job of a request, with a checked deadline; ProblemError for frames that the model does not make."""
+        facts = model.video
+        assert facts is not None  # the model was found by its purpose
+        request = msgspec.structs.replace(self.request(model, inputs), frames=self._frames(facts), fps=self.fps)
+        steps, fps = self.steps or model.steps, float(self.fps or facts.fps)
+        return JobSpec(request, 1, Format(), self.priority, steps, model.step_s, deadline_s, fps, inputs.file)
+
+    def _frames(self, facts: VideoFacts) -> int:
+        if self.seconds is None:
+            frames = facts.frames if self.frames is None else self.frames
+            near = _nearest(frames, facts)
+            if near != frames:
+                text = f"got frames {frames}, expected {facts.frames % facts.unit} more than a multiple of {facts.unit}"
+                raise refused(400, "invalid_value", f"{text}, such as {near}", "frames")
+            return frames
+        if self.frames is not None:
+            raise refused(400, "invalid_value", "seconds and frames exclude each other; leave one out", "seconds")
+        fps = self.fps or facts.fps
+        frames = _nearest(round(self.seconds * fps), facts)
+        if frames > MOST_FRAMES:
+            text = f"seconds {self.seconds:g} at {fps:g} frames per second exceed {MOST_FRAMES} frames"
+            raise refused(400, "invalid_value", f"{text}; request a shorter video", "seconds")
+        return frames
+
+
+def _nearest(frames: int, facts: VideoFacts) -> int:
+    """The number of frames closest to this one that a model makes."""
+    rest = facts.frames % facts.unit
+    near = round((frames - rest) / facts.unit) * facts.unit + rest
+    return near if near > 0 else near + facts.unit
+
+
+# forms ---------------------------------------------------------------------------------------------------------------
+
+FieldsT = TypeVar("FieldsT", bound=CommonFields)
+
+
+@dataclass(frozen=True)
+class FormBody:
+    """A multipart body. Files have no names here: what a client calls them means nothing."""
+
+    texts: dict[str, str]
+    files: Mapping[str, Sequence[bytes]]
+
+    def fields(self, kind: type[FieldsT]) -> FieldsT:
+        """The texts as fields of a request, "3" as a number; ProblemError for invalid ones."""
+        try:
+            return kind.model_validate(self.texts, strict=False)
+        except ValidationError as error:
+            raise ProblemError(of_validation(error.errors())) from error
+
+    def files_of(self, *names: str) -> list[bytes]:
+        """The files of some fields, in order; ProblemError for files of other fields."""
+        other = next((name for name in self.files if name not in names), None)
+        if other is not None:
+            text = f"unknown files {short(other)!r}; send files as {' or '.join(names)}"
+            raise refused(400, "unknown_field", text, short(other))
+        return [file for name in names for file in self.files.get(name, ())]
+
+
+async def read_form(request: Request) -> FormBody:
+    """Read a multipart body, whose length the gate has bounded; ProblemError for a repeated text."""
+    texts, files = dict[str, str](), dict[str, list[bytes]]()
+    async with request.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                files.setdefault(name, []).append(await value.read())
+            elif name in texts:
+                raise refused(400, "invalid_value", f"{short(name)!r} is given twice; send it once", short(name))
+            else:
+                texts[name] = value
+    return FormBody(texts, files)
+
+
+def form_schema(kind: type[CommonFields], files: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a form in /openapi.json. files: name -> what is said of it."""
+    schema = kind.model_json_schema()
+    schema["properties"] |= {name: {"type": "string", "format": "binary", **about} for name, about in files.items()}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

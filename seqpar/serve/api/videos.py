@@ -1,0 +1,107 @@
+"""Routes for videos, as OpenAI's: a request is answered immediately, and clients poll its job until the file exists."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from seqpar.serve.api import log, records
+from seqpar.serve.api.codec import NO_INPUTS
+from seqpar.serve.api.errors import ProblemError, of_validation, refused
+from seqpar.serve.api.files import JobRecord
+from seqpar.serve.api.gate import VIDEOS
+from seqpar.serve.api.images import decode_inputs
+from seqpar.serve.api.requests import VideoRequest, form_schema, read_form
+from seqpar.serve.api.state import ApiServer, Key, Server, check_loras, deadline_of, model_for
+
+REFERENCE = "input_reference"
+BODY = form_schema(VideoRequest, {REFERENCE: {"description": "The first frame, as a PNG, JPEG or WebP."}})
+
+
+def add_videos(app: FastAPI) -> None:
+    """Add the routes."""
+    app.add_api_route(VIDEOS, create, methods=["POST"], openapi_extra=BODY)
+    app.add_api_route(VIDEOS, videos, methods=["GET"])
+    app.add_api_route(f"{VIDEOS}/{{video}}", video_of, methods=["GET"])
+    app.add_api_route(f"{VIDEOS}/{{video}}", delete, methods=["DELETE"])
+    app.add_api_route(f"{VIDEOS}/{{video}}/content", content, methods=["GET"])
+
+
+async def create(request: Request, server: Server, key: Key) -> Response:
+    """Queue a video. The header x-request-id of the answer is also the id of the video."""
+    if request.headers.get("content-type", "").lower().startswith("multipart/"):
+        form = await read_form(request)
+        body, files = form.fields(VideoRequest), form.files_of(REFERENCE)
+    else:
+        try:
+            body, files = VideoRequest.model_validate_json(await request.body()), list[bytes]()
+        except ValidationError as error:
+            raise ProblemError(of_validation(error.errors())) from error
+    model, deadline_s = model_for(server, body.model, "videos"), deadline_of(body.deadline_s, server.longest_video_s)
+    check_loras(body.loras, model)
+    if model.needs_picture and not files:
+        raise refused(400, "invalid_value", f"model {model.name} requires a file {REFERENCE}", REFERENCE)
+    if len(files) > int(model.edits):
+        takes = f"takes one file {REFERENCE}, got {len(files)}" if model.edits else f"takes no file {REFERENCE}"
+        raise refused(400, "invalid_value", f"model {model.name} {takes}", REFERENCE)
+    inputs = await decode_inputs(server, files, REFERENCE) if files else NO_INPUTS
+    spec = body.spec(model, deadline_s, inputs)
+    job = server.queue.add(request.state.id, key, spec)
+    prompt = body.prompt if server.show_prompts else "not shown"
+    log.event("accepted", job.id, key=key, model=model.name, frames=spec.request.frames, prompt=prompt)
+    return JSONResponse(records.of(server, job).video, headers=body.ignored)
+
+
+async def videos(
+    server: Server,
+    key: Key,
+    after: Annotated[str | None, Query(max_length=80)] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """List the videos of this key."""
+    listed = [record for record in await records.of_key(server, key) if record.video is not None]
+    listed = listed if order == "asc" else listed[::-1]
+    ids = [record.id for record in listed]
+    if after is not None:
+        if after not in ids:
+            raise refused(404, "unknown_video", "the video of after is not found or expired", "after")
+        listed = listed[ids.index(after) + 1 :]
+    page = listed[:limit]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return {"object": "list", "data": [record.video for record in page], **ends, "has_more": len(listed) > limit}
+
+
+async def video_of(video: str, server: Server, key: Key) -> dict[str, Any]:
+    """Report the progress of a video."""
+    return (await _record(server, key, video))[1]
+
+
+async def delete(video: str, server: Server, key: Key) -> dict[str, Any]:
+    """Cancel a video that waits or runs, and delete it and its file."""
+    record, _ = await _record(server, key, video)
+    await records.delete(server, key, record)
+    return {"id": record.id, "object": "video.deleted", "deleted": True}
+
+
+async def content(video: str, server: Server, key: Key, variant: Literal["video"] = "video") -> Response:
+    """Download a completed video."""
+    record, facts = await _record(server, key, video)
+    if record.stored is None:
+        text = f"the status of the video is {facts['status']}, not completed"
+        raise refused(409, "not_completed", text, x_should_retry="false")
+    file = await server.files.get(key, record.stored)
+    if file is None:
+        raise refused(404, "expired", "the file of the video has expired; request the video again")
+    return file.response()
+
+
+async def _record(server: ApiServer, key: str, id_: str) -> tuple[JobRecord, dict[str, Any]]:
+    """The record of a video, and its JSON."""
+    record = await records.get(server, key, id_)
+    if record is None or record.video is None:
+        raise records.not_found(server, "video", id_)
+    return record, record.video

@@ -91,7 +91,7 @@ class ExchangeCache:
         self.mesh, self.plan, self.releases = mesh, plan, 0
         self._moves = load_transport(plan.transport.name)
         self._attends = IdleCache[Attend](mesh.sequence, ATTENDS)
-        # the ranks of a sequence axis may make calls of their own, those of its replica exchange branches together
+        # ranks of a sequence axis may make separate calls; the ranks of its replica exchange branches together
         self._gathers = {mesh.sequence.name: IdleCache[Gather](mesh.sequence, GATHERS)}
 
     def __deepcopy__(self, memo: object) -> ExchangeCache:

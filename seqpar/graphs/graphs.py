@@ -174,7 +174,7 @@ class Graphs:
             self._ran.before((kind, generation))
 
     def run(self, compute: Compute, arguments: Form, generation: int = 0, eagerly: bool = False) -> Form:
-        """Return the results of a call in tensors of their own; see `entered`."""
+        """Return copies of a call's results; the arguments are those of `entered`."""
         with self.entered(compute, arguments, generation, eagerly) as computes:
             return copied(computes(arguments))
 
@@ -232,5 +232,5 @@ class Graphs:
 
 
 def copied(results: Any) -> Form:
-    """Return the results of a call in tensors of their own."""
+    """Return copies of the results of a call."""
     return form_of(results).each(lambda x: x.clone())

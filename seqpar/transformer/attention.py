@@ -105,7 +105,7 @@ class ShardedAttention:
         if Shard(total, axis.size).sizes[axis.rank] != k.shape[1]:
             raise self._unknown()
         if mask is not None:
-            raise ValueError(f"got a mask at {self._where}, whose queries are whole on every rank, expected None")
+            raise ValueError(f"A mask at {self._where} is not supported: its queries are whole on every rank")
         return self.state.attend_whole(*fitting(q, k, v, scale), total)
 
     def of_streams(
@@ -165,7 +165,7 @@ class ShardedAttention:
 
         queries, keys: their numbers on this rank. An attention besides the joint one (FLUX's of an image to another
         picture) has the queries of one stream, and other numbers of keys. Where a rank has as many keys as another has
-        queries, the one could not tell it from a wrong plan, so that both raise the same error.
+        queries, it looks the same as a wrong plan there, so that both raise the same error.
         """
         rank, streams = self.state.axis.rank, self._streams()
         if self.state.lengths.keys() >= set(streams):
@@ -202,7 +202,7 @@ class ShardedAttention:
             raise self._unclear("attention", "of several streams in exact mode, which holds their keys in its order")
         if reads and "text" not in named:
             if keys in sizes:
-                raise self._unclear("cross-attention", "to as many tokens as a rank has of its own")
+                raise self._unclear("cross-attention", "to as many tokens as a rank's share")
             return None
         if reads and streams != named:
             raise self._unclear("cross-attention", "with cuts that split text")
@@ -328,7 +328,7 @@ class AttentionHook(ModelHook):
         processor = getattr(module, "processor", None)
         by = "" if processor is None else f" (processor {getattr(processor, '__name__', type(processor).__name__)})"
         raise ValueError(
-            f"{type(module).__name__} at {self._path}{by} attends to the tokens of its own rank only. Compute its "
+            f"{type(module).__name__} at {self._path}{by} attends to one rank's tokens only. Compute its "
             f"attention by torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or use cfg= or "
             f"data= ranks instead of ranks that split the sequence"
         )
@@ -378,13 +378,13 @@ def arguments_of(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # shapes tell it
+    enable_gqa: bool = False,  # follows from the shapes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float | None]:
     """Return q, k, v as (B, l, H, D), mask and scale, of the arguments of `scaled_dot_product_attention`."""
     if dropout_p or is_causal:
         raise ValueError(
-            f"got attention with dropout_p={dropout_p}, is_causal={is_causal}, expected neither: split attention is "
-            f"for inference with attention to all tokens; call the transformer's eval() first"
+            f"attention with dropout_p={dropout_p}, is_causal={is_causal} is not supported: sharded attention is for "
+            f"inference with attention to all tokens; call the transformer's eval() first"
         )
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     return q, k, v, attn_mask, scale
@@ -420,8 +420,8 @@ def exact_mode(state: CallState) -> AbstractContextManager[object]:
     """Return the context in which a transformer has one GPU's bits, if its plan is exact.
 
     Attention of split queries to keys that are whole on every rank is the planned local one, because torch's own may
-    choose its tiles by the number of queries. Linear layers read contiguous rows, because torch adds the bias of others
-    after it has rounded the product, and only the tokens of several ranks lie apart; very few rows become more.
+    choose its tiles by the number of queries. Linear layers read contiguous rows, because for others torch adds the
+    bias after it has rounded the product, and only the tokens of several ranks lie apart; very few rows become more.
     """
     if not state.plan.exact:
         return nullcontext()

@@ -1,10 +1,8 @@
-"""Puts the functions of `seqpar.families` in the place of a transformer's blocks, and diffusers' own back where they do
-not fit.
+"""Puts the functions of `seqpar.families` in the place of a transformer's blocks, where they fit.
 
-A function computes on the weights of diffusers' modules: those of several layers that make one product become views of
-one matrix. It runs inside of all hooks, so that what others put around a block stays right.
-When it wins: always, by fused kernels; what a function does not take is computed by the block itself, and rank 0 says
-why.
+A function computes on the weights of diffusers' modules: weights of several layers that are one GEMM become views of
+one matrix. It runs inside all hooks, so that third-party hooks and wrappers around a block stay right. Blocks and calls
+that a function does not take are computed by the block's own forward, and rank 0 prints why.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose rows the parts are, without a copy, or None if they do not lie one after the other."""
+    """Return the tensor whose rows the parts are, without a copy, or None if they are not contiguous."""
     first, end = parts[0].detach(), parts[0].data_ptr()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -185,9 +183,9 @@ class FusedBlocks:
                 self._take_weights()
 
     def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, ShardedAttention]) -> None:
-        """Look at the blocks anew; each has a hook, which knows whether a function computes it.
+        """Rescan the blocks; each has a hook, which knows whether a function computes it.
 
-        additions: what others have put onto the transformer's modules. attention: attention module -> what splits it.
+        additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
         """
         every = self._every = blocks_of(self._module) if self._on else []
         self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._state) for _, one in every}
@@ -225,7 +223,7 @@ class FusedBlocks:
             )
         every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
         if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
-            self._state.say(f"activations are kernels of their own after cuBLAS's products: {why}")
+            self._state.say(f"activations are separate kernels after cuBLAS's GEMMs: {why}")
 
     def _adapted(self) -> list[str]:
         return [path for path, one in self._every if adapters.are_on(one)]
@@ -396,7 +394,7 @@ def _by_kind(reasons: Mapping[str, str]) -> list[list[str]]:
 
 
 def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) for hooks and forwards of others, but those around a block that keep to its arguments."""
+    """Yield (path, reason) for third-party hooks and forwards, except around a block if they keep its arguments."""
     for one in additions:
         if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN):
             yield one.path, str(one)
@@ -408,7 +406,7 @@ def _why_not(block: nn.Module) -> str | None:
     known = {path for paths in BLOCKS[type(block).__name__].layers.values() for path in paths}
     for path, layer in adapters.layers(block):
         if adapters.active(layer) and path not in known:
-            return f"an adapter is on {path}, which no product of theirs is made of"
+            return f"an adapter is on {path}, which is in none of their GEMMs"
         if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
             return reason
     for _, one in adapters.without_adapters(block):

@@ -53,7 +53,7 @@ class ShardedCall:
         self.ends = ExitStack()  # what is undone at the release of this transformer
         self.graphs = Graphs(self.mesh, capture, state.check)
         self.label: str | None = None  # how the pipeline names the call that it makes now
-        self.boundary: Callable[[], None] | None = None  # runs before each call, see `seqpar.mesh.boundary`
+        self.boundary: Callable[[], None] | None = None  # runs before each call (`seqpar.mesh.boundary`)
         self.check: Callable[[], None] | None = None  # raises ValueError for what no call may find
         self.__wrapped__ = type(module).forward.__get__(module)
         self.__name__ = "forward"
@@ -268,7 +268,7 @@ class ShardedCall:
             return self._guidance.results(task, joined_rows(outputs, splits))
 
     def _is_eager(self) -> bool:
-        """Return whether calls are not captured now: a replay would not run hooks of others, or soon be invalid."""
+        """Return whether calls are not captured now: a replay would not run third-party hooks, or soon be invalid."""
         hooks = self.sharded.foreign.hooks
         if hooks and self.graphs.captures:
             self.state.say(f"calls run without CUDA graphs while {hooks[0]}")

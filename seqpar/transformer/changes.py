@@ -90,7 +90,7 @@ class Changes:
         return self._texts[1]
 
     def foreign(self) -> ForeignCode:
-        """Return what others have put onto the module, as it was at the last `count`."""
+        """Return third-party code on the module, as it was at the last `count`."""
         if self._foreign[0] != self.counted:
             self._foreign = self.counted, look(self._module)
         return self._foreign[1]

@@ -1,9 +1,8 @@
-"""Describes a diffusers transformer to the planner, so far as its modules tell.
+"""Describes a diffusers transformer to the planner, from its modules.
 
-The planner needs what a token costs and how many tokens there are. A module's attention gives the heads, the linear
-layers of its blocks give the matrix products; the number of tokens is that of the size that the family is made for.
-Layouts are compared by these numbers, so they need not be exact.
-When it wins: it needs no description of each family; a file of `seqpar.families` has one, which says more.
+The planner needs the cost of a token and the number of tokens. A module's attention gives the heads, and the linear
+layers of its blocks the GEMMs; the number of tokens is that of the family's own size. Layouts are compared by these
+numbers, so they need not be exact. A family's file may have a better description.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code of others on a transformer's modules: hooks, replaced forwards, processors, quantised layers.
+"""Third-party code on a transformer's modules: hooks, replaced forwards, processors, quantised layers.
 
 Such code may read other batch rows or other tokens, and may keep state between calls. Rows and calls can stay together:
 every rank then computes whole batches, at the time of the call. Tokens cannot, where ranks split them: code that
@@ -60,7 +60,7 @@ SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
 
 @dataclass(frozen=True)
 class Addition:
-    """Something of others. path: of the submodule, "" for the transformer itself. kind: what it is, with its name."""
+    """Third-party code. path: of the submodule, "" for the transformer itself. kind: what it is, with its name."""
 
     path: str
     kind: str
@@ -86,7 +86,7 @@ class ForeignCode:
 
 
 def look(module: nn.Module) -> ForeignCode:
-    """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
+    """Return third-party code on a transformer and its submodules; this takes milliseconds."""
     hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
     patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
     own, lists = type(module).__module__.partition(".")[0], block_lists(module)
@@ -271,7 +271,7 @@ def _home(what: Any) -> str:
 
 
 def _home_of_code(function: Any) -> str:
-    """Return the module of a function's code, which `functools.wraps` does not change; of others that of `_home`."""
+    """Return the module of a function's code, which `functools.wraps` does not change; otherwise that of `_home`."""
     code: Any = getattr(function, "__func__", function)
     return f"{getattr(code, '__globals__', {}).get('__name__', _home(function))}"
 

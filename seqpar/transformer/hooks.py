@@ -38,7 +38,7 @@ from seqpar.transformer.watch import BlockWatch, parts_of_users
 
 OURS = "seqpar"  # the names of our hooks begin with it
 ATTENTION = f"{OURS} attention"  # the name of the hook of an attention module that joins the ranks
-FUSED = f"{OURS} computes"  # the name of the hook that computes a block by a function of ours
+FUSED = f"{OURS} computes"  # the name of the hook that computes a block by a function of `seqpar.families`
 
 
 def shard(state: CallState, value: Any, how: Cutting) -> Any:
@@ -155,7 +155,7 @@ class ShardedModule:
 
     @property
     def foreign(self) -> ForeignCode:
-        """What others have put onto the module, as it was at the last `key`."""
+        """Third-party code on the module, as it was at the last `key`."""
         return self._changes.foreign()
 
     def end_copies(self) -> None:

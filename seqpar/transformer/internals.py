@@ -120,7 +120,7 @@ def register_innermost(module: nn.Module, hook: Any, name: str) -> None:
 def unregister(module: Any, name: str) -> None:
     """Remove a hook, but no forward that a user has put in the place of all hooks.
 
-    diffusers forgets what the next hook around it calls, if that computes a forward of its own.
+    diffusers forgets what the next hook around it calls, if that has its own `new_forward`.
     """
     registry = HookRegistry.check_if_exists_or_initialize(module)
     replaced = None if is_hooked(module) else vars(module).get("forward")

@@ -75,7 +75,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def is_adapter(module: nn.Module) -> bool:
     """Return whether this is one of peft's layers around a layer of the model."""
-    peft = sys.modules.get("peft.tuners.tuners_utils")  # nobody has wrapped a layer before peft was imported
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # no layer is wrapped before peft is imported
     return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
 

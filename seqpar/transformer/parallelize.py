@@ -58,7 +58,7 @@ def choices(
     check_kind("cfg", cfg, bool, expected="True or False")
     branches = own.cfg.size if own is not None else preferences.axes.get("cfg", 1)
     if not cfg and branches > 1:
-        raise ValueError(f"got cfg=False and a mesh with cfg={branches}, expected one with cfg=1")
+        raise ValueError(f"cfg=False contradicts a mesh with cfg={branches}; use a mesh with cfg=1")
     return own, preferences
 
 
@@ -82,9 +82,9 @@ def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> C
             f"can be called as it is; call seqpar.release to parallelize it in another way"
         )
     if getattr(module, "_parallel_config", None) is not None:
-        raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
+        raise ValueError(f"{name} with diffusers' enable_parallelism is not supported; load it without")
     if is_offloaded(module):
-        raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
+        raise ValueError(f"{name} has offloaded weights; parallelize needs them on the GPU: load it without offload")
     if next(module.parameters(), None) is None:
         raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
     if next(module.parameters()).device.type == "meta":
@@ -305,7 +305,7 @@ def keep_fp32(pipe: Any) -> str | None:
 
 
 def _prepare_fp32(pipe: Any) -> Callable[[], None]:
-    """Convert the latents that a pipeline's loop begins with; return what ends that."""
+    """Convert the latents that a pipeline's loop begins with; return a function that undoes it."""
     theirs, before = getattr(pipe, PREPARES, None), vars(pipe).get(PREPARES)
     if theirs is None:
         return lambda: None
@@ -367,8 +367,8 @@ def parallelize(
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
     mesh may be what `--mesh` takes, as "cfg=2,ulysses=2"; "throughput" plans for a picture a rank in each call.
     native: whether blocks of this package may compute on the transformer's weights, which is faster. cuts: where the
-    tokens of a transformer are split, as `seqpar.families.Cuts` or diffusers' `_cp_plan`; None takes what
-    is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
+    tokens of a transformer are split, as `seqpar.families.Cuts` or diffusers' `_cp_plan`; None takes the
+    known ones of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """

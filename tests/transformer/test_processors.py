@@ -31,7 +31,7 @@ from tests.support.pool import Pool
 from tests.transformer.test_body import TOLERANCE, body_of, called, error
 from tests.transformer.test_cuts import raised
 
-UNREACHED = "attends to the tokens of its own rank only"
+UNREACHED = "attends to one rank's tokens only"
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 

@@ -62,7 +62,7 @@ def offloaded(rank: int, world: int, device: torch.device, how: str, wished: boo
     mesh = mesh_for("ulysses", world, device)
     before = tiny().to(device)
     MANAGED[how](before)
-    with pytest.raises(ValueError, match="whose weights are offloaded"):
+    with pytest.raises(ValueError, match="has offloaded weights"):
         seqpar.parallelize(before, mesh, native=wished)
     seqpar.parallelize(module, mesh, native=wished)
     theirs(module, given)

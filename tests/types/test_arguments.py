@@ -199,7 +199,7 @@ def test_python_takes_the_names_of_the_command_line(ranks: Pool) -> None:
     axes = ["cfg 2", "data 2", "ulysses 2", "ring 2", "data 2", "cfg 2", "ulysses 2", "ulysses 2"]
     assert first[:-3] == axes
     assert first[-3].startswith("got mesh 'ring=2' on rank 1, expected 'ulysses=2' as on rank 0")
-    assert first[-2].startswith("got cfg=False and a mesh with cfg=2")
+    assert first[-2].startswith("cfg=False contradicts a mesh with cfg=2")
     assert first[-1].startswith("got ")
 
 

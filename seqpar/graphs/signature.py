@@ -1,8 +1,10 @@
-"""Takes the arguments of a transformer's call apart into tensors and other values, and names their kind.
+"""Signatures of calls: tensors and other values by their paths in the arguments, and the kind of a call.
 
 Arguments may be nested: lists, tuples and dicts of tensors, numbers and texts (`img_shapes`, rotary tables, attention
 keyword arguments). Two calls of the same kind can be one CUDA graph: their tensors have the same shapes and dtypes, and
-all their other values are equal, because a graph has those values inside. Cost: some microseconds per argument, on the host.
+all their other values are equal, because a graph has those values inside.
+
+Cost: some microseconds per argument, on the host.
 """
 
 from __future__ import annotations

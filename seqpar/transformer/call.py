@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
@@ -35,6 +35,14 @@ from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
 SOON = 8  # calls; a module that changed twice within them goes on changing, so that a graph would not be replayed
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _untraced(function: FunctionT) -> FunctionT:
+    # a compiler would take minutes for a transformer whose calls are graphs already
+    return cast(FunctionT, torch.compiler.disable(function))
 
 
 class ShardedCall:
@@ -67,12 +75,12 @@ class ShardedCall:
         self._released: Callable[..., Any] | None = None  # the forward after the release
         self._key: Hashable = None
         self._texts: Mapping[str, str] = {}
-        self._generation, self._calls, self._changes = 0, 0, deque((-SOON, -SOON), maxlen=2)
+        self._generation, self._calls, self._changes = 0, 0, deque[int]((-SOON, -SOON), maxlen=2)
         self._reached = False
         self._reaches: Any = None  # the module's last forward that has called this one; None: it is this one
         self._grads = False  # whether the caller wants gradients
 
-    @torch.compiler.disable  # it would take minutes for a transformer whose calls are graphs already
+    @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
         if self._released is not None:
@@ -307,7 +315,7 @@ class ShardedCall:
         """Raise TimeoutError if this rank timed out waiting for another one; waits for the device."""
         self.state.check()
 
-    @torch.compiler.disable
+    @_untraced
     def check_reached(self, *_: Any) -> None:
         """Raise ValueError, the same on every rank, if a forward that users have set does not call this one.
 

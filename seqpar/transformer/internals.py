@@ -72,7 +72,7 @@ def adapters_of(layer: Any) -> Any:
 REGISTRY = "_diffusers_hook"  # the attribute of a module that holds its hooks
 
 
-def hooks_on(module: nn.Module) -> Mapping[str, ModelHook]:
+def hooks_on(module: nn.Module) -> dict[str, ModelHook]:
     """Return the hooks of diffusers on a module by their names, the innermost first."""
     registry: Any = vars(module).get(REGISTRY)
     return {} if registry is None else registry.hooks

@@ -114,13 +114,13 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
 
 @contextmanager
 def _recording(modules: Iterable[nn.Module], calls: list[RecordedCall]) -> Iterator[None]:
-    before = [(module, vars(module)["forward"]) for module in modules]
+    before = [(module, call, vars(module)["forward"]) for module in modules if (call := call_of(module)) is not None]
     try:
-        for module, _ in before:  # inside the wrappers that users have put around the call
-            vars(module)["forward"] = _Recorder(module, call_of(module), calls)
+        for module, call, _ in before:  # inside the wrappers that users have put around the call
+            vars(module)["forward"] = _Recorder(module, call, calls)
         yield
     finally:
-        for module, forward in before:
+        for module, _, forward in before:
             vars(module)["forward"] = forward
 
 

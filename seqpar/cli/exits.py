@@ -171,9 +171,9 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
 def stoppable(args: Args, mesh: Mesh) -> Iterator[Callable[[], None]]:
     """Yield a function that every rank calls between steps: all ranks raise `Stopped` there if one got a signal.
 
-    Without it, ranks on other machines, which a terminal does not reach, would time out. SIGTERM is not noted: it comes
-    from what ends ranks after one has failed, which then calls no boundary. A profile has none, because it would be
-    measured.
+    Without it, ranks on other machines, which a terminal does not reach, would time out. SIGTERM is not noted: the
+    starter or torchrun sends it after a rank has failed, which then calls no boundary. A profile has none, because it
+    would be measured.
     """
     if isinstance(args, ProfileArgs):
         yield lambda: None

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def sample() -> None:
-    """`seqpar sample` as a script of its own: the flags follow without the word `sample`."""
+    """`seqpar sample` as a script, without the word `sample`."""
     guarded(lambda rank: command(["sample", *sys.argv[1:]], rank))
 
 

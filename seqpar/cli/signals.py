@@ -1,7 +1,7 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) end a command alike: one line, and exit code 128 + n.
 
 The main thread raises `Stopped`, so that unfinished files are removed on the way out. Python runs signal handlers in
-the main thread between two of its own instructions: too late while that thread waits in native code, as for a kernel
+the main thread between two Python instructions: too late while that thread waits in native code, as for a kernel
 that waits for another rank. The C part of Python's handler writes to a pipe at once, and a thread that reads there ends
 the process after a grace period. No torch import: signals arrive during imports, too.
 """

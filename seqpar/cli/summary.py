@@ -82,7 +82,7 @@ class Progress(Bar):
             self.add(1)
 
     def finish(self) -> float | None:
-        """Wait for all steps; ms a step without the first one, which is warm-up; None for a single step."""
+        """Wait for all steps; return ms per step without the first, which is warm-up; None for one step."""
         while self._open:
             self._open.popleft().synchronize()
             self.add(1)
@@ -132,7 +132,7 @@ def parameters(args: Args, model: Model, job: Job) -> dict[str, Any]:
 
 def measured(per_step: float | None, loaded: float, whole: float) -> str:
     """The speed as text. per_step: milliseconds; loaded, whole: seconds until weights were there, and in all."""
-    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
+    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms per step"
     return f"{speed}, {loaded:.1f} s to load, {whole:.1f} s in all"
 
 

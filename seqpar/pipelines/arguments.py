@@ -34,7 +34,7 @@ OTHERS = {
 
 
 def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any]) -> Any:
-    """Return the class of diffusers that runs an request: with pictures, one that takes them with the same parts.
+    """Return the class of diffusers that runs a request: with images, one that takes them with the same parts.
 
     kind: that of the folder. index: its model_index.json. Raises ValueError if no class takes them, or needs more.
     """
@@ -73,15 +73,15 @@ def gives_sigmas(name: str) -> bool:
 
 
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a pipeline draws a picture anew from some step on, as `strength` among its parameters says.
+    """Return whether a pipeline runs image-to-image from some step on, by its parameter `strength`.
 
-    In one of videos it says how firmly a picture is kept.
+    In a video pipeline `strength` means how closely the image is kept.
     """
     return "strength" in parameters and "num_frames" not in parameters
 
 
 def sides(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
-    """Return what makes a pipeline with a size of its own keep that of the request, or the shape of its picture."""
+    """Return arguments with which a pipeline that chooses sizes keeps the request's, or its image's shape."""
     if AREA not in parameters:
         return {}
     if request.size is not None:
@@ -92,8 +92,8 @@ def sides(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter
 def images_for(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
     """Return the pictures of a request as the pipeline of this name takes them: one, or a list.
 
-    parameters: those of its call. A picture that is drawn anew has the size of the result, if that is named, as
-    pipelines make it; one of them (Z-Image) does not.
+    parameters: of its call. Image-to-image inputs are resized to the requested size, as pipelines do (Z-Image does
+    not).
     """
     images = [picture.image for picture in request.images]
     if request.size is not None and draws_anew(parameters):
@@ -145,12 +145,12 @@ def _check_count(request: GenerationRequest, name: str) -> None:
 
 
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
-RATE = "frame_rate"  # what pipelines call the frames a second that their models are told
+RATE = "frame_rate"  # argument of pipelines whose models take the frames per second
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
 
 
 def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a pipeline whose call has these parameters makes videos."""
+    """Return whether a pipeline whose call has these parameters generates videos."""
     return "num_frames" in parameters
 
 

@@ -1,4 +1,4 @@
-"""Makes pictures from class names: labels, noise, sampling, decoding. It checks everything before it loads weights."""
+"""Images from class names: labels, noise, sampling, decoding. Everything is checked before weights load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Any pipeline of diffusers: its own loop, with a parallelized transformer.
 
-Flags become arguments of the pipeline's call as far as it has them; others are refused. Every rank makes the same call;
+Flags become arguments of the pipeline's call; flags that it does not take are refused. Every rank makes the same call;
 `seqpar.loading.pipeline` loads the pipeline's parts.
 """
 
@@ -205,7 +205,7 @@ class DiffusersJob:
 
     @property
     def why_not_planned(self) -> str | None:
-        return None if self.planned.exact else f"the files of {self.kind.__name__} do not tell how many tokens it has"
+        return None if self.planned.exact else f"the files of {self.kind.__name__} do not state its number of tokens"
 
     @property
     def why_no_steps(self) -> str | None:

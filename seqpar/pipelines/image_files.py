@@ -82,7 +82,7 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return a picture without transparency, under which any colours may lie that nobody sees."""
+    """Return a picture without transparency, under which any invisible colours may lie."""
     if not image.has_transparency_data:
         return image
     seen = image.convert("RGBA")

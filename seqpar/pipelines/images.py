@@ -1,6 +1,6 @@
 """Reads the pictures that a run begins with (`--image`) on rank 0, and gives their pixels to all ranks.
 
-A file may differ between the hosts of a run, or be missing on one: rank 0's pixels are everyone's.
+A file may differ between the hosts of a run, or be missing on one: all ranks use rank 0's pixels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`load`: any diffusers pipeline with a transformer, from its folder or hub id, parallelized on all ranks.
 
-When it wins: against `from_pretrained` on every rank, which reads all files in each process and holds the text encoders
-on each GPU.
+Unlike `from_pretrained` on every rank, it reads each file once per host and holds text encoders on rank 0 only.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ def load(
     loras: Sequence[str] = (),
     fp32_state: bool = False,
 ) -> DiffusionPipeline:
-    """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
+    """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
     takes bf16 on GPUs and fp32 on CPUs. loras: files, each as `FILE[:SCALE][@TRANSFORMER]`; of several
     transformers (Wan 2.2) it changes the named one, or the one that the file itself names. fp32_state:
     whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
 
-    A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
-    ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
-    part that does not fit its files before weights are read.
+    Each host reads each file once. Text and image encoders are on rank 0 only, and their results are broadcast: all
+    ranks make the same calls of the pipeline, as after `parallelize`. Raises the same ValueError on all ranks; a part
+    that does not fit its files is found before weights are read.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    wish = Preferences(strategy=strategy, local=local, transport=transport)
+    preferences = Preferences(strategy=strategy, local=local, transport=transport)
 
     def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
-        choices(mesh, wish, True, True)
+        choices(mesh, preferences, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         return checked(path_or_id, dtype, loras, vae)
 

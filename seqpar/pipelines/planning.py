@@ -1,4 +1,4 @@
-"""What is known of a diffusers pipeline before any weight is read: its parts, and for the planner its work and size.
+"""A diffusers pipeline for the planner, before any weight is read: its work, its tokens and its size.
 
 Transformer and VAE are built from their configs without memory for weights.
 """

@@ -92,7 +92,7 @@ class Job(Protocol):
 
     @property
     def default_pixels(self) -> tuple[int, int]:
-        """Height and width of the images as far as files and signatures tell; (0, 0) if they do not."""
+        """Height and width of the images by default; (0, 0) if the pipeline chooses them."""
         ...
 
     @property

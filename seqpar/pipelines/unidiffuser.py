@@ -1,11 +1,10 @@
-"""Makes pictures from prompts with UniDiffuser: CLIP encodes, our loop denoises with the U-ViT, and the VAE decodes.
+"""Images from prompts with UniDiffuser: CLIP encodes, our loop denoises with the U-ViT, and the VAE decodes.
 
-One model knows pictures and texts, so the same loop also makes pictures without a prompt, captions of pictures, texts,
-and pairs of both (`Files.mode`). Pictures are denoised as two streams: the latent and a CLIP image embedding, which is
-one token. In the unconditional branch of guidance the other modality is noise that is new at every evaluation; it is
-drawn before the loop, in the order of diffusers' pipeline, and sent from rank 0 to all ranks.
-When it wins: the state stays sharded from the noise to the last step, both branches are one batch or each has ranks of
-its own on the `cfg` axis, and a step is one CUDA graph; diffusers' pipeline calls its model twice a step.
+One model knows images and texts, so the same loop also generates images without a prompt, captions of images, texts,
+and pairs of both (see `uvit.Config`). Images are denoised as two streams: the latent and a CLIP image embedding, which
+is one token. In the unconditional branch of guidance the other modality is noise that is new at every evaluation; it is
+drawn before the loop, in the order of diffusers' pipeline, and sent from rank 0 to all ranks. The state stays sharded
+from the noise to the last step, and a step, with both branches, is one CUDA graph.
 Source: UniDiffuser (arXiv 2303.06555).
 """
 
@@ -74,7 +73,7 @@ class Files(unidiffuser_parts.Files):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run makes, besides the texts and pictures that are given.
+    """A run, without the texts and images that it starts from.
 
     count: number of pictures or texts. guidance: diffusers' scale, which is the original's plus 1. size: (height,
     width) of the picture in pixels, None for 512 x 512. scheduler: the class name of another.
@@ -188,12 +187,12 @@ class Pipeline(FromTexts):
 
     @cached_property
     def _scheduler(self) -> Callable[[str | None], Any]:
-        """Return `Files.scheduler`, which keeps what it has built: to look a class up takes 6 ms."""
+        """`Files.scheduler`, cached: finding a class takes 6 ms."""
         return cache(self.files.scheduler)
 
     @cached_property
     def _evaluations(self) -> Callable[[str | None, int], int]:
-        """Return how often a scheduler of this name calls the model in so many steps; it keeps what it has found."""
+        """Number of model evaluations of a scheduler in so many steps, cached."""
         return cache(lambda name, steps: _evaluations(self._scheduler(name), steps))
 
     def _check(self, asked: Asked) -> None:
@@ -233,7 +232,7 @@ class Pipeline(FromTexts):
                 raise ValueError(f"got the given streams {got}, expected {dict(shapes)}")
             return {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
         if "other_timestep" in self.dit.model.PROMPT:
-            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(shapes)}, expected them as `given`")
+            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(shapes)}, which `given` must have")
         return self._fresh(shapes, generator, evaluations)
 
     def _fresh(

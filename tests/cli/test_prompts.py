@@ -183,7 +183,7 @@ def test_any_other_pipeline_runs_by_its_own_loop(
     )
     (out, bars), *others = ranks.run(world, shown, args)
     assert "in StableDiffusion3Pipeline, guidance 3\n" in out
-    assert "ms a step" in out
+    assert "ms per step" in out
     assert "2/2" in bars
     assert others == [("", "")] * (world - 1)
     truth = theirs(folder, negative_prompt="blurry", guidance_scale=3.0)
@@ -232,7 +232,7 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
         ("sd3", {}, "needs --prompt: StableDiffusion3Pipeline takes prompts"),
         ("sd3", {"prompt": ("a",), "frames": 5}, "--frames 5 with --model"),
         ("sd3", {"prompt": ("a",), "true_guidance": 2.0}, "StableDiffusion3Pipeline takes no true_cfg_scale"),
-        ("wan", {"prompt": ("a",), "dry_run": ()}, "no plan: the files of WanPipeline do not tell"),
+        ("wan", {"prompt": ("a",), "dry_run": ()}, "no plan: the files of WanPipeline do not state"),
         ("sd3", {"prompt": ("a",), "size": "24x30"}, "got size 24x30, expected multiples of 4 (patch 2 x decoder 2)"),
         ("flux", {"prompt": ("a",), "scheduler": "DDIMScheduler"}, "got scheduler 'DDIMScheduler' of diffusion by"),
         (

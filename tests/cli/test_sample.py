@@ -51,7 +51,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
         "strategy  ulysses (planned)",
         "local     sdpa",
         "24 tokens",
-        " ms a step, ",
+        " ms per step, ",
     ):
         assert shown in done.stdout
     assert "3/3" in done.stderr  # the progress bar

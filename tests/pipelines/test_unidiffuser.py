@@ -270,7 +270,7 @@ def test_other_modes_make_what_diffusers_makes(
 
 def test_modes_say_what_they_lack(folders: Mapping[bool, Path]) -> None:
     with Pipeline.load(Files.locate(folders[False], "img2text")) as pipeline:
-        with pytest.raises(ValueError, match="got mode img2text without image, clip, expected them as `given`"):
+        with pytest.raises(ValueError, match="got mode img2text without image, clip, which `given` must have"):
             pipeline.streams(Asked(1, 2, ON))
         with pytest.raises(ValueError, match="got prompts in mode img2text, expected text2img"):
             pipeline.latents(PROMPTS, steps=2, guidance=ON)

@@ -127,7 +127,7 @@ def test_a_scale_of_zero_gives_the_picture_without_it(
     [
         ("flux", "nothing", {}, "got --lora nothing, expected a .safetensors file that exists"),
         ("flux", "bin", {}, "style.bin, expected a .safetensors file that exists"),
-        ("flux", "cut", {}, "which is truncated or not a safetensors file"),
+        ("flux", "cut", {}, "is truncated or not a safetensors file"),
         ("flux", "style:nan", {}, "expected a finite scale, such as 0.8"),
         ("flux", "style:much", {}, "style.safetensors:much, expected a .safetensors file that exists"),
         (

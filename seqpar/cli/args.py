@@ -98,7 +98,7 @@ class Args(Options):
     """Processes to start: on GPUs if this machine has any, otherwise on the CPU."""
     verify: bool = False
     """First compare a few steps with a single-rank run, block by block; stop at the first wrong block
-    (docs/fidelity.md)."""
+    (docs/verifying.md)."""
     dry_run: tuple[int, ...] | None = None
     """Print the plan of `seqpar plan` and load no weights: for these processes, or for numbers of GPUs, such as
     --dry-run 1 2 4 8."""

@@ -31,7 +31,7 @@ QUESTIONS = {
     "LoRA": ("adapter.html", "adapters-your-own-blocks-offload", "load_lora_weights"),
     "serve": ("serving.html", "serving", "seqpar serve"),
     "cancel": ("serving.html", "cancel-deadlines-order", "DELETE"),
-    "exact": ("fidelity.html", "exact-mode", "--exact"),
+    "exact": ("verifying.html", "exact-mode", "--exact"),
     "several machines": ("multi-node.html", "two-machines", "--nnodes=2"),
     "Slurm": ("multi-node.html", "slurm", "srun"),
 }

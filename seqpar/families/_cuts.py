@@ -361,5 +361,5 @@ ALONE = Joint(("image",))
 BETWEEN = "residuals that are added between blocks would have to be split as the blocks' tokens are"
 
 
-def _reads_lengths(module: Any) -> str:
+def reads_lengths(module: Any) -> str:
     return "it reads the lengths of the texts on the host"

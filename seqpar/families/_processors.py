@@ -44,7 +44,7 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, _PLAIN) else "..."
 
 
-def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
+def projected_heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
     """Return q, k and v (B, l, H, D) of a stream, q and k normalised over each head where there are norms."""
     projected = [layer(x_BlE).unflatten(2, (heads, -1)) for layer in layers]
     return [x if norm is None else norm(x) for x, norm in zip(projected, (*norms, None), strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, _reads_lengths
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
 from seqpar.families._tiny import Tiny
 
 
@@ -16,7 +16,7 @@ def _lumina2() -> Cuts:
         "norm_out": Boundary(gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
-    return Cuts(places, both, why_eager=_reads_lengths, local=("context_refiner.*.attn",), calls_twice=True)
+    return Cuts(places, both, why_eager=reads_lengths, local=("context_refiner.*.attn",), calls_twice=True)
 
 
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
-from seqpar.families._processors import _heads, rotated
+from seqpar.families._processors import projected_heads, rotated
 from seqpar.families._tiny import Tiny
 
 
@@ -70,8 +70,8 @@ class MochiProcessor:
         diffusers' does. image_rotary_emb: cos and sin of the video's tokens, (l, H, D/2), or as `turned` takes them.
         """
         own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
-        text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
+        q, k, v = projected_heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
+        text = projected_heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
         if image_rotary_emb is not None:
             q, k = self.turned(q, *image_rotary_emb), self.turned(k, *image_rotary_emb)
         queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))

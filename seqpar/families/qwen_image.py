@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.families import _work
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, _reads_lengths
+from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, reads_lengths
 from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
 from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
@@ -92,7 +92,7 @@ def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
 
 CUTS = {
     "QwenImageTransformer2DModel": _qwen_image(),
-    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=_reads_lengths),
+    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=reads_lengths),
 }
 ROW_LISTS = ("img_shapes", "txt_seq_lens")
 PIPELINES = Pipelines(several_images=("QwenImageEditPlus", "QwenImage21"), one_result=("QwenImageEdit",))

@@ -1,4 +1,4 @@
-"""One rank of a server: it checks the flags, and serves until the front asks it to finish."""
+"""One rank of a server: checks the flags, and serves until the API server sends `Finish`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqpar.serve.ranks.loop import run
 
 
 def run_replica(args: ReplicaArgs) -> None:
-    """Serve the orders of a front. Every rank calls it."""
+    """Serve requests of an API server. Collective."""
     if not args.models:
         raise ValueError("got no model, expected at least one to serve")
     deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)

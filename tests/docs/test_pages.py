@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
+from docs.tools import benchmarks_page, strategy_pictures
+from docs.tools.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
 from seqpar.families._find import FUSED
 from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
-from tests.support import benchmarks_page, strategy_pictures
 from tests.support.pages import COMMAND, ROOT
-from tests.support.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
 
 WORK = replace(large_dit.work(large_dit.PRESETS["large-dit-7b"]), heads=4, kv_heads=4)
 SIZES = {"ulysses": (1, 4), "ring": (4, 1), "usp": (2, 2), "kv_gather": (1, 4), "kv_first": (1, 4)}
@@ -29,15 +29,15 @@ TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 def test_the_page_of_benchmarks_is_made_of_the_lines() -> None:
     written = benchmarks_page.PAGE.read_text(encoding="utf-8")
-    assert written == benchmarks_page.page(), "python -m tests.support.benchmarks_page --write"
+    assert written == benchmarks_page.page(), "python -m docs.tools.benchmarks_page --write"
     readme = README.read_text(encoding="utf-8")
-    assert readme == benchmarks_page.with_speed(readme), "python -m tests.support.benchmarks_page --write"
+    assert readme == benchmarks_page.with_speed(readme), "python -m docs.tools.benchmarks_page --write"
 
 
 def test_the_pictures_are_made_of_the_data() -> None:
     for name, text in strategy_pictures.pictures().items():
         written = (strategy_pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-        assert written == text, "python -m tests.support.strategy_pictures --write"
+        assert written == text, "python -m docs.tools.strategy_pictures --write"
 
 
 class Sent(NamedTuple):

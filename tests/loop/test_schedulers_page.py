@@ -7,7 +7,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from tests.support.schedulers_page import missing, page, row
+from docs.tools.schedulers_page import missing, page, row
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedulers.md"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.benchmarks_page import newest
+from docs.tools.benchmarks_page import newest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adapter.md"

@@ -1,6 +1,6 @@
 """Writes docs/schedulers.md: tries every scheduler class of the installed diffusers and lists how it is stepped.
 
-python -m tests.support.schedulers_page > docs/schedulers.md
+python -m docs.tools.schedulers_page > docs/schedulers.md
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NEEDS = {
 HEAD = f"""# Schedulers
 
 How each scheduler class of diffusers {diffusers.__version__} is stepped, found by trying it with {STEPS} steps.
-`python -m tests.support.schedulers_page > docs/schedulers.md` makes this page again; a test compares it with what the
+`python -m docs.tools.schedulers_page > docs/schedulers.md` makes this page again; a test compares it with what the
 installed diffusers does.
 
 - **local**: the scheduler's steps are traced to coefficients before the loop (`seqpar/loop/schedules.py`) and run

@@ -1,6 +1,6 @@
 """Draws how each strategy moves data between four ranks: who holds what, and who sends it to whom.
 
-    python -m tests.support.strategy_pictures --write    # docs/pictures/NAME.svg
+    python -m docs.tools.strategy_pictures --write    # docs/pictures/NAME.svg
 
 A picture is a list of moments; what is sent between two of them follows from who holds which cell before and after.
 `tests/docs/test_pictures.py` compares it with what the strategy's `FACTS` say that each rank sends.

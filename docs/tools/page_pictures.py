@@ -1,6 +1,6 @@
 """Writes docs/page-*.webp: what the page of `seqpar serve` looks like with a picture of the built-in model of texts.
 
-python -m tests.support.page_pictures        # needs Chromium and its WebDriver
+python -m docs.tools.page_pictures        # needs Chromium and its WebDriver
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes docs/benchmarks/index.md from the result lines beside it, one table a model, newest first; and README's table.
 
-python -m tests.support.benchmarks_page --write
+python -m docs.tools.benchmarks_page --write
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BENCHES = ("calls", "scale")
 INTRODUCTION = """# Benchmarks
 
 One table a model, newest first, made from the result lines (`.jsonl`) beside the pages by
-`python -m tests.support.benchmarks_page --write`. Times are medians in milliseconds, in bf16 with random weights: of a
+`python -m docs.tools.benchmarks_page --write`. Times are medians in milliseconds, in bf16 with random weights: of a
 call of the transformer for models of diffusers, of a step with guidance for DiT and Large-DiT.
 
 - *Other* is the fastest of diffusers' own engine, plain Ulysses and cache-dit in the same file of lines;
@@ -31,7 +31,7 @@ call of the transformer for models of diffusers, of a step with guidance for DiT
 - A date leads to its page, which also says what lost. A command is that of the commit on the page.
 """
 README = FOLDER.parents[1] / "README.md"
-BEGIN, END = "<!-- speed: python -m tests.support.benchmarks_page --write -->\n", "<!-- end of speed -->"
+BEGIN, END = "<!-- speed: python -m docs.tools.benchmarks_page --write -->\n", "<!-- end of speed -->"
 # README's models; Chroma is left out, as its peers run without a CUDA graph and so at the speed of the host
 TITLES = {
     "cogvideox-5b": "CogVideoX-5B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked
 from seqpar.loading import names as hub
@@ -146,3 +148,25 @@ def test_ranks_together_ask_once(ranks: Pool, tmp_path: Path) -> None:
     assert one == other
     assert one.startswith("got model 'owner/none-of-this-name': the hub gave no answer (no route), ")
     assert (tmp_path / "log").read_text() == "owner/none-of-this-name\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["dit.pt", "uvit_v1.pth", "vae.ckpt", "model.bin", "consolidated.00-of-01.safetensors"]
+)
+def test_formats_of_authors_are_rejected_with_the_command_that_converts_them(tmp_path: Path, name: str) -> None:
+    """Before the file is opened: it is empty here."""
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / name
+    file.touch()
+    for path in (file, file.parent):
+        for use in (resolve, locate, find, seqpar.load):
+            with pytest.raises(ValueError, match=re.escape(f"run seqpar convert {path} FOLDER, then use FOLDER")):
+                use(str(path))
+    (file.parent / "config.json").touch()
+    assert resolve(file.parent) == file.parent  # a negative control: diffusers' folders may have other files
+
+
+def test_weights_of_paddle_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "model_state.pdparams").touch()
+    with pytest.raises(ValueError, match="in PaddlePaddle's format; use the model's diffusers"):
+        resolve(tmp_path)

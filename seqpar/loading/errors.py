@@ -6,10 +6,8 @@ so does what comes from this package.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -31,7 +29,6 @@ FAILURES = (
 
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
-THEIRS = ("diffusers", "transformers")
 DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS")  # in errors of a GPU's libraries, which have no class
 
 
@@ -48,33 +45,17 @@ def context(what: str) -> Iterator[None]:
 
 @contextmanager
 def loop_context(what: str, split: bool) -> Iterator[None]:
-    """Raise ValueError, with `what` and the line that fails, where diffusers fails in a pipeline's own loop.
+    """Raise ValueError, with `what` before the reason, where diffusers fails in a pipeline's own loop.
 
-    Errors that come from this package stay as they are; what the pipeline's own check of its arguments refuses is the
-    flags' fault and not that of its files. split: whether it splits the transformer's tokens; then errors
-    from inside of the transformer stay, too, because we may have given it wrong ones: a bug, which needs its traceback.
+    A ValueError stays as it is: the pipeline's check of its arguments and this package raise it with a sentence. split:
+    whether tokens are split over ranks; then all errors stay, because they may be bugs of this package.
     """
     try:
         yield
     except BROKEN as error:
-        modules, place = _calls(error)
-        inside = split and any(name.startswith("seqpar.transformer.") for name in modules)
-        if _is_machines(error) or modules[-1].startswith("seqpar.") or inside:
+        if split or isinstance(error, ValueError) or _is_machines(error):
             raise
-        if any(frame.f_code.co_name == "check_inputs" for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise ValueError(f"got flags that the pipeline refuses: {_reason(error)}") from error
-        raise ValueError(f"{what} ({place}): {_reason(error)}") from error
-
-
-def _calls(error: BaseException) -> tuple[list[str], str]:
-    """Return the modules of ours and theirs that an error came through, the innermost last, and its file and line."""
-    modules, place = [__name__], ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = str(frame.f_globals.get("__name__"))
-        if name.partition(".")[0] in ("seqpar", *THEIRS):
-            modules.append(name)
-            place = f"{Path(frame.f_code.co_filename).name}, line {line}"
-    return modules, place
+        raise ValueError(f"{what}: {_reason(error)}") from error
 
 
 def _is_machines(error: BaseException) -> bool:

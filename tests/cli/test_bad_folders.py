@@ -76,9 +76,9 @@ def test_an_encoder_that_fails_on_a_prompt_is_named(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("vae", {"shift_factor": None}, r"pipeline_stable_diffusion_3.py, line \d+\): unsupported operand type"),
-        ("transformer", {"pos_embed_max_size": ""}, r"embeddings.py, line \d+\): The size of tensor a"),
-        ("scheduler", {"shift_terminal": True}, r"scheduling_flow_match_euler_discrete.py, line \d+\): index 3"),
+        ("vae", {"shift_factor": None}, "unsupported operand type"),
+        ("transformer", {"pos_embed_max_size": ""}, "The size of tensor a"),
+        ("scheduler", {"shift_terminal": True}, "index 3"),
     ],
 )
 def test_a_value_that_fails_in_diffusers_loop_is_one_message(
@@ -87,11 +87,11 @@ def test_a_value_that_fails_in_diffusers_loop_is_one_message(
     folder = folders("sd3")
     with changed(folder / file / ("scheduler_config.json" if file == "scheduler" else "config.json"), **change):
         told = refused(folder, tmp_path / "x.png", {"prompt": ("a",)})
-    assert re.match(rf"got pipeline {folder}, which fails in its loop \({message}", told), told
+    assert re.match(rf"got pipeline {folder}, which fails in its loop: {message}", told), told
     assert not (tmp_path / "x.png").exists()
 
 
-WRONG = (None, 0, -1, 7, "x", [], [1], 1.5, True, {}, 1e30, 10**9, -0.5)
+WRONG = (None, 0, -1, 7, "x", [], [1], 1.5, True, {}, -0.5)
 
 
 def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from seqpar.mesh.errors import is_failure
 
@@ -28,7 +29,7 @@ FAILURES = (
 
 
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
-BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
+BROKEN = (OSError, NameError, StrictDataclassError, SafetensorError, *FAILURES)
 DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS")  # in errors of a GPU's libraries, which have no class
 
 

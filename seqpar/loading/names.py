@@ -232,7 +232,7 @@ def check_format(path: Path) -> None:
     """Raise ValueError for a checkpoint in a format of its authors, which only `seqpar convert` reads."""
     if path.is_dir():
         diffusers = (path / "model_index.json").is_file() or (path / "config.json").is_file()
-        files = () if diffusers else path.iterdir()
+        files = () if diffusers else tuple(path.iterdir())
     else:
         files = (path,)
     if any(file.suffix in ORIGINAL or file.name.startswith("consolidated") for file in files):

@@ -7,7 +7,8 @@ read by `seqpar.loading.placing`: each tensor once per host, straight to the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from seqpar.loading.encoders import (
     name_encoders,
     no_collection,
 )
-from seqpar.loading.errors import context
+from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.keys import KeyMap, Source
 from seqpar.loading.names import no_bars
@@ -83,7 +84,7 @@ def load_pipeline(
         models = mesh.on_all_ranks(lambda: _empty(weights, dtype, look, fails))
         encoders = load_encoders(folder, begun, mesh)
         _finish_weights(weights, models, coming, mesh)
-        pipe = mesh.on_all_ranks(lambda: _whole(folder, kind, dtype, models, encoders, late, mesh.device, fails))
+        pipe = mesh.on_all_ranks(lambda: _whole(parts, kind, dtype, models, encoders, late, mesh.device, fails))
 
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
@@ -236,7 +237,7 @@ def _empty(
 
 
 def _whole(
-    folder: Path,
+    parts: PipelineParts,
     kind: Any,
     dtype: torch.dtype,
     models: Mapping[str, Any],
@@ -251,12 +252,23 @@ def _whole(
         put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
     for encoder in encoders.values():
         encoder.meets = False
-    with context(fails):
+    with context(fails), _changes_first(parts):
         stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
-        pipe = kind.from_pretrained(folder, dtype=dtype, **models, **stubs)
+        pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
     for encoder in encoders.values():
         encoder.meets = True
     return pipe
+
+
+@contextmanager
+def _changes_first(parts: PipelineParts) -> Iterator[None]:
+    """Raise ValueError for a file that changed, in place of the error that diffusers makes of its bytes."""
+    try:
+        yield
+    except BROKEN:
+        for fitted in parts.fitted.values():
+            fitted.checkpoint.check_unchanged()
+        raise
 
 
 def _complete(

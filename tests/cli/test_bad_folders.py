@@ -34,8 +34,8 @@ from tests.support.pool import Pool
     [
         ("transformer", "truncated or not a safetensors file"),
         ("text_encoder_2", "truncated or not a safetensors file"),
-        ("tokenizer_2", "without tokenizer_config.json, expected a tokenizer's folder"),
-        ("model_index.json", "without text_encoder_2, expected one: prompts need it"),
+        ("tokenizer_2", "has no tokenizer_config.json; it is no tokenizer's folder"),
+        ("model_index.json", "has no text_encoder_2, which prompts need"),
         ("config.json", "model.safetensors: got embeddings.position_embedding.weight of shape (16, 32), expected"),
     ],
 )

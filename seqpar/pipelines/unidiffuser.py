@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,19 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.loading import schedulers as _schedulers
+from seqpar.loading.folder import check_named
+from seqpar.loading.parts import read_pipeline, read_scheduler
 from seqpar.loading.schedulers import set_timesteps
-from seqpar.loop.blueprint import Blueprint, from_diffusers
+from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.loop import draw_noise, draw_steps
-from seqpar.loop.models.uvit import Mode, Model
+from seqpar.loop.models.uvit import Config, Mode, Model
 from seqpar.loop.request import Settings
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines import unidiffuser_parts
-from seqpar.pipelines.own_loop import Encode, FromTexts, OwnJob, described, drawn_in, generated
+from seqpar.pipelines import own_loop
+from seqpar.pipelines.own_loop import Encode, FromTexts, OwnJob, checked_vae, described, drawn_in, generated
 from seqpar.pipelines.request import NO_LORA, GenerationRequest
-from seqpar.pipelines.unidiffuser_parts import captions, image_streams, text_encoder
+from seqpar.pipelines.unidiffuser_parts import DEFAULT, NEEDED, captions, check_encoders, image_streams, text_encoder
 from seqpar.types.guidance import Guidance, check_pictures
 
 PIPELINES = ("UniDiffuserPipeline",)
@@ -42,13 +44,41 @@ DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pic
 
 
 @dataclass(frozen=True)
-class Files(unidiffuser_parts.Files):
-    """The checked parts of a UniDiffuser, which take requests for images of prompts."""
+class Files(own_loop.Files):
+    """The checked files of a UniDiffuser.
+
+    blueprint: the U-ViT, whose config has the mode. source: the pipeline's folder, diffusers' pipeline in memory, or
+    None for a preset.
+    """
+
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
 
     @staticmethod
     def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
-        """Find and check the files of a model: `seqpar.pipelines.unidiffuser_parts.Files.locate`."""
-        return Files(**vars(unidiffuser_parts.Files.locate(name, mode)))
+        """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
+
+        mode: see `uvit.Config`. Raises ValueError if a file does not fit; reads only configs and the headers of weight
+        files.
+        """
+        blueprint = locate(name)
+        if not isinstance(blueprint.config, Config):
+            raise ValueError(f"{blueprint.name} is no UniDiffuser")
+        blueprint, folder = replace(blueprint, config=replace(blueprint.config, mode=mode)), blueprint.path
+        if folder is None:
+            return Files(blueprint)
+        check_named(folder, read_pipeline(folder), NEEDED)
+        vae = checked_vae(folder / "vae", blueprint)
+        check_encoders(folder, blueprint.config)
+        return Files(blueprint, folder, vae, scheduling=read_scheduler(folder / "scheduler"))
+
+    @property
+    def decoder(self) -> Path:
+        """Return the folder of the VAE."""
+        return self.source / "vae"
+
+    def conditions(self, asked: Sequence[object]) -> int:
+        """Return 1: the prompt is a stream, so modulation depends on the branch alone."""
+        return 1
 
     def check(self, request: GenerationRequest) -> OwnJob:
         """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""

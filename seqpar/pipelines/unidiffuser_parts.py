@@ -9,7 +9,6 @@ the pipeline's folder, or diffusers' UniDiffuserPipeline in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from torch import Tensor
 from seqpar.loading.checkpoint import Checkpoint, check_types, find_checkpoint, open_checkpoint
 from seqpar.loading.encoders import load_encoder
 from seqpar.loading.errors import context
-from seqpar.loading.folder import check_class, check_files, check_named, check_tokenizer
+from seqpar.loading.folder import check_class, check_files, check_tokenizer
 from seqpar.loading.names import importing_pipelines
-from seqpar.loading.parts import read_encoder, read_json, read_pipeline, read_scheduler
+from seqpar.loading.parts import read_encoder, read_json
 from seqpar.loading.reading import check_finite
-from seqpar.loop.blueprint import Blueprint, locate
-from seqpar.loop.models.uvit import Config, Mode
-from seqpar.pipelines import own_loop as _files
+from seqpar.loop.models.uvit import Config
 from seqpar.pipelines.own_loop import Encode
 from seqpar.vae.shared import own
 
@@ -42,44 +39,6 @@ DEFAULT = {
     "beta_schedule": "scaled_linear",
     "solver_order": 3,
 }
-
-
-@dataclass(frozen=True)
-class Files(_files.Files):
-    """The checked files of a UniDiffuser; see `seqpar.pipelines.own_loop.Files`.
-
-    blueprint: the U-ViT, whose config has the mode. source: the pipeline's folder, diffusers' pipeline in memory, or
-    None for a preset.
-    """
-
-    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
-
-    @staticmethod
-    def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
-        """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
-
-        mode: see `uvit.Config`. Raises ValueError if a file does not fit; reads only configs and the headers of weight
-        files.
-        """
-        blueprint = locate(name)
-        if not isinstance(blueprint.config, Config):
-            raise ValueError(f"{blueprint.name} is no UniDiffuser")
-        blueprint, folder = replace(blueprint, config=replace(blueprint.config, mode=mode)), blueprint.path
-        if folder is None:
-            return Files(blueprint)
-        check_named(folder, read_pipeline(folder), NEEDED)
-        vae = _files.checked_vae(folder / "vae", blueprint)
-        check_encoders(folder, blueprint.config)
-        return Files(blueprint, folder, vae, scheduling=read_scheduler(folder / "scheduler"))
-
-    @property
-    def decoder(self) -> Path:
-        """Return the folder of the VAE."""
-        return self.source / "vae"
-
-    def conditions(self, asked: Sequence[object]) -> int:
-        """Return 1: the prompt is a stream, so modulation depends on the branch alone."""
-        return 1
 
 
 def check_encoders(folder: Path, config: Config) -> None:

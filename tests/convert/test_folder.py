@@ -32,8 +32,8 @@ from seqpar.loading.keys import Source
 from seqpar.loop.models.large_dit import Config
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
+from seqpar.pipelines.unidiffuser import Files as UniDiffuser
 from seqpar.pipelines.unidiffuser import Pipeline
-from seqpar.pipelines.unidiffuser_parts import Files as UniDiffuser
 from tests.convert.test_originals import dit, opened, prediction, with_table
 from tests.loading.test_files import Calls
 from tests.loop.models.test_large_dit import inputs, plain

@@ -3,9 +3,9 @@
 Most schedulers are linear: the next state is a weighted sum of the last states and model outputs, and the weights
 depend only on the step. Before the loop, a copy of the scheduler runs once on small random vectors in fp64, and least
 squares gives the weights. Noise that a scheduler draws in its step enters linearly, too; it is drawn before the loop,
-in the same order, and mixed into one tensor a step. The trace also tests whether the scheduler is linear: there are
+in the same order, and mixed into one tensor per step. The trace also tests whether the scheduler is linear: there are
 many more equations than weights, at several magnitudes, so that clipping, thresholding and constants leave a residual.
-When it wins: always; the alternative, stepping the gathered latents on every rank, waits for the host at every step.
+The alternative, stepping the gathered latents on every rank, waits for the host at every step.
 """
 
 from __future__ import annotations

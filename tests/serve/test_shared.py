@@ -91,7 +91,8 @@ def test_a_deleted_video_leaves_nothing_and_the_last_records_are_written(tmp_pat
 
 def aged(path: Path, seconds: float) -> None:
     """Make a file so many seconds old."""
-    os.utime(path, (time.time() - seconds,) * 2)
+    at = time.time() - seconds
+    os.utime(path, (at, at))
 
 
 def test_what_has_expired_is_deleted_and_nothing_else(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ async def metrics(server: Server) -> Response:
 
 
 def _model(model: ServedModel, created: int) -> dict[str, Any]:
-    """A model as OpenAI's list has it, with fields of ours in `seqpar`."""
+    """A model as OpenAI's list has it, with our fields in `seqpar`."""
     height, width = model.size
     about: dict[str, Any] = {
         "kind": model.kind,

@@ -82,7 +82,7 @@ class Dispatch:
                 files.create_task(self._encode(job, index, request, answer))
 
     async def _answer(self, job: Job, request: ImageRequest, files: asyncio.TaskGroup) -> Answer:
-        """The ranks' answer to a request. If the job ends before, the ranks are told to cancel the request."""
+        """The ranks' answer to a request. If the job ends before, the request is cancelled on the ranks."""
         image = job.done_count
 
         def on_message(message: Step | Partial) -> None:

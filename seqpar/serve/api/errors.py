@@ -74,7 +74,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(400, "invalid_json", "the body is not JSON; send a JSON object, see /openapi.json")
     if error["type"] == "missing":
         return Problem(400, "missing_field", f"{name} is required; see /openapi.json", name)
-    if error["type"] == "value_error":  # of our own validators, which say what comes after the value
+    if error["type"] == "value_error":  # from our validators: the text after the value
         said = said.removeprefix("Value error, ")
     else:
         _, should, rest = said.partition("should")

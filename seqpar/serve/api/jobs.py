@@ -1,6 +1,6 @@
 """The queue of jobs, bounded and by priority.
 
-A job is one HTTP request for one or more images, or for a video. Each image is a request of its own to the ranks; the
+A job is one HTTP request for one or more images, or for a video. Each image is a separate request to the ranks; the
 next one always belongs to the first job by priority and arrival. So a job of high priority goes between two images of a
 low one, and nothing that runs is preempted.
 """

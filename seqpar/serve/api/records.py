@@ -132,7 +132,7 @@ def _job(server: ApiServer, job: Job) -> dict[str, Any]:
 
 
 def _video(server: ApiServer, job: Job, fps: float) -> dict[str, Any]:
-    """A video as OpenAI's object, with fields of ours in `seqpar`. Times are Unix seconds."""
+    """A video as OpenAI's object, with our fields in `seqpar`. Times are Unix seconds."""
     request, spec = job.spec.request, job.spec
     size, frames = job.size or request.size, request.frames or 0
     ended = None if job.ended is None else int(job.ended)

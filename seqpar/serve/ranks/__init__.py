@@ -1,1 +1,1 @@
-"""The ranks of a server: they hold the models, take orders from the front by way of rank 0, and make pictures."""
+"""The ranks of a server: they hold the models and run requests, which rank 0 gets from the API server."""

@@ -173,10 +173,7 @@ def step_kernel(
     LEARNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image = tl.program_id(1).to(tl.int64)
-    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = here < tokens * C
-    token, column = (here // C).to(tl.int64), here % C
+    image, here, mask, token, column = places(tokens, C, BLOCK)
     index = tl.load(step).to(tl.int64)
     c = table + index * K
     dtype: tl.constexpr = table.dtype.element_ty
@@ -207,6 +204,15 @@ def step_kernel(
     new = new.to(tl.float32)
     tl.store(state, new, mask)
     note(new, mask, index, bad)
+
+
+@jit
+def places(tokens, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the image of a program, its places in the state, whether they exist, and their tokens and columns."""
+    image = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < tokens * C
+    return image, here, mask, (here // C).to(tl.int64), here % C
 
 
 @jit

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.kernels.ddim import check_contiguous, guide, guided, note, strides_of
+from seqpar.kernels.ddim import check_contiguous, guide, guided, note, places, strides_of
 
 BLOCK = 512
 
@@ -163,10 +163,7 @@ def multistep_kernel(
     Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    image = tl.program_id(1).to(tl.int64)
-    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = here < tokens * C
-    token, column = (here // C).to(tl.int64), here % C
+    image, here, mask, token, column = places(tokens, C, BLOCK)
     index = tl.load(step).to(tl.int64)
     size = tl.num_programs(1).to(tl.int64) * tokens * C  # elements of a slot
     at = image * tokens * C + here

@@ -166,7 +166,8 @@ def decoding_bytes(vae: Any, shape: Sequence[int]) -> float:
     each, each_frame = BYTES[type(vae).__name__]
     frames = (shape[1] - 1) * temporal_factor(vae) + 1 if len(shape) == 4 else 1
     pixels = shape[-2] * shape[-1] * spatial_factor(vae) ** 2
-    return pixels * (each + each_frame * frames) * vae.dtype.itemsize / 2
+    itemsize = next(vae.parameters()).dtype.itemsize  # diffusers' `dtype` visits every module, in each call of `decode`
+    return pixels * (each + each_frame * frames) * itemsize / 2
 
 
 def spatial_factor(vae: Any) -> int:

@@ -43,7 +43,7 @@ def expected(facts: Facts, lines: bool) -> dict[str, Tensor]:
 
 
 def judge_loss(judge: Judge, images: Tensor, name: Tensor, colour: Tensor, background: Tensor, lines: Tensor) -> Tensor:
-    """Return the sum of the cross entropies; what a prompt does not say does not count."""
+    """Return the sum of the cross entropies; attributes that a prompt leaves out do not count."""
     wanted = {"name": name, "colour": colour, "background": background, "lines": lines}
     losses = []
     for aspect, logits in judge(images).items():

@@ -48,7 +48,7 @@ def said_facts(bench: Bench, count: int) -> Facts:
 def _judged(
     bench: Bench, pipe: FluxPipeline, judge: Judge, facts: Facts, what: str, *, lines: bool = False
 ) -> dict[str, float]:
-    """Make a picture of each prompt by 25 steps with the pipeline's own guidance; save some and return who is right."""
+    """Generate an image of each prompt in 25 steps, with the pipeline's guidance; save some, return who is right."""
     texts = all_prompts(bench.bank.names)
     rows = bench.grammar.index(facts, torch.ones_like(facts.name_B, dtype=torch.bool)).tolist()
     prompts, images = [texts[row] for row in rows], []

@@ -121,7 +121,7 @@ class Bench:
         rows = self.grammar.index(Facts(*facts), article < 0.9).where(empty >= EMPTY, len(self.grammar.clip_PL) - 1)
         noise = torch.randn(latents.shape, device=device, generator=self.rng)
         sigma = torch.sigmoid(torch.special.ndtri(sigma.clamp(1e-4, 1 - 1e-4)))  # most at medium noise
-        sigma = sigma.bfloat16().float()  # as the model will be told
+        sigma = sigma.bfloat16().float()  # as the model gets it
         t5_BL = F.pad(self.grammar.t5_PL[rows], (0, length - SHORT))  # T5's padding is token 0
         return (
             latents,

@@ -268,9 +268,9 @@ def read(part: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> 
 
 @torch.inference_mode()
 def main() -> None:
-    """Make a picture of each class and write them side by side."""
+    """Generate an image of each class and write them side by side."""
     names = list(json.loads((MODEL / "model_index.json").read_text())["id2label"].values())
-    parser = argparse.ArgumentParser(description="Makes pictures of classes; their tokens are split over all ranks.")
+    parser = argparse.ArgumentParser(description="Generates images of classes; their tokens are split over all ranks.")
     parser.add_argument("classes", nargs="*", default=["cat", "rocket", "frog", "whale"])
     parser.add_argument("--attention", choices=STRATEGIES, default="ulysses")
     for name, default in {"--steps": 25, "--seed": 0, "--out": "nano.png"}.items():

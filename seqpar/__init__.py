@@ -1,10 +1,9 @@
-"""seqpar: sequence-parallel inference for diffusion transformers.
+"""Multi-GPU inference for diffusion transformers, by sequence parallelism.
 
-`load` reads a diffusers pipeline once a host and makes it run on all GPUs; `parallelize` does so with a pipeline in
-memory, until `release`; `refresh` lets it look at all changes again.
-`DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
-`seqpar.pipelines.classes.generate` makes pictures. `verify` compares several ranks with one, `profile` tells where
-a run's time goes.
+load, parallelize, release: run a diffusers pipeline on all GPUs, and undo it.
+refresh: rescan after in-place changes.
+DistributedDiT, Mesh, sample, Sampler: seqpar's models and denoising loop.
+verify: compare a run with one rank. profile: measure where its time goes.
 """
 
 from __future__ import annotations

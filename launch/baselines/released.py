@@ -74,7 +74,7 @@ class Released:
     def sized(self, tokens: int | None, text: int | None) -> Released:
         """Return the model with other numbers of tokens; one of None stays. A picture becomes as square as it can."""
         if tokens is not None and len(self.size) != 2:
-            raise ValueError(f"got {tokens} tokens for {self.name}, expected none: its call has one size")
+            raise ValueError(f"got {tokens} tokens for {self.name}, but its call has one size")
         size = self.size if tokens is None else squarest(tokens)
         return replace(self, size=size, text=self.text if text is None else text)
 

@@ -281,7 +281,7 @@ def _peer(case: Case, twins: Callable[[bool], Any], launch: str, branches: int =
     """Call another engine's module; branches: how often in a step."""
     module, keeps = twins("compiled" in launch), Keeps(case)
     step = keeps(lambda: first(module(**case.arguments, return_dict=False)[0]))
-    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+    step()  # compile before the graph's warm-up: compiling tunes and loads on its own stream
     call = graphed(step) if "graph" in launch else step
 
     def every() -> None:

@@ -1,7 +1,7 @@
 """Starts one job with a fault, watches its processes until the last one is gone, and says what they left behind.
 
 A job is a command that starts ranks. Its processes are found in /proc as the descendants of the first one, also those
-whose parent has died. When it wins: it counts time from the fault itself, which a planted fault writes down.
+whose parent has died. It counts time from the fault itself, which a planted fault writes down.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ CACHES = (
     "TVM_FFI_CACHE_DIR",
 )
 COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
-# torchrun ends with 1, and with a report of its own; what one of all lines says:
+# torchrun ends with 1, and with its own report; what one of all lines says:
 UNDER_TORCHRUN = {
     "rank 1 killed": "Signal 9",
     "rank 1 stopped in a step": "error: rank 0 waited .* rank 1",
@@ -204,7 +204,9 @@ class Row:
 def main(args: Faults) -> None:
     """Run all jobs, print the table, append the lines; `SystemExit` if a job did not end as it must."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(f"got {os.environ['WORLD_SIZE']} processes, expected one: start this bench without torchrun")
+        raise ValueError(
+            f"got {os.environ['WORLD_SIZE']} processes, but this bench starts its own: run it without torchrun"
+        )
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
     env = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # this may take memory of a GPU
@@ -264,7 +266,7 @@ def run_all(
 
 
 def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None]) -> Row:
-    """Run one job in a folder of its own and judge it."""
+    """Run one job in a separate folder and judge it."""
     ranks = ("--ranks", "2") if starter == "seqpar" else ()
     words = ("sample", *ranks, *WORDS, "--transport", transport, *args.deadlines.flags())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -40,7 +40,7 @@ class Latency:
     """Measure a server: its own cost, a full queue, cancels, a killed rank, and latencies at a load."""
 
     model: str = "builtin-text"
-    """A model of `seqpar sample` that makes pictures of prompts, or flux.1-dev."""
+    """A model of `seqpar sample` that generates images from prompts, or flux.1-dev."""
     folder: Path = Path("flux.1-dev")
     """Where flux.1-dev is written, unless it is there."""
     ranks: int = 2
@@ -98,7 +98,7 @@ class Bench:
         return {"prompt": "a red fox in deep snow", **shape, **other}
 
     def picture(self, **other: Any) -> Picture:
-        """Make a picture."""
+        """Generate an image."""
         start = time.monotonic()
         parts = asked(self.port, self.body(**other))["seqpar"]["seconds"]
         return Picture(time.monotonic() - start, parts.pop("file"), parts)
@@ -108,7 +108,7 @@ Part = Callable[[Bench], dict[str, Any]]
 
 
 def main(args: Latency) -> None:
-    """Run all parts one after the other; print what each found, and append a line for each."""
+    """Run all parts in turn; print what each found, and append a line for each."""
     folder = str(args.folder)
     words = ["--queue", str(args.waiting + 64)]
     if args.model == FLUX:
@@ -172,7 +172,7 @@ def _busy(bench: Bench) -> dict[str, Any]:
 
 
 def _full(bench: Bench) -> dict[str, Any]:
-    """Steps of pictures that go first, with nobody else and while many requests wait."""
+    """Steps of pictures that go first, alone and while many requests wait."""
     alone = [bench.picture(priority="high") for _ in range(bench.args.pictures)]
     held = [_waits(bench) for _ in range(bench.args.waiting)]
     try:
@@ -187,7 +187,7 @@ def _full(bench: Bench) -> dict[str, Any]:
 
 
 def _waits(bench: Bench) -> socket.socket:
-    """Send a request of low priority whose answer nobody reads."""
+    """Send a request of low priority whose answer is not read."""
     line, text = socket.create_connection(("127.0.0.1", bench.port)), json.dumps(bench.body(priority="low"))
     head = f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
     line.sendall(f"{head}content-type: application/json\r\n\r\n{text}".encode())
@@ -250,7 +250,7 @@ def _killed(bench: Bench) -> dict[str, Any]:
 
 
 def _open(bench: Bench) -> dict[str, Any]:
-    """Latencies of requests that arrive at random times, however many wait, beside what queueing theory says.
+    """Latencies of requests that arrive at random times, next to what queueing theory predicts.
 
     Waiting for one server with a constant time: the mean is load / (2 (1 - load)) pictures (Pollaczek, Khinchine).
     """

@@ -66,7 +66,7 @@ def main(args: Loading) -> None:
 
 
 def write(model: str, folder: Path) -> None:
-    """Write a pipeline's folder unless it is there, by a process of its own: afterwards no GPU holds anything of it."""
+    """Write a pipeline's folder unless it is there, by a separate process: afterwards no GPU holds anything of it."""
     _answers([_started([sys.executable], ("write", model, str(folder)))])
 
 

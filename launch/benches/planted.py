@@ -175,7 +175,7 @@ def _plant_in_writing(plant: Plant) -> None:
         writes = "b" in mode and set(mode) & set("xwa")
         return Half(path, mode) if writes else builtins.open(path, mode, *arguments, **more)
 
-    setattr(_pictures, "open", opened)  # noqa: B010 (the module has no such name of its own)
+    setattr(_pictures, "open", opened)  # noqa: B010 (the module has no such name)
 
 
 def start_planted_ranks() -> None:

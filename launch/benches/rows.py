@@ -110,7 +110,7 @@ def asked(rows: Iterable[Row], words: Sequence[str]) -> list[Row]:
 
 
 def measure(bench: str, about: Line, rows: Iterable[Row], mesh: Mesh, flags: Flags) -> list[Line]:
-    """Time the rows that the flags ask for one after the other; rank 0 prints and appends each line at once.
+    """Time the rows that the flags ask for in turn; rank 0 prints and appends each line at once.
 
     bench: the name of the table; about: what all its lines repeat. A collective call.
     """

@@ -149,7 +149,7 @@ class Serve:
     clients: int = 32
     """Clients that ask at the same time, each for one picture after the other."""
     cancels: int = 100
-    """Requests that are given up, half of them by DELETE and half by hanging up."""
+    """Requests that are cancelled, half of them by DELETE and half by hanging up."""
     kills: int = 3
     """How often a rank gets SIGKILL."""
     stops: int = 1

@@ -1,7 +1,7 @@
 """Many pictures in one process: memory must stay flat, pictures must not become slower, bits must stay the same.
 
 Four parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order. Memory must be
-flat once each kind has come twice, the second half must not be slower than the first, and the last picture, whose kind
+flat once each kind has run twice, the second half must not be slower than the first, and the last picture, whose kind
 and seed are those of the first, must have the same bits. Then pictures of `sizes` different sizes follow, over which
 memory must be bounded, and `calls` of a parallelized diffusers transformer with other pictures and prompts, over which
 it must be bounded too. Last, each strategy replays the graph of one step `replays` times, by each transport, while

@@ -29,7 +29,7 @@ def check_profile(args: Args, job: Job, ranks: Mesh) -> None:
     if ranks.device.type == "cpu" and args.transport == "peer":
         raise ValueError(
             "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "
-            "operations, which cannot be told from work; leave it out"
+            "operations, which cannot be separated from work; leave it out"
         )
     if job.why_no_steps is not None:
         raise ValueError(f"no profile is possible: {job.why_no_steps}")

@@ -1,4 +1,4 @@
-"""Opens checkpoints as their authors publish them: a transformer of ours (DiT, Large-DiT, U-ViT) or an autoencoder."""
+"""Opens checkpoints as their authors publish them: a transformer of seqpar (DiT, Large-DiT, U-ViT) or an autoencoder."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def open_file(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def open_transformer(path: Path, heads: int | None = None) -> tuple[Blueprint, dict[str, Any]]:
-    """Return an original checkpoint as a model of ours, and the config.json of the folder that holds it.
+    """Return an original checkpoint as a model of seqpar, and the config.json of the folder that holds it.
 
     path: a file, or a folder of consolidated parts. heads: the number of attention heads, where the file does not state
-    it. Raises ValueError if no model of ours has these keys and shapes. Reads headers and tables of positions only.
+    it. Raises ValueError if no model of seqpar has these keys and shapes. Reads headers and tables of positions only.
     """
     if parts := consolidated.parts_of(path):
         checkpoint = consolidated.merged([open_file(part)[0] for part in parts])

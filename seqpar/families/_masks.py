@@ -172,7 +172,7 @@ def key_rows(mask: Tensor, rows: int) -> Tensor:
     """
     if not is_by_key(mask, rows):
         raise ValueError(
-            f"got an attention mask of shape {tuple(mask.shape)}, expected one row of keys for each batch row "
+            f"got an attention mask of shape {tuple(mask.shape)}, expected a row of keys per batch row "
             f"(B, 1, 1, L): a mask that differs between queries or heads cannot be split"
         )
     while mask.dim() > 2:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Return what a call returns; ValueError if it takes longer. No thread stays, unless a C function never returns.
 
-    It runs in a thread of its own, so that this works on any thread; torch's settings there are the defaults.
+    It runs in its own thread, so that this works on any thread; torch's settings there are the defaults.
     """
     thread = list[int]()
 

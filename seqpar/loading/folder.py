@@ -93,7 +93,7 @@ def kind_of(index: Mapping[str, Any], path: Path) -> Any:
         kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise ValueError(
-            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
+            f"got {path} with the pipeline {name}, expected a pipeline of diffusers {diffusers.__version__}"
         )
     if part_of(index, "transformer") is None:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
@@ -108,7 +108,7 @@ def parts_of_preset(preset: Preset) -> PipelineParts:
 
 
 def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> PipelineParts:
-    """Return the checked parts of a pipeline's folder; a part without a folder of its own is left to diffusers.
+    """Return the checked parts of a pipeline's folder; a part without a folder is left to diffusers.
 
     index: the folder's model_index.json. file: that of the transformer, if it is not in its folder. Raises ValueError
     for a part that cannot be loaded as its files say.
@@ -169,7 +169,7 @@ def check_tokenizer(folder: Path) -> None:
         try:
             Tokenizer.from_file(str(file))
         except Exception as error:
-            if type(error) is not Exception:  # the library has no class of its own for a file that it cannot parse
+            if type(error) is not Exception:  # the library has no error class for a file that it cannot parse
                 raise
             raise ValueError(f"got {file}, which is no tokenizer: {error}") from error
 

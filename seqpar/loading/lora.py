@@ -111,9 +111,7 @@ def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = F
     """
     if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
         files = " ".join(map(str, loras))
-        raise ValueError(
-            f"got --lora {files}, expected none: diffusers' {kind.__name__} loads no LoRA of a transformer"
-        )
+        raise ValueError(f"--lora {files} is not supported: diffusers' {kind.__name__} loads no LoRA of a transformer")
     number = 0
     for lora in loras:
         if lora.transformer is not None and lora.transformer not in models:

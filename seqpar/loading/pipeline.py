@@ -138,9 +138,9 @@ def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh) -> dict[str, 
 def why_not(kind: Any, fitted: Fitted | None) -> str | None:
     """Return why the ranks cannot read a model's files together, or None."""
     if kind.from_pretrained.__func__ is not ModelMixin.from_pretrained.__func__:
-        return f"{kind.__name__} has a loader of its own"
+        return f"{kind.__name__} has its own loader"
     if fitted is None:
-        return "it has no folder with a config.json of its own"
+        return "it has no folder with its own config.json"
     if fitted.path.is_dir() and (programs := sorted(path.name for path in fitted.path.glob("*.py"))):
         return f"{programs[0]} lies beside it"
     dtypes = fitted.checkpoint.dtypes

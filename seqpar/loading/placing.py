@@ -2,7 +2,7 @@
 
 Each rank reads its share of the parameters to its own device. When all ranks have done so without an error, the main
 thread of each broadcasts the parameters in one order, each from its reader, GPU to GPU. A host so reads and converts
-every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory. The reading itself
+every byte once, for any number of ranks, and no rank ever holds the model in host memory. The reading itself
 is in `seqpar/loading/reading.py`. Broadcasts between GPUs are faster than the host's memory.
 """
 
@@ -81,7 +81,7 @@ class Placing:
     """Parameters and buffers on their way to a model.
 
     name: of their checkpoint. team: the ranks that read them. readers: name -> the rank of the team that reads it.
-    mine: those of this rank, when they have come. others: memory for the others. equal: key -> whether it has the
+    mine: local tensors, once they have arrived. others: memory for the others. equal: key -> whether it has the
     values that it must have, of this rank's share. repeats: key -> the key whose values those are. taken: what
     each rank of the team does, with these, as in `begin`.
     """

@@ -1,4 +1,4 @@
-"""Reads tensors of checkpoints to a device in a thread of its own, while the caller builds models.
+"""Reads tensors of checkpoints to a device in its own thread, while the caller builds models.
 
 Where the place of a tensor in a file is known, fastsafetensors reads it: its threads copy from the page cache into
 page-locked buffers so small that they stay in the processor's cache, and from there to the GPU, all without Python's
@@ -55,7 +55,7 @@ class Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the threads, when what was asked of the files has come."""
+        """Join the threads after the last requested tensor has arrived."""
         self._stopping.set()
         self.start()
         self._thread.shutdown(cancel_futures=True)
@@ -208,7 +208,7 @@ class _Requests:
         return number
 
     def oldest(self, asked: deque[tuple[str, list[_Request]]]) -> tuple[str, list[Tensor]]:
-        """Return name and tensors of the oldest that are asked for, when they have come."""
+        """Wait for the oldest requested tensors; return their name and the tensors."""
         name, requests = asked.popleft()
         return name, [self._come(request) for request in requests]
 

@@ -33,7 +33,7 @@ def spaced(respacing: str, train: int) -> list[int]:
     ddim = respacing.startswith("ddim")
     parts = [respacing.removeprefix("ddim")] if ddim else respacing.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f'got respacing {respacing!r}, expected one like "250", "ddim25" or "10,20,30"')
+        raise ValueError(f'got respacing {respacing!r}, expected a text like "250", "ddim25" or "10,20,30"')
     counts = [int(part) for part in parts]
     if ddim:
         return list(range(0, train, _stride(counts[0], train)))[::-1]
@@ -141,7 +141,7 @@ def why_not_clean(scheduler: Any) -> str | None:
     """Return why the clean latents of a scheduler's steps are not known, or None if they are."""
     name, kind = type(scheduler).__name__, _kind(scheduler)
     if hasattr(scheduler, "precondition_outputs"):
-        return f"{name} scales the model's output in a way of its own"
+        return f"{name} scales the model's output in its own way"
     if not (hasattr(scheduler, "scale_noise") or hasattr(scheduler, "add_noise")):
         return f"{name} does not mix latents and noise"
     return None if kind in KINDS else f"{name} has prediction_type {kind!r}"
@@ -151,7 +151,7 @@ def check_clean(scheduler: Any) -> None:
     """Raise ValueError if the clean latents of a scheduler's steps are not known."""
     if (reason := why_not_clean(scheduler)) is not None:
         raise ValueError(
-            f"got partial pictures with a scheduler that tells of none, because {reason}; expected one like "
+            f"previews are not supported with this scheduler, because {reason}; use a scheduler such as "
             f"DDIMScheduler or FlowMatchEulerDiscreteScheduler, or no partial pictures"
         )
 
@@ -193,7 +193,7 @@ def _kind(scheduler: Any) -> Any:
 
 
 def steps_locally(scheduler: Any) -> bool:
-    """Return whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
+    """Return whether this is DDIM without dynamic thresholding, which has its own kernel."""
     return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
 
 
@@ -281,7 +281,7 @@ def build(config: Mapping[str, Any], name: str | None = None, model: Any = None)
             config, **_variance_settings(config, chosen, model), **_flow_settings(config, name)
         )
     if (reason := why_not_driven(scheduler)) is not None:
-        raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
+        raise ValueError(f"got scheduler {chosen!r}, which {reason}; use a scheduler such as DDIMScheduler")
     if name is not None:
         _check_process(scheduler, build(config))
     return scheduler

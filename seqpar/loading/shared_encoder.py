@@ -2,7 +2,7 @@
 
 Results are tensors, sent by a broadcast, and how they lie in an output of transformers, sent as a message. Caches of
 generation stay with rank 0; results have None in their place on all ranks. Results can also be kept, so that a stub on
-every rank gives them again after the encoder has gone.
+every rank gives them again after the encoder is freed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SharedEncoder:
 
         def missing(module: Any, attribute: str) -> Any:
             if attribute in parts:
-                where = "only rank 0 has" if self._next is None else "has gone"
+                where = "only rank 0 has" if self._next is None else "was freed"
                 if self.meets:
                     agree(self._mesh, {CALL: f"reads {self._name}.{attribute}, which {where}"})
                 raise ValueError(f"got a pipeline that reads {self._name}.{attribute}, which {where}")
@@ -166,7 +166,7 @@ class SharedEncoder:
                 return self._again(name, inputs)
             agree(self._mesh, {CALL: f"calls {self._name}.{name}"})
             result, tensors = self._given(lambda: method(*args, **kwargs))
-            if self._kept is not None:  # copies, because a pipeline may change what it is given
+            if self._kept is not None:  # copies, because a pipeline may change its arguments
                 self._kept.append(EncoderCall(name, [x.clone() for x in inputs], result, [x.clone() for x in tensors]))
             return restored(result, self._outputs, iter(tensors))
 
@@ -199,7 +199,7 @@ class SharedEncoder:
         if not kept or kept[0].method != name or not _equal(kept[0].inputs, inputs):
             raise ValueError(
                 f"got a call of {self._name}.{name} with another text than at first, expected the same texts: the "
-                f"encoder has gone; load the pipeline by seqpar.load"
+                f"encoder was freed; load the pipeline by seqpar.load"
             )
         self._next = ((self._next or 0) + 1) % len(self._kept or [])
         return restored(kept[0].result, self._outputs, iter([x.clone() for x in kept[0].tensors]))

@@ -150,7 +150,7 @@ def config_folder(path: Path) -> Path | None:
 
 
 def flux_config(source: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the config.json of a FLUX.1 with these shapes; ValueError if they do not tell it."""
+    """Return the config.json of a FLUX.1 with these shapes; ValueError if they do not determine it."""
     shapes = {key: shapes[own] for key, own in source.items()}
     width, inputs = shape_of(shapes, "img_in.weight", 2)
     (head_dim,) = shape_of(shapes, FLUX[0], 1)

@@ -115,7 +115,7 @@ def _check(model: SequenceModel, inputs: Mapping[str, Tensor]) -> None:
         if name in SCALARS and value.dim() > 1:
             raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
         if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
-            expected = f"{len(x) or 'some'} rows, one an image"
+            expected = f"{len(x) or 'some'} rows, one per image"
             raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
 
 
@@ -335,7 +335,7 @@ class DistributedDiT(nn.Module):
         model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
         if others:
             raise ValueError(
-                f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
+                f"got a call of a model that denoises {', '.join(model.STATE)}, expected a single stream; use sample"
             )
         encoded, tokens = model.encode(**checked_prompt(model, inputs)), model.patchify(x)
         share = self.share(encoded, {name: tokens.shape[1]}, tuple(x.shape[2:]), len(x))
@@ -376,5 +376,5 @@ def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None
 def alone(plan: Plan, preferences: Preferences) -> Plan:
     """The caller's plan; ValueError if names are given as well, because the plan decides them."""
     if preferences != Preferences():
-        raise ValueError("got a plan and names of mesh, strategy, local or transport, expected one: a plan has all")
+        raise ValueError("a plan contains mesh, strategy, local and transport; pass either the plan or these names")
     return plan

@@ -139,7 +139,7 @@ class Sampler:
     def streams(self) -> dict[str, Tensor]:
         """Every denoised stream after the last call, complete on every rank."""
         if self._latents is None:
-            raise ValueError("got a sampler without a run, expected one that was called")
+            raise ValueError("this sampler has no run yet; call it first")
         return dict(self._latents)
 
     @contextmanager

@@ -135,7 +135,7 @@ def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:
     expected = "a generator made by torch.Generator(), or None"
     check_kind("generator", request.generator, torch.Generator, type(None), expected=expected)
     if request.generator is not None and request.generator.device.type != "cpu":
-        raise ValueError("got a generator on a GPU, expected one on the CPU, whose noise is the same everywhere")
+        raise ValueError("got a generator on a GPU, expected a CPU generator, whose noise is the same on every device")
     check_kind("respacing", request.respacing, str, type(None), expected='a text such as "250" or "ddim25", or None')
     check_kind("schedule", request.schedule, Mapping, expected="a mapping: arguments of set_timesteps")
 
@@ -175,7 +175,7 @@ def check_course(dit: DistributedDiT, course: Course, latents: Mapping[str, Tens
     if course.decision.learned:
         check_variances(config)
         if len(latents) > 1:
-            raise ValueError(f"got variance_type 'learned_range' with {len(latents)} denoised streams, expected one")
+            raise ValueError(f"got variance_type 'learned_range' with {len(latents)} denoised streams, expected 1")
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
 
     # every tensor has a row for each image
@@ -185,7 +185,7 @@ def check_course(dit: DistributedDiT, course: Course, latents: Mapping[str, Tens
             raise ValueError(f"got a negative {name} of shape {other} per row, expected {tuple(x.shape[1:])}")
     for name, x in (*prompt.items(), *negative.items(), *latents.items()):
         if len(x) != len(noise):
-            raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
+            raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one per image")
     check_drawn(request, len(course.timesteps_S), len(noise))
 
 

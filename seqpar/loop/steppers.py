@@ -83,7 +83,7 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     """
     name = type(scheduler).__name__
     if (reason := why_not_driven(scheduler)) is not None:
-        raise ValueError(f"got scheduler {name!r}, which {reason}; expected one like DDIMScheduler")
+        raise ValueError(f"got scheduler {name!r}, which {reason}; use a scheduler such as DDIMScheduler")
     accepted = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
         return Decision(None, None, accepted, begin, ddim_steps(scheduler, accepted, begin))

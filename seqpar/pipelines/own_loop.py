@@ -406,7 +406,7 @@ def generated(
     given: Any = {kind: tuple(asked), "model": str(request.model)}
     shared = ranks.share(replace(request, **given), GenerationRequest)
     if not getattr(shared, kind):
-        raise ValueError(f"got no {kind}, expected one per image")
+        raise ValueError(f"got no {kind}, expected a value per image")
     job = ranks.on_all_ranks(lambda: locate(shared.model).check(shared))
     plan = make(job.work, job.load, shared.dtype, ranks, preferences, own)
     with job.pipeline.load(**job.loading, mesh=own, plan=plan) as pipeline:

@@ -179,7 +179,7 @@ class MeshVAE:
     def _spread_of_rows(self, shape: Sequence[int], alone: bool = True) -> Spread:
         """Return how rows (N, C, ..., h, w) are decoded; those that ranks cannot divide are decoded together.
 
-        alone: whether the latents are the only tensor of the call; others may have rows of their own.
+        alone: whether the latents are the only tensor of the call; others may have their own rows.
         """
         divisible = alone and self.unknown is None
         together = not getattr(self.vae, "use_slicing", False)

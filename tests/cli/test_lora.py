@@ -145,7 +145,7 @@ def test_a_scale_of_zero_gives_the_picture_without_it(
             {},
             "with the key unet.nothing.lora_A.weight, expected a LoRA of a FluxTransformer2DModel",
         ),
-        ("pixart", "style", {}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
+        ("pixart", "style", {}, "is not supported: diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
         ("unidiffuser", "style", {}, "LoRAs need the folder of a diffusers pipeline for prompts"),
         ("flux", "style", {"size": "24x30"}, "got size 24x30, expected multiples of 4"),
         ("random:FLUX.1-dev", "style", {}, "LoRAs need the folder of a diffusers pipeline for prompts"),

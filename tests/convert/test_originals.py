@@ -352,5 +352,5 @@ def test_a_checkpoint_without_classes_is_rejected_with_its_path(tmp_path: Path, 
     state = ORIGINALS[name]()
     key = "y_embedder.embedding_table.weight"
     torch.save(state | {key: state[key][:1]}, tmp_path / "none.pt")
-    with pytest.raises(ValueError, match=r"none\.pt: .*embedding_table\.weight has 1 row, expected one per class"):
+    with pytest.raises(ValueError, match=r"none\.pt: .*embedding_table\.weight has 1 row, expected a row per class"):
         open_transformer(tmp_path / "none.pt", HEADS_OF[name])

@@ -112,7 +112,7 @@ def rows_of(rank: int, world: int, device: torch.device) -> list[str]:
     x, t, y = latents(3, (8, 8), device)
     said = []
     for given in ((x, t, y[:1]), (x, t[:2], y), (x, t, y[:0]), (x[:0], t[:0], y[:0])):
-        with pytest.raises(ValueError, match="one an image") as raised:
+        with pytest.raises(ValueError, match="one per image") as raised:
             dit(given[0], timestep=given[1], class_labels=given[2])
         said.append(str(raised.value))
     return said
@@ -121,7 +121,7 @@ def rows_of(rank: int, world: int, device: torch.device) -> list[str]:
 def test_inputs_without_a_row_an_image_are_one_error_on_every_rank(ranks: Pool) -> None:
     first, second = ranks.run(2, rows_of)
     assert first == second
-    assert first[0] == "got class_labels of shape (1,), expected 3 rows, one an image"
+    assert first[0] == "got class_labels of shape (1,), expected 3 rows, one per image"
 
 
 def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:

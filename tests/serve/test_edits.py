@@ -115,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"data": {"prompt": "x", "strength": "0"}}, 400, "strength '0' should be"),
     ({"data": {"prompt": "x", "strength": "nan"}}, 400, "strength 'nan' should be"),
     ({"data": {"prompt": "x", "model": "toy"}}, 400, "model toy takes no images; /v1/models lists"),
-    ({"data": {"prompt": "x", "model": "movie"}}, 400, "model movie makes videos; use /v1/videos"),
+    ({"data": {"prompt": "x", "model": "movie"}}, 400, "model movie generates videos; use /v1/videos"),
     ({"data": {"prompt": "x", "model": "none"}}, 404, "model not found"),
 ]
 

@@ -175,7 +175,7 @@ def test_a_scheduler_without_estimates_is_refused_and_the_ranks_go_on(driver: Dr
     refused = driver.ask(changed(other, id="refused", partial_images=1))
     assert isinstance(refused, Failed)
     assert refused.why == "mistake"
-    assert "got partial pictures with a scheduler that tells of none, because DDIMInverseScheduler" in refused.text
+    assert "previews are not supported with this scheduler, because DDIMInverseScheduler" in refused.text
     assert "refused" not in driver.steps
     assert isinstance(driver.ask(changed(CAT, id="after", partial_images=1)), ImageResult)
     assert [part.index for part in driver.partial["after"]] == [0]

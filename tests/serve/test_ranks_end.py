@@ -48,7 +48,7 @@ def test_an_order_that_ends_ranks_twice_fails_and_the_next_one_does_not(tmp_path
         assert status_of(front, "die") == 500  # both ends by one request count once
         assert status_of(front, "die") == 503  # the third request: the server gives up
         assert front.wait() == 1
-        assert "error: the ranks ended 3 times in 10 minutes; see the log" in front.lines
+        assert "error: the ranks exited 3 times in 10 minutes; see the log" in front.lines
 
 
 def test_ranks_that_give_nothing_up_are_ended(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_what_is_refused_before_the_ranks(front: Running) -> None:
             assert http.get(f"{PATH}{path}").status_code == 400
         assert http.get(f"{PATH}?after=nothing").status_code == 404
         assert http.post(PATH, content=b"{", headers={"content-type": "application/json"}).status_code == 400
-    with front.openai() as client, pytest.raises(openai.BadRequestError, match="makes videos; use /v1/videos"):
+    with front.openai() as client, pytest.raises(openai.BadRequestError, match="generates videos; use /v1/videos"):
         client.images.generate(prompt="never", model="movie")
     assert "never" not in front.prompts
 

@@ -234,7 +234,7 @@ def test_a_number_of_the_host_is_made_on_the_device() -> None:
 
 def test_masks_that_cannot_be_split_are_refused() -> None:
     for shape in ((2, 5, 5), (2, 3, 1, 5), (5, 5)):
-        assert "expected one row of keys" in raised(lambda shape=shape: key_rows(torch.ones(shape), 2))
+        assert "expected a row of keys" in raised(lambda shape=shape: key_rows(torch.ones(shape), 2))
 
 
 def test_every_model_of_the_table_is_tested() -> None:

@@ -116,4 +116,4 @@ def test_a_mask_that_differs_between_tokens_runs_on_one_rank_alone(ranks: Pool) 
     wanted = tuple(x.cpu() for x in MODELS["ltx2"].whole(arguments=arguments, device=ranks.device))
     assert error(outputs, wanted) < TOLERANCE
     for message in ranks.run(2, with_mask_of_queries):
-        assert "expected one row of keys for each batch row" in message
+        assert "expected a row of keys per batch row" in message

@@ -84,7 +84,7 @@ def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     rows = shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0]
     if rows < 2:
         raise ValueError(
-            f"y_embedder.embedding_table.weight has {rows} row, expected one per class and one for no class"
+            f"y_embedder.embedding_table.weight has {rows} row, expected a row per class and another for no class"
         )
     return rows - 1
 

@@ -140,7 +140,7 @@ class Model(LabelDiT):
         """Return the rotary rows (L, D): cosines, then sines, of the raster index.
 
         They have the bits of the original's table, which is computed in fp32 by `torch.polar` on the CPU: `torch.cos`
-        and other devices round otherwise, by up to 6e-8.
+        and other devices round differently, by up to 6e-8.
         """
         (height, width), patch, dim = size, self.config.patch_size, self.config.attention_head_dim
         index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device="cpu")

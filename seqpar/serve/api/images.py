@@ -206,5 +206,5 @@ def _image_fields(job: Job, image: int, size: tuple[int, int], file: bytes) -> d
 
 
 def encode_event(kind: str, **fields: Any) -> bytes:
-    """An event as it is sent; JSON has no line ends of its own."""
+    """An event as it is sent; JSON has no line ends."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))

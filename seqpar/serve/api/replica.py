@@ -43,7 +43,7 @@ from seqpar.serve.messages import (
 
 SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket
 STARTER = "SEQPAR_STARTER"  # environment of the child: the process with which it exits
-WITHIN_S = 600.0  # seconds in which too many ends of children end the server
+WITHIN_S = 600.0  # seconds in which too many exits of children stop the server
 LEAVE_S = 7.0  # for a child to exit, and from SIGTERM to SIGKILL: it gives its own ranks 5 s
 IDLE_LEAVE_S = 2.0  # for a child without a request, before SIGTERM
 OUTPUT_S = 1.0  # for the output of a child that has exited to be read
@@ -103,7 +103,7 @@ class Ended:
 
 
 class RanksEndedError(Exception):
-    """The ranks ended during a request."""
+    """The ranks exited during a request."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Running:
 class Replica:
     """The child and its connection. lock: a file that the child holds. on_restart: called when it is started again.
 
-    most: ends of children within WITHIN_S that end the server. The second end by one image does not count, so that as
+    most: ends of children within WITHIN_S that stop the server. The second end by one image does not count, so that as
     many requests as `most` are needed to end a server.
     """
 
@@ -152,7 +152,7 @@ class Replica:
             if blamed is None or blamed != before:  # an image that ends ranks twice counts once
                 ends.append(loop.time())
             if len(ends) == self._most and ends[-1] - ends[0] < WITHIN_S:
-                return Ended(1, f"error: the ranks ended {self._most} times in {WITHIN_S / 60:g} minutes; see the log")
+                return Ended(1, f"error: the ranks exited {self._most} times in {WITHIN_S / 60:g} minutes; see the log")
             log.event("restarting ranks", level=30, code=code)
             self._on_restart()
 
@@ -206,7 +206,7 @@ class Replica:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
-                start_new_session=True,  # a group of its own, which Ctrl-C in a terminal does not reach
+                start_new_session=True,  # its own process group, which Ctrl-C in a terminal does not reach
             )
             log.event("ranks started", process=process.pid)
             pumps = [asyncio.create_task(self._log_output(pipe)) for pipe in (process.stdout, process.stderr) if pipe]

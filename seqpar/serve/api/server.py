@@ -40,7 +40,7 @@ from seqpar.serve.api.state import ApiServer
 from seqpar.serve.api.telemetry import Metrics
 
 ANSWERS_S = 5.0  # for answers to reach their clients at the end, and for records to be written
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they end the server
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they stop the server
 ENDING = Problem(503, "ending", "the server is shutting down; use another server, or retry later")
 
 
@@ -113,7 +113,7 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
         http = http_server(create_app(server, keys, frozenset({args.host})), Connections(args.connections))
         writing = None if writer is None else asyncio.create_task(writer.run(server))
         if writing is not None:
-            writing.add_done_callback(lambda task: stop.set())  # a bug in it ends the server
+            writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
         try:
             return await _serve(server, dispatch, http, listener, args.grace_s, stop)
         finally:

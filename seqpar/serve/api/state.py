@@ -77,9 +77,9 @@ def model_for(server: ApiServer, name: str | None, purpose: Purpose) -> ServedMo
 def _why_not(model: ServedModel, purpose: Purpose) -> str | None:
     """Why a model does not fit a purpose, or None."""
     if purpose == "videos":
-        return None if model.video is not None else "makes images; /v1/models lists models that make videos"
+        return None if model.video is not None else "generates images; /v1/models lists models that generate videos"
     if model.video is not None:
-        return "makes videos; use /v1/videos"
+        return "generates videos; use /v1/videos"
     if purpose == "edits" and not model.edits:
         return "takes no images; /v1/models lists models with edits"
     return "requires an image; use /v1/images/edits" if purpose == "images" and model.needs_picture else None

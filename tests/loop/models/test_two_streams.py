@@ -274,7 +274,7 @@ def test_a_stream_may_have_other_tokens_at_every_step(ranks: Pool) -> None:
 def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
     cpu = torch.device("cpu")
     dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu))
-    with pytest.raises(ValueError, match=r"got text of shape \(1, 5, 6\), expected \(2,\), one an image"):
+    with pytest.raises(ValueError, match=r"got text of shape \(1, 5, 6\), expected \(2,\), one per image"):
         start(dit, 5, negative={name: x[:1] for name, x in prompts(5)[1].items()})
     with pytest.raises(ValueError, match=r"got a negative text of shape \(4, 6\) per row, expected \(5, 6\)"):
         start(dit, 5, negative=prompts(4)[1])

@@ -1,4 +1,4 @@
-"""Opens checkpoints as their authors publish them: a transformer of seqpar (DiT, Large-DiT, U-ViT) or an autoencoder."""
+"""Opens checkpoints in their authors' formats: DiT, Large-DiT, U-ViT and autoencoders."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class Modulation(NamedTuple):
 def tabled(tables: Sequence[Tensor], temb: Tensor) -> Modulation:
     """Return the vectors of all blocks, whose tables are added to temb, in fp32 (or fp64).
 
-    tables: (n, E) of each block, or (1, n, E). temb: (B, n, E), or (B, l, n, E) where each token has its own timestep: sums of all tokens would be as large as a few streams for each block, so that kernels add them.
+    tables: (n, E) of each block, or (1, n, E). temb: (B, n, E), or (B, l, n, E) where each token has its own timestep:
+    sums of all tokens would be as large as a few streams for each block, so that kernels add them.
     """
     wide = state_dtype(temb.dtype)
     whole = [table.to(wide).view(1, *temb.shape[-2:]) for table in tables]

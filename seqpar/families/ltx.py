@@ -91,7 +91,8 @@ def block(
 ) -> Tensor:
     """Return the video (B, l, E) after a block.
 
-    encoder_hidden_states: text (B, L', E). temb: (B, 1, 6 E), or (B, l, 6 E) where each token has its own timestep. image_rotary_emb: cosines and sines (B, l, E), each number twice. encoder_attention_mask: (B, 1, L'), added to
+    encoder_hidden_states: text (B, L', E). temb: (B, 1, 6 E), or (B, l, 6 E) where each token has its own timestep.
+    image_rotary_emb: cosines and sines (B, l, E), each number twice. encoder_attention_mask: (B, 1, L'), added to
     the scores.
     """
     bias = key_bias(call, encoder_attention_mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
@@ -130,7 +132,7 @@ def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, in
     x, t, y = latents(2, (6, 6), device)
     tokens = dit.model.patchify(x)
     attend, conditioning = dit.keeper.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
-    positions = dit.model.positions(6, 6)
+    positions = dit.model.positions(6, 6)  # pyright: ignore
     mine = slice(0, 5) if rank == 0 else slice(5, 9)
     streams, rows = {"image": tokens[:, mine]}, {"image": positions[mine]}
     return counted_calls(lambda: dit.model.forward_tokens(streams, rows, conditioning, attend))
@@ -156,8 +158,9 @@ def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
 def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
-    inner = dit.model.positions
-    dit.model.positions = lambda *size: inner(*size).roll(1, 0)
+    model: Any = dit.model
+    inner = model.positions
+    model.positions = lambda *size: inner(*size).roll(1, 0)
     return dit(x, timestep=t, class_labels=y).sample
 
 

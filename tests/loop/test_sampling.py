@@ -165,7 +165,7 @@ def wrong_noise(
         # the first slice is of the state itself, before `tokens` exists
         return right(self, WRONG_NOISE[how](whole) if hasattr(self, "tokens") and rank == bad else whole)
 
-    State.slice = wrong
+    State.slice = wrong  # pyright: ignore
     try:
         return run(rank, world, device, layout, Guidance(3.0), *FEW)
     finally:

@@ -52,7 +52,7 @@ def test_a_step_has_the_flops_that_torch_counts(name: str, batch: int) -> None:
     x = random((batch, 4, 6, 8), 0)
     conditioning = model.modulate(torch.tensor([7.0] * batch), class_labels=torch.tensor([1] * batch))
     attend = build("ulysses", Mesh.single(), Shard(12, 1), reference.attend)
-    streams, positions = {"image": model.patchify(x)}, {"image": model.positions(6, 8)}
+    streams, positions = {"image": model.patchify(x)}, {"image": model.positions(6, 8)}  # pyright: ignore
     counted = flops(lambda: model.forward_tokens(streams, positions, conditioning, attend))
     assert counted == module.work(config).step(batch, 12).flops
     assert counted != module.work(config).step(batch, 11).flops

@@ -23,7 +23,9 @@ class Twice(ModelHook):
     """Doubles what the module returns."""
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return 2 * self.fn_ref.original_forward(*args, **kwargs)
+        return 2 * self.fn_ref.original_forward(  # pyright: ignore
+            *args, **kwargs
+        )
 
 
 class Plus(ModelHook):

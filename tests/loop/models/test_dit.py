@@ -71,7 +71,7 @@ def test_dit_takes_non_square_latents_and_both_position_rules() -> None:
     x = random((2, 4, 6, 10), 1)
     out = call(DistributedDiT(model, Mesh.single()), x)
     assert out.shape == (2, 8, 6, 10)
-    rows = model.positions(6, 10).view(3, 5, -1)
+    rows = model.positions(6, 10).view(3, 5, -1)  # pyright: ignore
     width = rows.shape[-1] // 2
     assert torch.equal(rows[0, :, :width], rows[2, :, :width])  # the column's half: equal in all rows
     assert torch.equal(rows[:, 0, width:], rows[:, 4, width:])

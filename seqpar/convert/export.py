@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.blueprint import Blueprint
 from seqpar.loop.models.dit import LEARNED
 
@@ -51,7 +51,7 @@ def tensors_of(blueprint: Blueprint, config: Mapping[str, Any]) -> Iterator[tupl
             yield key, torch.zeros(shapes[key])
 
 
-def uncombined(parameter: Tensor, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def uncombined(parameter: Tensor, source: TensorSource, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return the tensors from which a source makes this parameter."""
     sizes = [torch.Size(shapes[key]).numel() for key in source.keys]
     numbers = torch.arange(sum(sizes)).split(sizes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.loading.keys import KeyMap, Source, count_layers, shape_of
+from seqpar.loading.keys import KeyMap, TensorSource, count_layers, shape_of
 
 NAMES = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out", "group_norm": "norm"}  # of attention layers
 SCALE = 0.18215  # of Stable Diffusion's latents, which UniDiffuser and DiT use
@@ -42,7 +42,7 @@ def key_map(expected: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> K
     """Return the key map to diffusers' AutoencoderKL, whose keys are `expected`."""
     levels = count_layers(shapes, "decoder.up")
     ignored = frozenset(key for key in shapes if key.startswith(TRAINING))
-    return KeyMap({key: Source((_original(key, levels),), _combine(key)) for key in expected}, ignored)
+    return KeyMap({key: TensorSource((_original(key, levels),), _combine(key)) for key in expected}, ignored)
 
 
 def _combine(key: str) -> Any:

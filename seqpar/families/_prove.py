@@ -33,7 +33,7 @@ Outputs = list[tuple[str, list[Tensor]]]
 
 
 @dataclass(frozen=True)
-class Report:
+class Proof:
     """The finding of a rank. error: of the results. first: place and path of the first module that differs, or None."""
 
     error: float
@@ -49,7 +49,7 @@ def kinds_of(name: str) -> list[str]:
     raise ValueError(f"{name} is no family and no transformer with cuts; families: {', '.join(FILES)}")
 
 
-def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Report:
+def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Proof:
     """Compare the call of a tiny model on all ranks with the same call in this process. Collective.
 
     native: whether the family's functions compute blocks. cuts: in place of the family's.
@@ -67,7 +67,7 @@ def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Report:
     lengths, rank, size = dict(state.lengths), state.axis.rank, state.axis.size
     release(module)
     errors = [_error(x, y) for x, y in zip(_tensors(results), _tensors(ours), strict=True)]
-    return Report(max(errors), _first_difference(whole, parts, lengths, rank, size))
+    return Proof(max(errors), _first_difference(whole, parts, lengths, rank, size))
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _reason(kind: str, answers: Sequence[Any]) -> str | None:
     return None
 
 
-def verdict(reports: Sequence[Report]) -> str | None:
+def verdict(reports: Sequence[Proof]) -> str | None:
     """Return what differs by the reports of all ranks, or None."""
     if max(report.error for report in reports) <= TOLERANCE:
         return None

@@ -19,7 +19,7 @@ from torch import nn
 
 from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, Fitted, check_keys, find_checkpoint, open_checkpoint
 from seqpar.loading.errors import context
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.names import errors_only
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.reading import Reader, check_finite
@@ -46,7 +46,7 @@ def begin_encoder(
     if not Path(checkpoint.name).name.startswith("model.safetensors") or not floating <= {dtype}:
         # transformers converts these, and the host never holds them whole
         return lambda: load_encoder(kind, folder, dtype, device_map=device), 0
-    keys = KeyMap({name: Source((name,)) for name in checkpoint.shapes})
+    keys = KeyMap({name: TensorSource((name,)) for name in checkpoint.shapes})
     like = {
         name: torch.empty(shape, dtype=checkpoint.dtypes[name], device="meta")
         for name, shape in checkpoint.shapes.items()

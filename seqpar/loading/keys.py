@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The checkpoint keys from which one parameter is made, and the function that combines their tensors."""
 
     keys: tuple[str, ...]
@@ -27,7 +27,7 @@ class KeyMap:
     sources: parameter -> source. ignored: keys that are not read. repeats: key -> the key whose values it must equal.
     """
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
     ignored: frozenset[str] = frozenset()
     repeats: Mapping[str, str] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ from seqpar.loading.encoders import (
 )
 from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.names import no_bars
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
@@ -164,7 +164,7 @@ class Weights:
             keys = vae.key_map(fitted.state, shapes)
         else:  # buffers that the checkpoint lacks are computed
             names = (name for name in fitted.state if name in shapes or name in fitted.parameters)
-            keys = KeyMap({name: Source((name,)) for name in names})
+            keys = KeyMap({name: TensorSource((name,)) for name in names})
         fp32 = kind._keep_in_fp32_modules or ()
         fp32 = [fp32] if isinstance(fp32, str) else fp32
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqpar.loading.checkpoint import Checkpoint, check
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.reading import SMALL, Reader, tensor_context
 from seqpar.mesh.mesh import Axis, Mesh, finish
 
@@ -137,7 +137,7 @@ def begin(
     taken = taken or [0] * team.size
     readers = shares(sizes, taken)
     mine = [name for name, rank in readers.items() if rank == team.rank]
-    pairs = {key: Source((key, twin), _equal) for key, twin in list(keys.repeats.items())[team.rank :: team.size]}
+    pairs = {key: TensorSource((key, twin), _equal) for key, twin in list(keys.repeats.items())[team.rank :: team.size]}
     own = {key: torch.empty(0, dtype=_wider(checkpoint, *pair.keys), device="meta") for key, pair in pairs.items()}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)

@@ -27,7 +27,7 @@ Outputs = Mapping[str, type]  # classes of outputs by name
 
 
 @dataclass(frozen=True)
-class Result:
+class EncoderResult:
     """How tensors make a result; without any field it is None.
 
     tensor: the shape and dtype of one. items: of a tuple, or of a list. fields: those of an output that are not None,
@@ -35,10 +35,10 @@ class Result:
     """
 
     tensor: tuple[tuple[int, ...], torch.dtype] | None = None
-    items: tuple[Result, ...] | None = None
+    items: tuple[EncoderResult, ...] | None = None
     is_list: bool = False
     output: str | None = None
-    fields: dict[str, Result] | None = None
+    fields: dict[str, EncoderResult] | None = None
 
     def shapes(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         """Yield shape and dtype of each tensor, in the order in which `described` lists them."""
@@ -48,26 +48,26 @@ class Result:
             yield from inner.shapes()
 
 
-def described(value: Any, outputs: Outputs, tensors: list[Tensor]) -> Result:
+def described(value: Any, outputs: Outputs, tensors: list[Tensor]) -> EncoderResult:
     """Return how a result is made of tensors, which are added to a list; ValueError for what ranks do not share."""
     from transformers import Cache
     from transformers.utils.generic import ModelOutput
 
     if value is None or isinstance(value, Cache):
-        return Result()
+        return EncoderResult()
     if isinstance(value, Tensor):
         tensors.append(value)
-        return Result(tensor=(tuple(value.shape), value.dtype))
+        return EncoderResult(tensor=(tuple(value.shape), value.dtype))
     name = type(value).__name__
     if isinstance(value, ModelOutput) and outputs.get(name) is type(value):
-        return Result(output=name, fields={key: described(one, outputs, tensors) for key, one in value.items()})
+        return EncoderResult(output=name, fields={key: described(one, outputs, tensors) for key, one in value.items()})
     if type(value) in (tuple, list):
         items = tuple(described(one, outputs, tensors) for one in value)
-        return Result(items=items, is_list=isinstance(value, list))
+        return EncoderResult(items=items, is_list=isinstance(value, list))
     raise ValueError(f"got a {name} in the result of an encoder, expected tensors and outputs of transformers")
 
 
-def restored(result: Result, outputs: Outputs, tensors: Iterator[Tensor]) -> Any:
+def restored(result: EncoderResult, outputs: Outputs, tensors: Iterator[Tensor]) -> Any:
     """Return the value that `described` was given; LostRankError for a class or a field that no rank can have sent."""
     if result.tensor is not None:
         return next(tensors)
@@ -98,7 +98,7 @@ class EncoderCall:
 
     method: str
     inputs: Sequence[Tensor]
-    result: Result
+    result: EncoderResult
     tensors: Sequence[Tensor]
 
 
@@ -172,11 +172,11 @@ class SharedEncoder:
 
         return called
 
-    def _given(self, call: Callable[[], Any]) -> tuple[Result, list[Tensor]]:
+    def _given(self, call: Callable[[], Any]) -> tuple[EncoderResult, list[Tensor]]:
         """Return how the result of rank 0's call lies, and its tensors, on every rank; raise one error on all."""
         tensors = list[Tensor]()
 
-        def work() -> Result:
+        def work() -> EncoderResult:
             self._computes = True
             try:
                 with failing(self._name):
@@ -184,7 +184,7 @@ class SharedEncoder:
             finally:
                 self._computes = False
 
-        result = self._mesh.on_rank_0(work, Result)
+        result = self._mesh.on_rank_0(work, EncoderResult)
         if not self._mesh.is_main:
             tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in result.shapes()]
         everyones = broadcast(self._mesh, {str(number): x for number, x in enumerate(tensors)})

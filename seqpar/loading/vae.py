@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from seqpar.loading.checkpoint import Checkpoint, check, check_layers, find_checkpoint, open_checkpoint
 from seqpar.loading.errors import FAILURES
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.parts import check_autoencoder, read_json
 from seqpar.loading.placing import load
 
@@ -21,7 +21,7 @@ OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 
 def key_map(expected: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> KeyMap:
     """Return the key map of an AutoencoderKL, whose keys are `expected`; attention layers may have their old names."""
-    return KeyMap({key: Source((key if key in shapes else _old(key, shapes),)) for key in expected})
+    return KeyMap({key: TensorSource((key if key in shapes else _old(key, shapes),)) for key in expected})
 
 
 def _old(key: str, shapes: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from seqpar.convert import export
 from seqpar.convert.export import uncombined
 from seqpar.convert.folder import CLIP
 from seqpar.convert.originals import open_transformer
-from seqpar.loading.keys import Source
+from seqpar.loading.keys import TensorSource
 from seqpar.loop.models.large_dit import Config
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
@@ -244,10 +244,10 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_map_that_loses_numbers_cannot_be_run_backwards() -> None:
-    halved = Source(("a",), lambda x: x[::2])
+    halved = TensorSource(("a",), lambda x: x[::2])
     with pytest.raises(ValueError, match="not every number is in the model exactly once"):
         uncombined(torch.ones(2), halved, {"a": (4,)})
-    turned = Source(("a", "b"), lambda x, y: torch.cat((x.T, y)).flip(0))
+    turned = TensorSource(("a", "b"), lambda x, y: torch.cat((x.T, y)).flip(0))
     made = {"a": torch.randn(3, 2), "b": torch.randn(1, 3)}
     back = uncombined(turned.combine(*made.values()), turned, {"a": (3, 2), "b": (1, 3)})
     assert all(torch.equal(back[key], made[key]) for key in made)

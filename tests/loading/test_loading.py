@@ -23,7 +23,7 @@ from torch import Tensor
 from seqpar.loading import placing as loading
 from seqpar.loading import reading
 from seqpar.loading.checkpoint import Checkpoint, from_state_dict, open_checkpoint
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.placing import shares
 from seqpar.loading.reading import Reader
 from seqpar.loop.blueprint import from_diffusers, locate
@@ -215,7 +215,7 @@ def test_shares_of_ranks_are_runs_after_which_each_has_read_as_many_bytes(
 
 def read(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint on the reader's device."""
-    keys = KeyMap({key: Source((key,)) for key in sorted(checkpoint.shapes)})
+    keys = KeyMap({key: TensorSource((key,)) for key in sorted(checkpoint.shapes)})
     like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in keys.sources}
     found = reader.begin(checkpoint, keys, list(like), like)
     reader.start()
@@ -273,7 +273,7 @@ def test_few_tensors_wait_in_the_dtype_of_the_file(
 
     monkeypatch.setattr(reading._Requests, "ask", asked)
     checkpoint = opened if by_position else replace(opened, positions={})
-    keys, like = KeyMap({key: Source((key,), made) for key in tensors}), {key: torch.empty(0) for key in tensors}
+    keys, like = KeyMap({key: TensorSource((key,), made) for key in tensors}), {key: torch.empty(0) for key in tensors}
     with Reader(torch.device("cpu")) as reader:
         found = reader.begin(checkpoint, keys, list(tensors), like)
         reader.start()
@@ -305,7 +305,10 @@ def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, devic
     def broken(tensor: Tensor) -> Tensor:
         raise RuntimeError("no memory left")
 
-    keys, like = KeyMap({key: Source((key,), broken) for key in tensors}), {key: torch.empty(0) for key in tensors}
+    keys, like = (
+        KeyMap({key: TensorSource((key,), broken) for key in tensors}),
+        {key: torch.empty(0) for key in tensors},
+    )
     with Reader(torch.device(device)) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading._Requests, "_submit", submitted)
         patch.setattr(reading._Requests, "__exit__", left)
@@ -343,7 +346,10 @@ def test_tensors_share_no_memory_with_their_source(
     checkpoint = opened if by_position else replace(opened, read=tensors.__getitem__, positions={})
     with Reader(torch.device("cpu")) as reader:
         found, again = read(reader, checkpoint), read(reader, checkpoint)
-        keys, like = KeyMap(dict.fromkeys("ab", Source(("one",)))), dict.fromkeys("ab", torch.empty(8, device="meta"))
+        keys, like = (
+            KeyMap(dict.fromkeys("ab", TensorSource(("one",)))),
+            dict.fromkeys("ab", torch.empty(8, device="meta")),
+        )
         twins = reader.begin(checkpoint, keys, ["a", "b"], like).result()
     every = [*found.values(), *again.values(), *twins.values(), *tensors.values()]
     assert len({each.untyped_storage().data_ptr() for each in every}) == len(every)
@@ -372,7 +378,10 @@ def test_a_file_that_gives_fewer_bytes_is_refused(tmp_path: Path, monkeypatch: p
 def test_repeats_are_compared_as_they_are(twin: float, equal: bool) -> None:
     """A bf16 copy of fp32 numbers with more digits is no copy."""
     state = {"first": torch.full((3,), twin), "copy": torch.ones(3).bfloat16()}
-    keys, like = KeyMap({"x": Source(("first",))}, repeats={"copy": "first"}), {"x": torch.empty(3, device="meta")}
+    keys, like = (
+        KeyMap({"x": TensorSource(("first",))}, repeats={"copy": "first"}),
+        {"x": torch.empty(3, device="meta")},
+    )
     model = torch.nn.Module()
     model.register_parameter("x", torch.nn.Parameter(like["x"]))
     with Reader(torch.device("cpu")) as reader:
@@ -385,7 +394,7 @@ def test_repeats_are_compared_as_they_are(twin: float, equal: bool) -> None:
 def test_what_is_not_begun_when_loading_ends_is_dropped(tmp_path: Path) -> None:
     file, begun = tmp_path / "model.safetensors", list[Any]()
     save_file({"one": torch.ones(8)}, file)
-    opened, keys = open_checkpoint(file), KeyMap({"one": Source(("one",), lambda one: begun.append(1) or one)})
+    opened, keys = open_checkpoint(file), KeyMap({"one": TensorSource(("one",), lambda one: begun.append(1) or one)})
     with Reader(torch.device("cpu")) as reader:
         dropped = reader.begin(opened, keys, ["one"], {"one": torch.ones(1)})
         file.unlink()  # whoever opens it fails otherwise

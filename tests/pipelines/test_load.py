@@ -24,7 +24,7 @@ from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights, load_pipeline
 from seqpar.loading.placing import Placing
 from seqpar.loading.reading import Reader, _Requests
-from seqpar.loading.shared_encoder import Result, SharedEncoder, outputs_of, restored
+from seqpar.loading.shared_encoder import EncoderResult, SharedEncoder, outputs_of, restored
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import LostRankError
 from seqpar.pipelines.load import checked
@@ -409,10 +409,10 @@ def test_stubs_return_what_rank_0_computes_and_fail_as_it_does(ranks: Pool, enco
 
 def test_an_output_of_an_unknown_class_or_field_is_refused() -> None:
     known = outputs_of(ENCODERS.T5EncoderModel)
-    assert restored(Result(output="BaseModelOutput", fields={}), known, iter(())).last_hidden_state is None
+    assert restored(EncoderResult(output="BaseModelOutput", fields={}), known, iter(())).last_hidden_state is None
     for name, field in (("Popen", "args"), ("BaseModelOutput", "args")):
         with pytest.raises(LostRankError, match=f"got an output {name} of rank 0"):
-            restored(Result(output=name, fields={field: Result()}), known, iter(()))
+            restored(EncoderResult(output=name, fields={field: EncoderResult()}), known, iter(()))
 
 
 def made_encoder(kind: str, dtype: torch.dtype) -> Any:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from seqpar.pipelines.image_files import digest
 from seqpar.serve.api import codec, jobs
-from seqpar.serve.api.codec import Codec, Format, Inputs, PixelFile, pixels_in
+from seqpar.serve.api.codec import Codec, Format, InputFiles, PixelFile, pixels_in
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.images import MOST_WAITING, decode_inputs
 from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
@@ -169,7 +169,7 @@ def test_at_most_two_requests_are_decoded_at_once_and_none_that_is_refused(tmp_p
         if not count:
             raise MemoryError
 
-    async def read() -> list[Inputs | BaseException]:
+    async def read() -> list[InputFiles | BaseException]:
         reader = Codec(tmp_path)
         reader._decoders.run = run  # pyright: ignore
         try:
@@ -180,8 +180,8 @@ def test_at_most_two_requests_are_decoded_at_once_and_none_that_is_refused(tmp_p
 
     first, second, third, fourth = asyncio.run(read())
     assert (most, refused, type(second)) == (2, [], MemoryError)
-    assert isinstance(first, Inputs)
-    assert isinstance(third, Inputs)
+    assert isinstance(first, InputFiles)
+    assert isinstance(third, InputFiles)
     assert Path(third.path or "").read_bytes() == PIXELS[:4].tobytes() + PIXELS.tobytes()
     assert [each.nbytes for each in third.images] == [120, 180]
     assert len([*tmp_path.iterdir()]) == 3

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 DRIVERS = {
-    "loop": Step("seqpar/cli/sample.py", "run"),
+    "loop": Step("seqpar/loop/loop.py", "Sampler.__call__"),
     "parallelize": Step("seqpar/transformer/call.py", "ShardedCall.__call__"),
     "decoder": Step("seqpar/pipelines/own_loop.py", "Loaded.decode"),
 }

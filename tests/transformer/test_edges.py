@@ -82,7 +82,7 @@ def test_whole_text_is_read_locally_or_refused_on_every_rank(ranks: Pool, world:
     every = ranks.run(world, reading, texts)
     for right, unclear, last in every:
         assert right < TOLERANCE
-        assert "got cross-attention at blocks.*.first to as many tokens as a rank has of its own" in unclear
+        assert "got cross-attention at blocks.*.first to as many tokens as a rank's share" in unclear
         assert last < TOLERANCE
     assert len({found[1] for found in every}) == 1
 

@@ -7,43 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.models import _layers
 
 
-def pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
+def pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, TensorSource]:
     """Return the sources of one layer's weight and bias; several source layers are concatenated along the rows."""
     names = ("weight", "bias") if bias else ("weight",)
-    return {f"{ours}.{name}": Source(tuple(f"{key}.{name}" for key in theirs), _rows) for name in names}
+    return {f"{ours}.{name}": TensorSource(tuple(f"{key}.{name}" for key in theirs), _rows) for name in names}
 
 
 def _rows(*tensors: Tensor) -> Tensor:
     return torch.cat(tensors)
 
 
-def ends(config: Any, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
+def ends(
+    config: Any, embed: str, t: tuple[str, str], table: str, modulation: str, final: str
+) -> dict[str, TensorSource]:
     """Return the sources of all parameters outside the blocks.
 
     The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `_layers.reordered`).
     """
     channels, patch = config.out_channels, config.patch_size
     return {
-        "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
-        "x_embedder.bias": Source((f"{embed}.bias",)),
+        "x_embedder.weight": TensorSource((f"{embed}.weight",), lambda weight: weight.flatten(1)),
+        "x_embedder.bias": TensorSource((f"{embed}.bias",)),
         **pairs("t_embedder.0", t[0]),
         **pairs("t_embedder.2", t[1]),
-        "y_embedder.weight": Source((table,)),
+        "y_embedder.weight": TensorSource((table,)),
         **pairs("final_modulation", modulation),
         **{
-            f"final.{name}": Source((f"{final}.{name}",), lambda rows: _layers.reordered(rows, channels, patch))
+            f"final.{name}": TensorSource((f"{final}.{name}",), lambda rows: _layers.reordered(rows, channels, patch))
             for name in ("weight", "bias")
         },
     }
 
 
-def table_of(config: Any) -> dict[str, Source]:
+def table_of(config: Any) -> dict[str, TensorSource]:
     """Return the source of stored positions, a key that `seqpar convert` adds and diffusers does not read."""
-    return {"pos_embed": Source(("pos_embed",))} if config.pos_stored else {}
+    return {"pos_embed": TensorSource(("pos_embed",))} if config.pos_stored else {}
 
 
 def key_map(config: Any) -> KeyMap:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap, Source, count_layers, shape_of
+from seqpar.loading.keys import KeyMap, TensorSource, count_layers, shape_of
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import check_outputs, confirm, count_classes
 
@@ -97,10 +97,10 @@ def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> K
         norms = ("q_norm", "k_norm") if qk_norm else ()
         pairs |= {f"blocks.{i}.{norm}": f"layers.{i}.attention.{norm}" for norm in norms}
     both = [(f"{a}.{kind}", f"{b}.{kind}") for a, b in pairs.items() for kind in ("weight", "bias")]
-    sources = {ours: Source((theirs,)) for ours, theirs in both}
-    sources["y_embedder.weight"] = Source(("y_embedder.embedding_table.weight",))
+    sources = {ours: TensorSource((theirs,)) for ours, theirs in both}
+    sources["y_embedder.weight"] = TensorSource(("y_embedder.embedding_table.weight",))
     for kind in ("weight", "bias"):
-        sources[f"final.{kind}"] = Source(
+        sources[f"final.{kind}"] = TensorSource(
             (f"final_layer.linear.{kind}",), lambda rows: _layers.reordered(rows, out_channels, patch_size)
         )
     for i in range(layers):
@@ -108,7 +108,7 @@ def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> K
     return KeyMap(sources)
 
 
-def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
+def _block_keys(ours: str, theirs: str) -> dict[str, TensorSource]:
     """Return the sources of a block's matrices; q, k and v become one matrix, and so do w1 and w3."""
     joined = {
         "qkv": ("attention.wq", "attention.wk", "attention.wv"),
@@ -119,7 +119,7 @@ def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
         "ffn_norm": ("ffn_norm",),
     }
     return {
-        f"{ours}.{name}.weight": Source(_keys(theirs, keys), lambda *rows: torch.cat(rows))
+        f"{ours}.{name}.weight": TensorSource(_keys(theirs, keys), lambda *rows: torch.cat(rows))
         for name, keys in joined.items()
     }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap, Source
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.models import _layers
 
 DATA_TYPE = "use_data_type_embedding"
@@ -91,7 +91,7 @@ def key_map(half: int, channels: int, patch: int, data_type: bool) -> KeyMap:
     return KeyMap(sources, ignored=unused)
 
 
-def _diffusers_block(ours: str, theirs: str) -> dict[str, Source]:
+def _diffusers_block(ours: str, theirs: str) -> dict[str, TensorSource]:
     sources = pairs(f"{ours}.qkv", *(f"{theirs}.attn1.to_{part}" for part in "qkv"), kinds=("weight",))
     layers = {"proj": "attn1.to_out.0", "attention_norm": "norm1", "mlp_norm": "norm3"}
     for layer, its in (layers | {"fc1": "ff.net.0.proj", "fc2": "ff.net.2"}).items():
@@ -99,31 +99,31 @@ def _diffusers_block(ours: str, theirs: str) -> dict[str, Source]:
     return sources
 
 
-def ends(names: Mapping[str, str], channels: int, patch: int) -> dict[str, Source]:
+def ends(names: Mapping[str, str], channels: int, patch: int) -> dict[str, TensorSource]:
     """Return the sources of the layers outside the blocks.
 
     The weight of the patch convolution becomes a matrix, and the rows of the image's last layer are reordered (see
     `_layers.reordered`).
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for ours, theirs in names.items():
         sources |= pairs(ours, theirs)
     (weight,) = sources["into.image.weight"].keys
-    sources["into.image.weight"] = Source((weight,), lambda kernel: kernel.flatten(1))
+    sources["into.image.weight"] = TensorSource((weight,), lambda kernel: kernel.flatten(1))
     for kind in ("weight", "bias"):
         keys = sources[f"final.image.{kind}"].keys
-        sources[f"final.image.{kind}"] = Source(keys, lambda rows: _layers.reordered(rows, channels, patch))
+        sources[f"final.image.{kind}"] = TensorSource(keys, lambda rows: _layers.reordered(rows, channels, patch))
     return sources
 
 
-def tokens(data_type: tuple[str, str] | None) -> dict[str, Source]:
+def tokens(data_type: tuple[str, str] | None) -> dict[str, TensorSource]:
     """Return the sources of the positions and, with the names of its position and table, of the data-type token."""
     if data_type is None:
-        return {"pos_embed": Source(("pos_embed",), lambda positions: positions[0])}
+        return {"pos_embed": TensorSource(("pos_embed",), lambda positions: positions[0])}
     position, table = data_type
     return {
-        "pos_embed": Source(("pos_embed", position), _with_data_type),
-        "data_types.weight": Source((f"{table}.weight",)),
+        "pos_embed": TensorSource(("pos_embed", position), _with_data_type),
+        "data_types.weight": TensorSource((f"{table}.weight",)),
     }
 
 
@@ -136,7 +136,10 @@ def _rows(*tensors: Tensor) -> Tensor:
     return torch.cat(tensors)
 
 
-def pairs(ours: str, *theirs: str, kinds: tuple[str, ...] = ("weight", "bias")) -> dict[str, Source]:
+def pairs(ours: str, *theirs: str, kinds: tuple[str, ...] = ("weight", "bias")) -> dict[str, TensorSource]:
     """Return the sources of a layer's parameters: one layer unchanged, or the rows of several layers."""
     keys = {kind: tuple(f"{key}.{kind}" for key in theirs) for kind in kinds}
-    return {f"{ours}.{kind}": Source(found, _rows) if len(found) > 1 else Source(found) for kind, found in keys.items()}
+    return {
+        f"{ours}.{kind}": TensorSource(found, _rows) if len(found) > 1 else TensorSource(found)
+        for kind, found in keys.items()
+    }

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from seqpar.serve.api import records
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
 from seqpar.serve.api.files import JobRecord
-from seqpar.serve.api.gate import EDITS, GENERATIONS, Gate, Keys
+from seqpar.serve.api.gate import EDITS, GENERATIONS, ApiKeys, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
 from seqpar.serve.api.state import ApiServer, Key, Server, not_ready
 from seqpar.serve.api.videos import add_videos
@@ -26,7 +26,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 PACKAGE, PAGE = "seqpar.serve.api", "page.html"
 
 
-def create_app(server: ApiServer, keys: Keys | None, hosts: frozenset[str]) -> ASGIApp:
+def create_app(server: ApiServer, keys: ApiKeys | None, hosts: frozenset[str]) -> ASGIApp:
     """The application behind its gate. /openapi.json describes it; FastAPI's own pages would load foreign scripts."""
     app = FastAPI(title="seqpar", docs_url=None, redoc_url=None)
     app.state.server = server

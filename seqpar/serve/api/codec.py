@@ -51,7 +51,7 @@ class PixelFile:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputFiles:
     """The input images of a request, and the file with their pixels."""
 
     images: tuple[InputImage, ...] = ()
@@ -63,7 +63,7 @@ class Inputs:
         return None if self.file is None else str(self.file.path)
 
 
-NO_INPUTS = Inputs()
+NO_INPUTS = InputFiles()
 
 
 class ProcessDiedError(OSError):
@@ -133,7 +133,7 @@ class Codec:
         """An image file. size: (height, width). parameters: kept by a PNG. enlarged: resize to this. Raises OSError."""
         return await self._encoder.run(encoded, size, pixels, how, parameters, enlarged)
 
-    async def decode(self, files: Sequence[bytes], check: Callable[[int], None]) -> Inputs:
+    async def decode(self, files: Sequence[bytes], check: Callable[[int], None]) -> InputFiles:
         """Decode a client's files; ValueError for other files, OSError if the process died or the disk is full.
 
         check: called with the bytes of all pixels before any are decoded; its errors are raised.
@@ -143,7 +143,7 @@ class Codec:
             async with self._turn:
                 check(3 * await self._decoders.run(pixels_in, files))
                 file = PixelFile(self._folder)
-                return Inputs(await self._decoders.run(written, files, file.path), file)
+                return InputFiles(await self._decoders.run(written, files, file.path), file)
         finally:
             self.waiting -= 1
 

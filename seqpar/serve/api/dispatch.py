@@ -12,7 +12,7 @@ from seqpar.serve.api import log
 from seqpar.serve.api.codec import Codec
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks
 from seqpar.serve.api.files import JobFolder, MemoryStore
-from seqpar.serve.api.jobs import ImageMade, Job, PreviewMade, Queue, Speeds, Stepped
+from seqpar.serve.api.jobs import ImageMade, PreviewMade, Queue, ServerJob, Speeds, Stepped
 from seqpar.serve.api.replica import RanksEndedError, Replica
 from seqpar.serve.api.telemetry import Metrics
 from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
@@ -44,7 +44,7 @@ class Dispatch:
                 if job is not None:
                     await self._run(job, files)
 
-    async def _run(self, job: Job, files: asyncio.TaskGroup) -> None:
+    async def _run(self, job: ServerJob, files: asyncio.TaskGroup) -> None:
         """Run the request of a job's next image."""
         pixels = job.spec.pixels  # keeps the file until the ranks have answered, also if the job ends before
         left_s = max(0.0, job.deadline - asyncio.get_running_loop().time())
@@ -81,7 +81,7 @@ class Dispatch:
             else:
                 files.create_task(self._encode(job, index, request, answer))
 
-    async def _answer(self, job: Job, request: ImageRequest, files: asyncio.TaskGroup) -> Answer:
+    async def _answer(self, job: ServerJob, request: ImageRequest, files: asyncio.TaskGroup) -> Answer:
         """The ranks' answer to a request. If the job ends before, the request is cancelled on the ranks."""
         image = job.done_count
 
@@ -106,7 +106,7 @@ class Dispatch:
                 self.replica.terminate()
         return await answer
 
-    def _ranks_ended(self, job: Job) -> None:
+    def _ranks_ended(self, job: ServerJob) -> None:
         """Count a request that ended all ranks; it is retried once."""
         job.attempts, job.step = job.attempts + 1, 0
         log.event("ranks ended during a request", job.id, level=40, attempt=job.attempts)
@@ -114,7 +114,7 @@ class Dispatch:
             text = f"the request ended all ranks {ATTEMPTS} times and is not retried; change it"
             self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
-    async def _keep_video(self, job: Job, result: VideoResult) -> None:
+    async def _keep_video(self, job: ServerJob, result: VideoResult) -> None:
         try:
             (name,) = await self.store.keep(job.key, "mp4", [result.file])
         except ProblemError as error:
@@ -128,7 +128,7 @@ class Dispatch:
         job.spec = replace(job.spec, request=request)
         self.queue.end(job, "completed")
 
-    async def _encode(self, job: Job, index: int, request: ImageRequest, result: ImageResult) -> None:
+    async def _encode(self, job: ServerJob, index: int, request: ImageRequest, result: ImageResult) -> None:
         """Make the file of an image; the job ends with the last one."""
         begun, wall = time.monotonic(), time.time()
         size = result.height, result.width
@@ -148,7 +148,7 @@ class Dispatch:
         if len(job.files) == job.spec.count:
             self.queue.end(job, "completed")
 
-    async def _encode_preview(self, job: Job, image: int, preview: Partial) -> None:
+    async def _encode_preview(self, job: ServerJob, image: int, preview: Partial) -> None:
         """Make the file of a preview for the job's stream, which goes on without it on errors."""
         size = preview.height, preview.width
         try:

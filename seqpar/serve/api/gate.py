@@ -35,7 +35,7 @@ OTHERS = 0o077  # mode bits that let anyone but the owner access a file
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """Names of API keys, and the SHA-256 of each key: the keys themselves are not kept."""
 
     digests: tuple[tuple[str, bytes], ...]
@@ -48,7 +48,7 @@ class Keys:
         return name
 
 
-def read_keys(path: Path) -> Keys:
+def read_keys(path: Path) -> ApiKeys:
     """Read a file of lines NAME:KEY; ValueError for other content, or if others can read the file."""
     try:
         mode, text = path.stat().st_mode, path.read_text()
@@ -66,7 +66,7 @@ def read_keys(path: Path) -> Keys:
             pairs[name] = key
     if not pairs:
         raise ValueError(f"--keys {path} has no key; add lines NAME:KEY")
-    return Keys(tuple((name, sha256(key.encode()).digest()) for name, key in pairs.items()))
+    return ApiKeys(tuple((name, sha256(key.encode()).digest()) for name, key in pairs.items()))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Gate:
 
     app: ASGIApp
     name: str
-    keys: Keys | None
+    keys: ApiKeys | None
     hosts: frozenset[str]
     body_s: float = BODY_S
 

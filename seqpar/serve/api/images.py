@@ -14,9 +14,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from seqpar.serve.api import log
-from seqpar.serve.api.codec import Inputs, ProcessDiedError
+from seqpar.serve.api.codec import InputFiles, ProcessDiedError
 from seqpar.serve.api.errors import ProblemError, refused
-from seqpar.serve.api.jobs import ImageMade, Job, JobEnded, JobEvent, JobSpec, Moved, PreviewMade, Queue, Stepped
+from seqpar.serve.api.jobs import ImageMade, JobEnded, JobEvent, JobSpec, Moved, PreviewMade, Queue, ServerJob, Stepped
 from seqpar.serve.api.requests import Edit, Generation, form_schema, read_form
 from seqpar.serve.api.state import ApiServer, Key, Server, check_loras, deadline_of, model_for
 
@@ -51,7 +51,7 @@ async def edit(request: Request, server: Server, key: Key) -> Response:
     return await _answer(body, spec, "image_edit", request, server, key)
 
 
-async def decode_inputs(server: ApiServer, files: list[bytes], param: str) -> Inputs:
+async def decode_inputs(server: ApiServer, files: list[bytes], param: str) -> InputFiles:
     """Decode a client's files; ProblemError for other files, or if too much waits. param: their field."""
     server.queue.check(0)  # before the work of decoding
     if server.codec.waiting >= MOST_WAITING:
@@ -103,7 +103,7 @@ async def _answer(
     return Response(text, media_type="application/json", headers=body.ignored)
 
 
-async def _ended_or_left(request: Request, queue: Queue, job: Job) -> None:
+async def _ended_or_left(request: Request, queue: Queue, job: ServerJob) -> None:
     """Wait until a job has ended; cancel it when its client disconnects before."""
 
     async def left() -> None:
@@ -134,7 +134,9 @@ class JobStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, queue: Queue, job: Job, prefix: str, *, with_steps: bool, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, queue: Queue, job: ServerJob, prefix: str, *, with_steps: bool, headers: Mapping[str, str]
+    ) -> None:
         # nginx would collect events without x-accel-buffering
         all_headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
         arriving = listen(job)  # from now on, because the ranks may begin before the answer does
@@ -151,7 +153,7 @@ class JobStream(StreamingResponse):
             self._job.files.clear()
 
 
-def listen(job: Job) -> asyncio.Queue[JobEvent]:
+def listen(job: ServerJob) -> asyncio.Queue[JobEvent]:
     """Collect the events of a job that was just queued."""
     arriving = asyncio.Queue[JobEvent]()
     arriving.put_nowait(Moved())
@@ -160,7 +162,12 @@ def listen(job: Job) -> asyncio.Queue[JobEvent]:
 
 
 async def events(
-    queue: Queue, job: Job, arriving: asyncio.Queue[JobEvent], prefix: str, with_steps: bool, quiet_s: float = QUIET_S
+    queue: Queue,
+    job: ServerJob,
+    arriving: asyncio.Queue[JobEvent],
+    prefix: str,
+    with_steps: bool,
+    quiet_s: float = QUIET_S,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a job until it ends. prefix: of the types of images. with_steps: also queue and steps."""
     last_place, previews = None, set[tuple[int, int]]()  # an image that is retried has the same previews again
@@ -191,7 +198,7 @@ async def events(
         yield encode_event("error", error=job.problem.shape)
 
 
-def _image_fields(job: Job, image: int, size: tuple[int, int], file: bytes) -> dict[str, Any]:
+def _image_fields(job: ServerJob, image: int, size: tuple[int, int], file: bytes) -> dict[str, Any]:
     """OpenAI's fields of an image or preview, and ours."""
     height, width = size
     return {

@@ -98,7 +98,7 @@ class JobSpec:
 
 
 @dataclass(eq=False)
-class Job:
+class ServerJob:
     """A job and its progress. number: of its arrival. Times are of the wall clock, `deadline` is of the event loop."""
 
     id: str
@@ -155,21 +155,21 @@ class Speeds:
 class Queue:
     """All jobs. on_end is called once for each job, when it has ended."""
 
-    def __init__(self, bound: int, keep_s: float, speeds: Speeds, on_end: Callable[[Job], None]) -> None:
+    def __init__(self, bound: int, keep_s: float, speeds: Speeds, on_end: Callable[[ServerJob], None]) -> None:
         self._bound, self._keep_s, self._speeds, self._on_end = bound, keep_s, speeds, on_end
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ServerJob] = {}
         self._number = 0
-        self.current: Job | None = None  # whose request the ranks run
+        self.current: ServerJob | None = None  # whose request the ranks run
         self.some = asyncio.Event()  # set while images remain to be made
         self.closed: Problem | None = None  # set when no job is accepted any more
 
-    def add(self, id_: str, key: str, spec: JobSpec) -> Job:
+    def add(self, id_: str, key: str, spec: JobSpec) -> ServerJob:
         """Accept a job; ProblemError if the queue is full or closed."""
         self.check(spec.nbytes)
         loop = asyncio.get_running_loop()
         self._forget_old()
         self._number += 1
-        job = Job(id_, key, self._number, spec, loop.time() + spec.deadline_s)
+        job = ServerJob(id_, key, self._number, spec, loop.time() + spec.deadline_s)
         job.timer = loop.call_at(job.deadline, self._expire, job)
         self._jobs[id_] = job
         self._changed()
@@ -196,21 +196,21 @@ class Queue:
         return sum(job.state == "queued" for job in self._jobs.values())
 
     @property
-    def active(self) -> list[Job]:
+    def active(self) -> list[ServerJob]:
         """Jobs that have not ended."""
         return [job for job in self._jobs.values() if job.ended is None]
 
-    def of_key(self, key: str) -> list[Job]:
+    def of_key(self, key: str) -> list[ServerJob]:
         """Jobs of a key that run, wait, or have ended lately, in order of arrival."""
         self._forget_old()
         return [job for job in self._jobs.values() if job.key == key]
 
-    def find(self, id_: str) -> Job | None:
+    def find(self, id_: str) -> ServerJob | None:
         """A job, whose key the caller checks."""
         self._forget_old()
         return self._jobs.get(id_)
 
-    def begin(self) -> Job | None:
+    def begin(self) -> ServerJob | None:
         """Start the next image; return its job, or None."""
         self.current = next(iter(self._unfinished()), None)
         if self.current is not None and self.current.state == "queued":
@@ -218,12 +218,12 @@ class Queue:
             self.current.span.part("queue", self.current.arrived, self.current.started)
         return self.current
 
-    def image_done(self, job: Job) -> None:
+    def image_done(self, job: ServerJob) -> None:
         """Record that the ranks have finished an image of a job."""
         job.done_count, job.attempts, job.step = job.done_count + 1, 0, 0
         self._changed()
 
-    def end(self, job: Job, state: State, problem: Problem | None = None) -> None:
+    def end(self, job: ServerJob, state: State, problem: Problem | None = None) -> None:
         """End a job, unless it has ended already."""
         if job.ended is None:
             job.state, job.problem, job.ended = state, problem, time.time()
@@ -235,7 +235,7 @@ class Queue:
             self._changed()
             self._on_end(job)
 
-    def cancel(self, job: Job, text: str) -> None:
+    def cancel(self, job: ServerJob, text: str) -> None:
         """End a job whose result is not wanted any more."""
         self.end(job, "cancelled", Problem(499, "cancelled", text))
 
@@ -250,23 +250,23 @@ class Queue:
             if also_running or job.state == "queued":
                 self.end(job, "failed", problem)
 
-    def ahead(self, job: Job) -> int | None:
+    def ahead(self, job: ServerJob) -> int | None:
         """Jobs before a job: 0 if it runs, None if it has ended."""
         if job.ended is not None:
             return None
         return 0 if job.state == "running" else len(self._up_to(job)) - 1
 
-    def estimate_s(self, job: Job) -> float | None:
+    def estimate_s(self, job: ServerJob) -> float | None:
         """Seconds until a job will have ended; None if it has."""
         return sum(map(self._rest_s, self._up_to(job))) if job.ended is None else None
 
-    def _up_to(self, job: Job) -> list[Job]:
+    def _up_to(self, job: ServerJob) -> list[ServerJob]:
         """Jobs up to and with this one; the running one comes first."""
         current = [self.current] if self.current is not None and self.current is not job else []
         waiting = [other for other in self._unfinished() if other.place < job.place and other is not self.current]
         return [*current, *waiting, job]
 
-    def _rest_s(self, job: Job) -> float:
+    def _rest_s(self, job: ServerJob) -> float:
         spec, images = job.spec, job.spec.count - job.done_count
         per_image, left = (
             self._speeds.estimate(spec.request.model, steps, spec.step_s)
@@ -274,7 +274,7 @@ class Queue:
         )
         return per_image * max(0, images - 1) + (left if images else 0.0)
 
-    def _unfinished(self) -> list[Job]:
+    def _unfinished(self) -> list[ServerJob]:
         """Jobs with images that the ranks have not finished, the next one first."""
         return sorted((job for job in self.active if job.done_count < job.spec.count), key=lambda job: job.place)
 
@@ -284,7 +284,7 @@ class Queue:
             if job.state == "queued":
                 job.notify(Moved())
 
-    def _expire(self, job: Job) -> None:
+    def _expire(self, job: ServerJob) -> None:
         text = f"no result within {job.spec.deadline_s:g} s; use a longer deadline_s or fewer steps"
         self.end(job, "failed", Problem(504, "deadline", text, "deadline_s", NO_RETRY))
 

@@ -8,7 +8,7 @@ from typing import Any
 from seqpar.serve.api import log
 from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.files import ID, JobFolder, JobRecord
-from seqpar.serve.api.jobs import Job, State
+from seqpar.serve.api.jobs import ServerJob, State
 from seqpar.serve.api.state import ApiServer
 
 SWEEP_S = 60.0  # between deletions of what has expired
@@ -26,9 +26,9 @@ class RecordWriter:
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._ended = asyncio.Queue[Job | None]()
+        self._ended = asyncio.Queue[ServerJob | None]()
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: ServerJob) -> None:
         """Queue the record of a job that has ended."""
         self._ended.put_nowait(job)
 
@@ -50,7 +50,7 @@ class RecordWriter:
             if server.queue.find(job.id) is not None:  # else deleted meanwhile
                 await self._try(server, job)
 
-    async def _try(self, server: ApiServer, job: Job | None) -> None:
+    async def _try(self, server: ApiServer, job: ServerJob | None) -> None:
         try:
             if job is None:
                 await asyncio.to_thread(self._folder.sweep)
@@ -62,7 +62,7 @@ class RecordWriter:
             log.event("the folder of --jobs failed", level=40, error=str(error))
 
 
-def of(server: ApiServer, job: Job) -> JobRecord:
+def of(server: ApiServer, job: ServerJob) -> JobRecord:
     """The record of a job of this server."""
     video = None if job.spec.fps is None else _video(server, job, job.spec.fps)
     return JobRecord(job.id, job.arrived, _job(server, job), job.stored, video)
@@ -110,7 +110,7 @@ async def delete(server: ApiServer, key: str, record: JobRecord) -> None:
         await asyncio.to_thread(server.folder.forget_record, key, record.id)
 
 
-def _job(server: ApiServer, job: Job) -> dict[str, Any]:
+def _job(server: ApiServer, job: ServerJob) -> dict[str, Any]:
     """A job as JSON. step: of the running image. Times are Unix seconds."""
     return {
         "id": job.id,
@@ -131,7 +131,7 @@ def _job(server: ApiServer, job: Job) -> dict[str, Any]:
     }
 
 
-def _video(server: ApiServer, job: Job, fps: float) -> dict[str, Any]:
+def _video(server: ApiServer, job: ServerJob, fps: float) -> dict[str, Any]:
     """A video as OpenAI's object, with our fields in `seqpar`. Times are Unix seconds."""
     request, spec = job.spec.request, job.spec
     size, frames = job.size or request.size, request.frames or 0
@@ -164,5 +164,5 @@ def _video(server: ApiServer, job: Job, fps: float) -> dict[str, Any]:
     }
 
 
-def _error(job: Job) -> dict[str, str] | None:
+def _error(job: ServerJob) -> dict[str, str] | None:
     return None if job.problem is None else {"code": job.problem.code, "message": job.problem.text}

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from starlette.datastructures import UploadFile
 
-from seqpar.serve.api.codec import NO_INPUTS, Format, Inputs, Kind
+from seqpar.serve.api.codec import NO_INPUTS, Format, InputFiles, Kind
 from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
 from seqpar.serve.api.jobs import JobSpec, Priority
 from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts, size_of
@@ -113,7 +113,7 @@ class CommonFields(BaseModel):
         """Names of the LoRAs, with their scales."""
         return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
 
-    def request(self, model: ServedModel, inputs: Inputs) -> ImageRequest:
+    def request(self, model: ServedModel, inputs: InputFiles) -> ImageRequest:
         """The request of a model's first image, or of its video, without an id."""
         return ImageRequest(
             "",
@@ -167,7 +167,7 @@ class Generation(CommonFields):
             raise ValueError(f"seed + n - 1 must be at most {MOST_SEED}; use a smaller seed")
         return self
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs = NO_INPUTS) -> JobSpec:
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles = NO_INPUTS) -> JobSpec:
         """The job of a request, with a checked deadline."""
         request = msgspec.structs.replace(self.request(model, inputs), partial_images=self.partial_images)
         how = Format(self.output_format, self.output_compression)
@@ -183,7 +183,7 @@ class Edit(Generation):
     ] = None
     input_fidelity: Ignored = None
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs = NO_INPUTS) -> JobSpec:
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles = NO_INPUTS) -> JobSpec:
         spec = super().spec(model, deadline_s, inputs)
         return replace(spec, request=msgspec.structs.replace(spec.request, strength=self.strength))
 
@@ -199,7 +199,7 @@ class VideoRequest(CommonFields):
     frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: Inputs) -> JobSpec:
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles) -> JobSpec:
         """The job of a request, with a checked deadline; ProblemError for frames that the model does not make."""
         facts = model.video
         assert facts is not None  # the model was found by its purpose

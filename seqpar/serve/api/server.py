@@ -33,7 +33,7 @@ from seqpar.serve.api.dispatch import Dispatch
 from seqpar.serve.api.errors import Problem
 from seqpar.serve.api.files import JobFolder, MemoryStore
 from seqpar.serve.api.gate import is_loopback, read_keys
-from seqpar.serve.api.jobs import Job, Queue, Speeds
+from seqpar.serve.api.jobs import Queue, ServerJob, Speeds
 from seqpar.serve.api.records import RecordWriter
 from seqpar.serve.api.replica import Ended, Replica, private_folder
 from seqpar.serve.api.state import ApiServer
@@ -94,7 +94,7 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
         name = args.name or secrets.token_hex(4)
         log.event("listening", host=host, port=port, models=args.models, server=name)
 
-        def on_end(job: Job) -> None:
+        def on_end(job: ServerJob) -> None:
             code = None if job.problem is None else job.problem.code
             metrics.ends.labels(code or job.state).inc()
             facts = {"model": job.spec.request.model, "pictures": job.spec.count, "steps": job.spec.steps}

@@ -42,7 +42,7 @@ class ModelOutput:
 
 
 @dataclass(frozen=True)
-class Run:
+class RequestRun:
     """How a request is run. images: its input images. boundary: called between steps and parts; raises to stop.
 
     on_step(index, count): called after each step. estimates: of the clean latents; they change no result.
@@ -64,7 +64,7 @@ class LoadedModel:
         self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
         self.facts = checked.facts(checked.example.default_pixels)
 
-    def make(self, request: ImageRequest, run: Run) -> ModelOutput:
+    def make(self, request: ImageRequest, run: RequestRun) -> ModelOutput:
         """Run a request. Collective: call on all ranks.
 
         ValueError for a request that does not fit, FloatingPointError for numbers that are not finite.

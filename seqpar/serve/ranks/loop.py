@@ -43,7 +43,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
-from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, Run
+from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, RequestRun
 from seqpar.serve.ranks.preview import Estimates, Previews
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
@@ -160,7 +160,7 @@ def _warm(served: Served, request: ImageRequest, images: Sequence[Picture]) -> N
     """Run a request and drop its result; rank 0 prints the time."""
     start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
     estimates = _estimates(served, request, images, boundary, lambda message: None)
-    served.models[request.model].make(request, Run(images, boundary, estimates=estimates))
+    served.models[request.model].make(request, RequestRun(images, boundary, estimates=estimates))
     if served.mesh.is_main:
         size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
         print(f"seqpar: {request.model} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
@@ -213,7 +213,7 @@ def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
     def on_step(index: int, count: int) -> None:
         served.send(Step(request.id, index, count))
 
-    output = model.make(request, Run(images, boundary, on_step, clock, estimates))
+    output = model.make(request, RequestRun(images, boundary, on_step, clock, estimates))
     if (image := output.image) is None:
         return _video(served, request, output, clock)
     pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
@@ -253,7 +253,7 @@ def _estimates(
 
     def make(other: ImageRequest, estimates: Estimates) -> Image.Image:
         inputs = images if model.facts.needs_picture else ()
-        image = model.make(other, Run(inputs, boundary, estimates=estimates)).image
+        image = model.make(other, RequestRun(inputs, boundary, estimates=estimates)).image
         if image is None:
             raise ValueError(f"partial_images are not supported for videos of {request.model}; leave them out")
         return image

@@ -134,5 +134,5 @@ def test_the_loopback_is_found_whatever_its_name(tmp_path: Path) -> None:
         (tmp_path / name / "flags").write_text(flags + "\n")
     assert loopback(tmp_path) == "lop7"
     (tmp_path / "lop7" / "flags").write_text("0x8\n")
-    with pytest.raises(ValueError, match=f"name the interface to use with {INTERFACES[0]} and"):
+    with pytest.raises(ValueError, match=f"name another interface by {INTERFACES[0]} and"):
         loopback(tmp_path)

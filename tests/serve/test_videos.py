@@ -141,7 +141,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
         )
         for lora in ("style", "high@transformer_2", [{"name": "high"}, {"name": "high@transformer"}], "high@unet")
     ),
-    ({"model": "toy"}, 400, "model toy makes images; /v1/models lists"),
+    ({"model": "toy"}, 400, "model toy generates images; /v1/models lists"),
     ({"model": "clip"}, 400, "model clip requires a file input_reference"),
     ({"deadline_s": 4000}, 400, "got deadline_s 4000, expected at most 3600"),
 ]

@@ -30,7 +30,7 @@ QUESTIONS = {
     "wrong picture": ("troubleshooting.html", "a-wrong-or-another-picture", "--verify"),
     "LoRA": ("adapter.html", "adapters-your-own-blocks-offload", "load_lora_weights"),
     "serve": ("serving.html", "serving", "seqpar serve"),
-    "cancel": ("serving.html", "cancel-deadlines-order", "DELETE"),
+    "cancel": ("serving.html", "cancel-deadlines-priority", "DELETE"),
     "exact": ("verifying.html", "exact-mode", "--exact"),
     "several machines": ("multi-node.html", "two-machines", "--nnodes=2"),
     "Slurm": ("multi-node.html", "slurm", "srun"),

@@ -132,7 +132,7 @@ def test_negative_control_wrong_cuts_and_masks_are_noticed(ranks: Pool, name: st
 # python -m seqpar.families -------------------------------------------------------------------------------------
 
 
-def proven(rank: int, world: int, device: torch.device, kind: str, mistake: str | None) -> list[_prove.Report]:
+def proven(rank: int, world: int, device: torch.device, kind: str, mistake: str | None) -> list[_prove.Proof]:
     """Return the reports of this rank on a class."""
     change: Callable[[Any], Any] | None = WRONG[mistake] if mistake is not None else None
     cuts = None if change is None else change(CUTS[kind])

@@ -111,7 +111,7 @@ class ProfileArgs(Args):
     profile_out: Path = Path("profile")
     """Folder of the traces (for ui.perfetto.dev), the table and its numbers."""
     profile_steps: int = 4
-    """Steps to measure, after those that capture graphs."""
+    """Measured steps, after the steps that capture graphs."""
 
 
 @dataclass(frozen=True)

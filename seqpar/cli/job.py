@@ -40,8 +40,8 @@ def decoding_line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> s
     if not job.decodes or not ranking.ranked:
         return None
     world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
-    wish = "pictures" if args.exact and args.vae == "auto" else args.vae
-    spread = spread_of(job.load.images, wish, world, data, lambda: None)
+    mode = "pictures" if args.exact and args.vae == "auto" else args.vae
+    spread = spread_of(job.load.images, mode, world, data, lambda: None)
     return f"decoding: {spread}, unless the loaded weights leave too little memory for it"
 
 

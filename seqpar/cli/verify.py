@@ -32,18 +32,18 @@ def run_verify(args: VerifyArgs) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.on_all_ranks(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
-    wish, mesh_of, counts = (
+    preferences, mesh_of, counts = (
         preferences_of(_as_sample(args)),
         meshes(ranks),
         args.counts or range(1, ranks.world.size + 1),
     )
-    listed, left_out = ways(ranks, counts, mesh_of, wish, job.work, job.load)
+    listed, left_out = ways(ranks, counts, mesh_of, preferences, job.work, job.load)
     head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
     _say(ranks, head)
     rows = list[Row]()
     for dtype in dtypes:
         model, request = loaded(job, dtype, ranks)
-        rows += judged(ranks, model, request, listed, mesh_of, wish.local)
+        rows += judged(ranks, model, request, listed, mesh_of, preferences.local)
     failures = [f"{row}: {row.finding}" for row in rows if row.finding is not None and not row.skipped]
     if all(row.skipped for row in rows):
         failures.append("nothing was compared")

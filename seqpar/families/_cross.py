@@ -20,7 +20,7 @@ from seqpar.types.protocols import state_dtype
 class Modulation(NamedTuple):
     """The vectors of all blocks, and the row of a token among them, (B, l), or None.
 
-    They are shift, scale and gate of attention, then of the MLP, and those that a family has besides.
+    They are shift, scale and gate of attention, then of the MLP, and further parts of a family.
     """
 
     every: Sequence[Sequence[Vectors]]

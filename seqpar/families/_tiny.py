@@ -33,7 +33,7 @@ TEXT_WIDTHS = (
 class Tiny:
     """What is special about a tiny model. config: entries besides the scaled defaults.
 
-    inputs: returns arguments besides those that are made by name, for the config and a function that returns random
+    inputs: returns further arguments, for the config and a function that returns random
     numbers of a shape. fp32: names of parameters that stay fp32, because the model mixes them with fp32 numbers.
     """
 

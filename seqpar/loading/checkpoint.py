@@ -117,14 +117,14 @@ class Fitted:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Return the names of those that are no buffers."""
+        """Return the names of parameters, without buffers."""
         return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
 
 def from_state_dict(
     name: str, state: Mapping[str, Tensor], files: Mapping[Path, tuple[int, ...]] | None = None
 ) -> Checkpoint:
-    """Return a checkpoint for a state dict in memory. files: those that it is mapped from."""
+    """Return a checkpoint for a state dict in memory. files: the files that it is mapped from."""
     shapes, dtypes = ({key: tuple(x.shape) for key, x in state.items()}, {key: x.dtype for key, x in state.items()})
     return Checkpoint(name, shapes, state.__getitem__, dtypes, files=files or {})
 

@@ -47,7 +47,7 @@ def load_pickle(path: Path, allowed: Sequence[Any] = ()) -> Any:
     """
     try:
         with BoundedFile(path) as file, warnings.catch_warnings(), torch.serialization.safe_globals([*allowed]):
-            warnings.simplefilter("ignore")  # about other pickle protocols; torch raises for those that it cannot read
+            warnings.simplefilter("ignore")  # about other pickle protocols; torch raises for unsupported ones
             start = file.read(len(ARCHIVE))
             file.seek(0)
             if start == ARCHIVE:

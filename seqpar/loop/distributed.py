@@ -43,7 +43,7 @@ class Inputs:
         self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was checked last
 
     def of_rank_0(self, inputs: Mapping[str, Tensor | float | None]) -> dict[str, Tensor]:
-        """Rank 0's inputs on every rank, without those that are None. Collective: call on all ranks.
+        """Rank 0's inputs on every rank, without arguments that are None. Collective: call on all ranks.
 
         Raises the same ValueError on every rank for inputs that the model does not take.
         """

@@ -47,7 +47,7 @@ def _set() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a linear layer's output; bits of a row are those that it has among many rows.
+    """Return a linear layer's output; a row has the same bits for any number of rows.
 
     x: (..., K); weight: (N, K). cuBLAS splits sums of up to 64 results, whose partial sums fit in torch's smallest
     workspace (1 KiB, 256 fp32 numbers). Few rows are padded until there are four times as many results as numbers.

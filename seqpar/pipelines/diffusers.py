@@ -50,7 +50,7 @@ from seqpar.pipelines.arguments import (
 )
 from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.planning import Planned, grid_of, planned
-from seqpar.pipelines.protocol import NO_LORAS, DecodeMode, Estimates, Events, Frames, Result, as_text, no_event, scales
+from seqpar.pipelines.protocol import NO_LORAS, Estimates, Events, Frames, Result, as_text, no_event, scales
 from seqpar.pipelines.request import NO_LORA, GenerationRequest
 from seqpar.pipelines.videos import digest
 from seqpar.planner.plan import Plan, settled
@@ -62,6 +62,7 @@ from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.vae.pipeline import VaeMode
 from seqpar.vae.shared import looked_at
+from seqpar.vae.strips import DecodeMode
 
 SIDES = ("height", "width")
 VAE: dict[DecodeMode, VaeMode] = {

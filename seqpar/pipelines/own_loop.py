@@ -30,7 +30,7 @@ from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
-from seqpar.pipelines.protocol import NO_LORAS, DecodeMode, Events, Result, as_text, no_event, scales
+from seqpar.pipelines.protocol import NO_LORAS, Events, Result, as_text, no_event, scales
 from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -40,7 +40,7 @@ from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance, check_loading, check_pictures
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.pixels import preview
-from seqpar.vae.strips import WISHES, Spread
+from seqpar.vae.strips import MODES, DecodeMode, Spread
 
 Encode = Callable[[str], tuple[Tensor, ...]]
 
@@ -514,7 +514,7 @@ class Loaded:
         if self.vae is None:
             return None
         size = [side // self.files.factor for side in job.pixels]
-        return self.on_mesh.spread(job.load.images, size, self.on_mesh.wish)
+        return self.on_mesh.spread(job.load.images, size, self.on_mesh.mode)
 
     @cached_property
     def on_mesh(self) -> MeshVAE:
@@ -528,7 +528,7 @@ class Loaded:
         """
         _check_mode(mode)
         if self.vae is not None:
-            self.on_mesh.wish = mode
+            self.on_mesh.mode = mode
 
     def decode(
         self, latents_NCHW: Tensor, on_image: Callable[[int], None] = no_event, mode: str | None = None
@@ -540,7 +540,7 @@ class Loaded:
         self.dit.mesh.on_all_ranks(lambda: self._check_latents(latents_NCHW, mode))
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.wish if mode is None else mode)
+        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.mode if mode is None else mode)
 
     def _check_latents(self, latents_NCHW: object, mode: str | None) -> None:
         if mode is not None:
@@ -558,8 +558,8 @@ class Loaded:
 
 
 def _check_mode(mode: str) -> None:
-    if mode not in WISHES:
-        raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(WISHES)}")
+    if mode not in MODES:
+        raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(MODES)}")
 
 
 @dataclass(frozen=True)

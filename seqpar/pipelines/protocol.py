@@ -21,8 +21,8 @@ from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
+from seqpar.vae.strips import DecodeMode
 
-DecodeMode = Literal["auto", "strips", "pictures", "tiled"]
 NO_LORAS = "LoRAs require a model that is a folder of a diffusers pipeline"
 Estimates = tuple[Collection[int], Callable[[int, Tensor], None]]
 """Indices of evaluations whose estimate of the clean latents is asked for, and what gets index and estimate."""

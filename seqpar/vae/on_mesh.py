@@ -67,7 +67,7 @@ class MeshVAE:
     channels_last: compute in channels-last memory; the weights of convolutions have this format until `release`. left:
     returns the bytes that the loaded pipeline leaves on this rank (`bytes_left`); None does not check sizes.
     unknown: why this VAE is not cut into strips, or None; every call checks hooks and attention processors.
-    wish: how images of seqpar's own pipelines are spread where a call does not say it; see `seqpar.vae.strips`.
+    mode: how images of seqpar's own pipelines are spread where a call does not say it; see `seqpar.vae.strips`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MeshVAE:
         channels_last: bool = False,
         left: Callable[[], float] | None = None,
     ) -> None:
-        self.mesh, self.vae, self.wish = mesh, vae, "auto"
+        self.mesh, self.vae, self.mode = mesh, vae, "auto"
         self.unknown = self._never = why_unknown(vae)
         self._moves = load_transport(transport)
         self._parallel = self._single = None
@@ -124,7 +124,7 @@ class MeshVAE:
 
     # Whole, in strips or in tiles --------------------------------------------------------------------------------
 
-    def spread(self, count: int, shape: Sequence[int], wish: str = "auto", together: bool = False) -> Spread:
+    def spread(self, count: int, shape: Sequence[int], mode: str = "auto", together: bool = False) -> Spread:
         """Return how `count` latents (C, ..., h, w) are decoded. together: in one call, unless ranks divide them.
 
         `spread_of` decides; what does not fit next to the weights is decoded in strips, or else in tiles. The result
@@ -132,15 +132,15 @@ class MeshVAE:
         is collective. Raises ValueError where only tiles fit, in exact mode and for a VAE without tiling.
         """
 
-        def spread(wish: str) -> Spread:
-            return spread_of(count, wish, self.mesh.world, self.mesh.data, lambda: self._why_whole(shape))
+        def spread(mode: str) -> Spread:
+            return spread_of(count, mode, self.mesh.world, self.mesh.data, lambda: self._why_whole(shape))
 
-        choice, refused = spread(wish), ""
+        choice, refused = spread(mode), ""
         if self._bytes_left is None or choice.tiled or self.unknown is not None:
             return choice
         if self._left is None:
             self._left = min(self.mesh.collect(self._bytes_left(), float))
-        choices = [choice, spread("strips")] if wish == "auto" and not exact.is_on() else [choice]
+        choices = [choice, spread("strips")] if mode == "auto" and not exact.is_on() else [choice]
         for choice in choices:
             cut = Cut.of(self.mesh.replica, *shape[-2:]) if choice.name == "strips" else None
             if cut is None and getattr(self.vae, "use_tiling", False):
@@ -165,7 +165,7 @@ class MeshVAE:
 
     def check(self, count: int, shape: Sequence[int]) -> None:
         """Raise ValueError if `pictures` cannot decode `count` latents (C, h, w); print a choice of tiles."""
-        self._say(self.spread(count, shape, self.wish).explained)
+        self._say(self.spread(count, shape, self.mode).explained)
 
     def check_call(self, shape: Sequence[int]) -> None:
         """Raise ValueError if `decode` cannot decode latents (N, C, ..., h, w); print a choice of tiles.
@@ -198,17 +198,17 @@ class MeshVAE:
     # Images of seqpar's own pipelines ----------------------------------------------------------------------------
 
     def pictures(
-        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str = "auto"
+        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, mode: str = "auto"
     ) -> Tensor:
         """Decode rank 0's latents (N, C, h, w) of a model into images (N, 3, H, W) in [0, 1], fp32, on every rank.
 
-        on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. wish:
+        on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. mode:
         see `seqpar.vae.strips`. Raises FloatingPointError on every rank if an image is not finite.
         """
         with torch.inference_mode(False), torch.no_grad():
             latents_NCHW = self._from_rank_0({INPUT: latents_NCHW}).tensors[INPUT]
             count = len(latents_NCHW)
-            spread = self.spread(count, latents_NCHW.shape[1:], wish)
+            spread = self.spread(count, latents_NCHW.shape[1:], mode)
             self._say(spread.explained)
             shard = spread.shard(count)
             local_NCHW = latents_NCHW[shard.slice(spread.axis.rank)].to(self.vae.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,8 @@ class Exchanges:
         self._transport.release()
 
 
-WISHES = ("auto", "strips", "pictures", "tiled")  # a caller's choices
+DecodeMode = Literal["auto", "strips", "pictures", "tiled"]
+MODES: tuple[str, ...] = get_args(DecodeMode)
 SEAMS = "in diffusers' tiles, which leave seams"
 
 
@@ -100,17 +101,17 @@ class Spread:
         return shown if self.why is None else f"{shown}, because {self.why}"
 
 
-def spread_of(count: int, wish: str, world: Axis, groups: Axis, why_whole: Callable[[], str | None]) -> Spread:
+def spread_of(count: int, mode: str, world: Axis, groups: Axis, why_whole: Callable[[], str | None]) -> Spread:
     """Return how `count` images are decoded on all ranks.
 
-    wish: one of `WISHES`; "auto" gives each rank whole images where there are enough, and in exact mode, because these
+    mode: a `DecodeMode`; "auto" gives each rank whole images where there are enough, and in exact mode, because these
     have the bits of one rank; otherwise strips. groups: the axis of the groups of ranks that share an image. why_whole:
     returns why an image cannot be cut into strips, or None.
     """
-    tiled = wish == "tiled"
+    tiled = mode == "tiled"
     if world.size == 1:
         return Spread("whole", 1, world, tiled=tiled)
-    if tiled or wish == "pictures" or (wish == "auto" and (count >= world.size or exact.is_on())):
+    if tiled or mode == "pictures" or (mode == "auto" and (count >= world.size or exact.is_on())):
         return Spread("pictures", world.size, world, tiled=tiled)
     reason = why_whole()
     if reason is None:

@@ -183,10 +183,10 @@ def test_a_rank_alone_decodes_by_kernels_or_modules_and_in_the_tiles_of_its_user
     vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
     assert torch.equal(made.decode(latents(1)).sample, vae.decode(latents(1)).sample)
     assert (made.decode(latents(1)).sample - truth).abs().max() > VISIBLE
-    tiles, auto = (made.pictures(latents(2), wish=wish) for wish in ("tiled", "auto"))
+    tiles, auto = (made.pictures(latents(2), mode=wish) for wish in ("tiled", "auto"))
     assert torch.equal(tiles, auto)
     vae.disable_tiling()
-    assert torch.equal(tiles, made.pictures(latents(2), wish="tiled"))
+    assert torch.equal(tiles, made.pictures(latents(2), mode="tiled"))
     assert (tiles - made.pictures(latents(2))).abs().max() > VISIBLE
     assert not vae.use_tiling
 

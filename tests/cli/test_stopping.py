@@ -116,7 +116,8 @@ def signalled(folder: Path, phase: str, start: str) -> Ends:
         for number in SIGNALS:
             code, own = jobs[number].wait(LIMIT_S), folder / number.name
             lines = BAR.sub("\n", (own / "errors").read_text()).splitlines()
-            ends[number] = code, [line for line in lines if line.strip()]
+            # rank 1 may still connect when the signal comes: then torch's C++ logs the failed connection
+            ends[number] = code, [line for line in lines if line.strip() and "ProcessGroupGloo.cpp" not in line]
             assert not list((own / "out").iterdir()), number
             assert not list((own / "tmp").glob("seqpar-*")), number
     finally:

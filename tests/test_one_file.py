@@ -23,8 +23,7 @@ ROOT = Path(__file__).parents[1]
 FILES = (
     "tests/test_members.py",
     "tests/attention/test_strategies.py",
-    "tests/attention/test_streams.py",
-    "tests/attention/test_beside.py",
+    "tests/attention/test_late.py",
     "tests/planner/test_costs.py",
     "tests/planner/test_plan.py",
     "tests/local/test_local_attention.py",
@@ -80,7 +79,7 @@ def test_new_members_pass_the_tests_of_the_old_ones_and_a_wrong_one_fails(copy: 
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     assert done.returncode == (1 if failed else 0), done.stdout[-4000:] + done.stderr[-2000:]
     assert not [line for line in failed if WRONG not in line]
-    unequal = "tests/attention/test_streams.py::test_two_streams_equal_the_unsharded_block["
+    unequal = "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention["
     assert any(unequal in line for line in failed) or torch.cuda.device_count() == 1, failed
     names = done.stdout.partition("new members tested: ")[2].partition("\n")[0].split(", ")
     run_by_name = {name for room in ("attention", "transports", "local", "models") for name in members()[room]}

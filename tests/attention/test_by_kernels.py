@@ -22,10 +22,12 @@ from seqpar.loop.loop import draw_noise
 from seqpar.loop.models import dit, large_dit
 from seqpar.planner.costs import facts_of, layers
 from seqpar.types.facts import Layout
-from tests.attention import test_streams as streams
+from seqpar.types.masks import key_bias
+from tests.attention.test_bits import PAIRS, Row, formula, outputs
+from tests.attention.test_strategies import TWO_STREAMS, built, copied, equal, error, joined, streams_of, truth
 from tests.conftest import DEVICE
 from tests.loop.test_sampling import scheduler
-from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random, ring_of
+from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, mesh_for, random, ring_of
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 
@@ -146,16 +148,19 @@ def test_kv_first_by_peer_takes_one_batch_rows_values_from_their_product(
         assert counts["flags"] == (3 if transport == "peer" else 0)  # all have begun, v is there, wait
 
 
-FEW = replace(streams.CASES[1], tokens=(2, 4))  # the interpreter runs every token of every batch row by itself
+FEW = replace(TWO_STREAMS[1], tokens=(2, 4))  # the interpreter runs every token of every batch row by itself
 CALLS = {name: 1 + (name == "peer") for name in TRANSPORTS}  # a second call by peer memory uses the other slots
 
 
 def two_streams(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> tuple[list[Tensor], int]:
     """Return the outputs of a masked block of two streams, and its passes that write outboxes."""
+    attend, mask = built(FEW, world, device, strategy, transport)
+    assert mask is not None
+    streams, bias = streams_of(FEW, rank, world, device, dtype=torch.float32), key_bias(mask, torch.float32)
     with launched() as counts:
-        calls = CALLS[transport]
-        outs = streams.sharded(rank, world, device, strategy, transport, FEW, dtype=torch.float32, calls=calls)
-    return outs, counts["prepare_into"]
+        outs = [copied(attend(streams, bias)) for _ in range(CALLS[transport])]
+    assert equal(outs[0], outs[-1])
+    return outs[0], counts["prepare_into"]
 
 
 # on one rank all strategies are the same; a model of one stream runs by all strategies and both transports above
@@ -170,13 +175,41 @@ def two_streams(rank: int, world: int, device: torch.device, strategy: str, tran
 def test_two_streams_by_their_kernels(ranks: Pool, world: int, strategy: str, transport: str) -> None:
     """Three ranks have two text tokens, so one rank writes no text; a rank without heads still writes its tokens."""
     results = ranks.run(world, two_streams, strategy, transport)
-    assert streams.error(streams.joined([outs for outs, _ in results]), streams.truth(FEW)) < TOLERANCE
+    assert error(joined([outs for outs, _ in results]), truth(FEW)) < TOLERANCE
     for rank, (_, count) in enumerate(results):
         parts = 2 if rank < 2 else int(strategy != "ring")  # a ring does not copy a single stream
         # kv_first writes k, v and q of a stream in three passes, but the product makes v of one token in its place
         first = strategy == "kv_first" and world > 1
         passes = parts * (3 if first else 1) - int(first and transport == "peer" and rank > 0)
         assert count == CALLS[transport] * passes
+
+
+ORDERED, PADDED = Row(PAIRS[1]), Row(replace(PAIRS[0], masked=False), padding=1)
+
+
+def in_order(
+    rank: int, world: int, device: torch.device, row: Row, strategy: str, transport: str
+) -> tuple[list[Tensor], Counter[str]]:
+    with launched() as counts:
+        return outputs(row, world, device, strategy, transport, torch.float32), counts
+
+
+@pytest.mark.parametrize("row", [ORDERED, PADDED], ids=["ordered", "padded"])
+@pytest.mark.parametrize(
+    ("world", "strategy", "transport"),
+    [(2 + index % 2, strategy, TRANSPORTS[index // 2 % 2]) for index, strategy in enumerate(EXACT)],
+)
+def test_kernels_hold_keys_in_the_order_of_the_streams_and_weigh_padding(
+    ranks: Pool, world: int, strategy: str, transport: str, row: Row
+) -> None:
+    results = ranks.run(world, in_order, row, strategy, transport)
+    got = joined([outs for outs, _ in results])
+    if row.padding:
+        assert error(got, formula(row)) < 1e-5
+        assert min(counts["merge"] for _, counts in results) >= 2  # in two calls
+    else:
+        assert equal(got, in_order(0, 1, torch.device("cpu"), row, "kv_gather", "collective")[0])
+    assert min(counts["push"] for _, counts in results) >= 4  # k and v of two calls
 
 
 def sampled(rank: int, world: int, device: torch.device, cfg: int, transport: str, kernels: bool) -> Tensor:

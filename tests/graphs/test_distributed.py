@@ -15,8 +15,7 @@ from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.transports.collective import gather
-from tests.attention.test_strategies import counted_calls
-from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.meshes import LAYOUTS, counted_calls, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pairs import covering
 from tests.support.pool import Pool

@@ -36,6 +36,12 @@ def test_fewer_tokens_than_ranks_is_an_error() -> None:
         check_tokens(Shard(3, 4), 4)
 
 
+@pytest.mark.parametrize(("sizes", "padding"), [((4, 3), 5), ((4, 0), 4), ((4,), -1)])
+def test_joint_shard_refuses_padding_without_tokens(sizes: tuple[int, ...], padding: int) -> None:
+    with pytest.raises(ValueError, match="tokens of padding in"):
+        JointShard(tuple(Shard(size, 1) for size in sizes), padding=padding)
+
+
 def test_joint_shard_refuses_streams_over_different_ranks() -> None:
     with pytest.raises(ValueError, match="same number of parts"):
         JointShard((Shard(4, 2), Shard(4, 3)))

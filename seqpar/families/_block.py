@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._product import product
-from seqpar.kernels.gated_linear import gated_linear
-from seqpar.kernels.gelu import linear_gelu
+from seqpar.kernels.linear import gated_linear, linear_gelu, product
 from seqpar.types.protocols import Prepare, Projected, Stream
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutToke
 from seqpar.families._double import NAMES, pairs
 from seqpar.families._masks import Prepared, shorten
 from seqpar.families._tiny import Tiny
+from seqpar.kernels.activations import sigmoid_gate
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
-from seqpar.kernels.sigmoid_gate import sigmoid_gate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare, state_dtype
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl
 from seqpar.types.protocols import state_dtype
 
 
@@ -204,7 +204,9 @@ def launch(
     branch = None if branch is None else branch.expand(batch, tokens, width)
     index = None if index_Bl is None else index_Bl.expand(batch, tokens).contiguous()
     vectors = [_rows(x, batch if index is None else None, width) for x in (gate, shift_BE, scale_BE)]
-    unit, strides = _strides(width, x_BlE, branch, *(each for each, _ in vectors))
+    contiguous_rows(x_BlE, branch, *(each for each, _ in vectors))
+    steps = [step for x in (x_BlE, branch) for step in ((0, 0) if x is None else x.stride()[:2])]
+    unit, strides = in_units([*steps, *(0 if each is None else each.stride(0) for each, _ in vectors)], width)
     x_new, h = (
         torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device) if is_made else None
         for is_made in (branch is not None and keep, norm is not None)
@@ -226,7 +228,7 @@ def launch(
             0.0 if branch_norm is None else branch_norm.eps,
             *strides,
             E=width,
-            BLOCK=block(width),
+            BLOCK=1 << (width - 1).bit_length(),
             UNIT=unit,
             CENTRE=of.kind == "layer",
             num_warps=warps_for(width, branch is not None),
@@ -256,27 +258,6 @@ def _rows(vectors: Vectors | None, rows: int | None, width: int) -> tuple[Tensor
         raise ValueError(f"got a shared vector of shape {tuple(shared.shape)}, expected a contiguous one of {width}")
     count = 2 if len(each) == 1 else len(each)  # expanded to more rows than one, the only row has a stride of 0
     return each.expand(count if rows is None else rows, width), shared
-
-
-def block(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
-def _strides(width: int, x_BlE: Tensor, branch_BlE: Tensor | None, *vectors: Tensor | None) -> tuple[int, list[int]]:
-    """Return a unit, and in this unit the batch and token strides of the streams and the batch strides of the vectors.
-
-    The unit is 8 elements if 8 divides the width and all strides, otherwise 1. With a unit of 8 the compiler knows that
-    rows are aligned to 16 bytes.
-    """
-    strides: list[int] = []
-    for tensor in (x_BlE, branch_BlE, *vectors):
-        if tensor is not None and tensor.stride(-1) != 1 and width > 1:
-            raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim: adaLN copies nothing")
-    for stream in (x_BlE, branch_BlE):
-        strides += [0, 0] if stream is None else stream.stride()[:2]
-    strides += [0 if vector is None else vector.stride(0) for vector in vectors]
-    unit = 1 if width % 8 or any(stride % 8 for stride in strides) else 8
-    return unit, [stride // unit for stride in strides]
 
 
 @jit

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._silu import activated
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
-from seqpar.kernels.group_norm import dense
+from seqpar.kernels.group_norm import activated, dense
 from seqpar.types.protocols import state_dtype
 
 SMALLEST = 1e-12  # norms are at least this, as in F.normalize
@@ -42,7 +41,6 @@ def channel_norm(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, s
 
 
 def reference(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
-    """Compute `channel_norm` in plain torch."""
     wide, each = x_NC.to(state_dtype(x_NC.dtype)), (-1, *[1] * (x_NC.dim() - 2))
     wide = F.normalize(wide, dim=1, eps=SMALLEST) * x_NC.shape[1] ** 0.5 * weight_C.to(wide.dtype).view(each)
     wide = wide if bias_C is None else wide + bias_C.to(wide.dtype).view(each)
@@ -50,7 +48,6 @@ def reference(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu
 
 
 def launch(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
-    """Run the kernel of `channel_norm`."""
     x_NC, last = dense(x_NC)
     samples, channels = x_NC.shape[:2]
     if weight_C.shape != (channels,) or (bias_C is not None and bias_C.shape != (channels,)):

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._silu import activated
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 from seqpar.types.protocols import state_dtype
 
@@ -90,7 +89,6 @@ def normalise(
 
 
 def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
-    """Compute `moments` in plain torch."""
     wide = _shifted(x_NC, shift_C).reshape(len(x_NC), groups, -1)
     count = wide.new_full(wide.shape[:2], wide.shape[2])
     mean = wide.mean(-1) if wide.shape[2] else torch.zeros_like(count)
@@ -104,7 +102,6 @@ def _shifted(x_NC: Tensor, shift_C: Tensor | None) -> Tensor:
 
 
 def reference_combine(parts_PNG3: Tensor) -> Tensor:
-    """Compute `combine` in plain torch."""
     count, mean, squares = parts_PNG3.unbind(-1)
     total = count.sum(0)
     middle = (count * mean).sum(0) / total.clamp(min=1)
@@ -114,7 +111,6 @@ def reference_combine(parts_PNG3: Tensor) -> Tensor:
 def reference_normalise(
     x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
 ) -> Tensor:
-    """Compute `normalise` in plain torch."""
     count, mean, squares = moments_NG3.unbind(-1)
     samples, groups = count.shape
     wide = _shifted(x_NC, affine.shift_C).reshape(samples, groups, -1) - mean[..., None]
@@ -157,7 +153,6 @@ def runs(x_NC: Tensor) -> Runs:
 
 
 def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
-    """Run the kernels of `moments`."""
     x_NC, last = dense(x_NC)
     _fits_shift(last, shift_C)
     samples, channels = x_NC.shape[:2]
@@ -184,7 +179,6 @@ def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> 
 
 
 def launch_combine(parts_PNG3: Tensor) -> Tensor:
-    """Run the kernel of `combine`."""
     parts_PNG3 = parts_PNG3.contiguous()
     out = torch.empty_like(parts_PNG3[0])
     if out.numel():
@@ -197,7 +191,6 @@ def launch_combine(parts_PNG3: Tensor) -> Tensor:
 def launch_normalise(
     x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
 ) -> Tensor:
-    """Run the kernel of `normalise`."""
     x_NC, last = dense(x_NC)
     out = torch.empty_like(x_NC) if out_NC is None else out_NC
     (samples, channels), groups = x_NC.shape[:2], moments_NG3.shape[1]
@@ -443,3 +436,22 @@ def pixels_kernel(
         if SILU:
             value = activated(value, MACHINE)
         tl.store(out + place * out_place + channel[None, :], value.to(out.dtype.element_ty), inside)
+
+
+@jit
+def activated(x, MACHINE: tl.constexpr):
+    # SiLU in five instructions, with an error of a few units in the last place of fp32. Triton's own exponential and
+    # division scale around denormal numbers, which takes about as long as the memory that a norm moves.
+    if MACHINE:  # not in Triton's interpreter, which has no assembly
+        # x / (1 + 2 ** (-x log2 e)); 0fBFB8AA3B is -log2 e and 0f3F800000 is 1
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 p; mul.f32 p, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 p, p; add.f32 p, p, 0f3F800000; "
+            "rcp.approx.ftz.f32 p, p; mul.f32 $0, $1, p; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:  # noqa: RET505 (Triton needs both ways)
+        return x / (1.0 + tl.exp(-x))

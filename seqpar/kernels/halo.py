@@ -40,13 +40,11 @@ def take(places: Pair, here: Pair, flags: Flags) -> None:
 
 
 def reference_send(edges: Pair, there: Pair, flags: Flags) -> None:
-    """Compute `send` in plain torch, on the host."""
     _copy(edges, there, int(flags.counts[0]) % 2, lambda block, room: room.copy_(block))
     flags.meet()
 
 
 def reference_take(places: Pair, here: Pair, flags: Flags) -> None:
-    """Compute `take` in plain torch, on the host."""
     _copy(places, here, (int(flags.counts[0]) - 1) % 2, lambda block, room: block.copy_(room))
 
 
@@ -66,7 +64,6 @@ def launch_send(edges: Pair, there: Pair, flags: Flags) -> None:
 
 
 def launch_take(places: Pair, here: Pair, flags: Flags) -> None:
-    """Run the kernel of `take`."""
     blocks, programs, how = _plan(places, here)
     if programs:
         take_kernel[(programs, 2)](blocks, flags.counts, *how, num_warps=4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl
 from seqpar.types.protocols import state_dtype
 
 ROWS = 16
@@ -83,7 +83,6 @@ def launch(
     part_lse_BHL: Tensor,
     *,
     dtype: torch.dtype | None = None,
-    warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel of `merge`; a state that already has the result's dtype is updated in place."""
     if out_BLHD is None or lse_BHL is None:
@@ -94,7 +93,8 @@ def launch(
     owned = out_BLHD.dtype == wide
     into = out_BLHD if owned and dtype in (None, wide) else part_BLHD.new_empty(part_BLHD.shape, dtype=dtype or wide)
     lse = lse_BHL if owned else torch.empty((batch, heads, tokens), dtype=wide, device=part_BLHD.device)
-    unit, strides = _strides(dim, out_BLHD, part_BLHD, into)
+    contiguous_rows(out_BLHD, part_BLHD, into)
+    unit, strides = in_units([n for x in (out_BLHD, part_BLHD, into) for n in x.stride()[:3]], dim)
     strides += [stride for x in (lse_BHL, part_lse_BHL, lse) for stride in x.stride()]
     if part_BLHD.numel():
         merge_kernel[(heads, -(-tokens // ROWS), batch)](
@@ -110,7 +110,7 @@ def launch(
             BLOCK=1 << (dim - 1).bit_length(),
             ROWS=ROWS,
             UNIT=unit,
-            num_warps=warps,
+            num_warps=4,
             enable_fp_fusion=True,
         )
     return into, lse
@@ -124,16 +124,6 @@ def _first(part_BLHD: Tensor, part_lse_BHL: Tensor, dtype: torch.dtype | None) -
     if part_BLHD.dtype == wide:
         return part_BLHD.clone(), part_lse_BHL.to(wide, copy=True)
     return part_BLHD, part_lse_BHL.to(wide)
-
-
-def _strides(dim: int, *tensors: Tensor) -> tuple[int, list[int]]:
-    """Return a unit, and the batch, token and head strides in it: 8 elements where possible, for 16-byte accesses."""
-    for tensor in tensors:
-        if tensor.stride(-1) != 1 and dim > 1:
-            raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim: the merge copies nothing")
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
-    unit = 1 if dim % 8 or any(stride % 8 for stride in strides) else 8
-    return unit, [stride // unit for stride in strides]
 
 
 LSE_STRIDES = [f"{lse}_{dim}" for lse in ("lse", "part_lse", "into_lse") for dim in ("batch", "head")]

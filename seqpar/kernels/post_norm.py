@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import contiguous_rows, fused, jit, tl
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl
 from seqpar.types.protocols import state_dtype
 
 
@@ -28,13 +28,6 @@ class Affine(NamedTuple):
     weight_E: Tensor
     bias_E: Tensor
     eps: float = 1e-5
-
-
-class Tile(NamedTuple):
-    """Adjacent rows of a program, and its warps. A row's bits depend on the number of warps only."""
-
-    rows: int
-    warps: int
 
 
 # shapes that tests check and a bench measures: batch rows, tokens, width, padding of a token's stride
@@ -59,7 +52,6 @@ def post_norm(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor
 
 
 def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None) -> Tensor:
-    """Compute `post_norm` in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     wide = wide if y_BlE is None else wide + y_BlE
     weight, bias = norm.weight_E.to(wide.dtype), norm.bias_E.to(wide.dtype)
@@ -67,44 +59,31 @@ def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor
     return normalised if out_BlE is None else out_BlE.copy_(normalised)
 
 
-def tile(width: int) -> Tile:
-    """Return the tile for a width, regardless of the number of rows: a thread has at most 24 elements of a row."""
+def warps_for(width: int) -> int:
+    """Return the number of warps of a program, which computes one row: a thread has at most 24 elements of it.
+
+    A row's bits depend on it.
+    """
     warps = 1
     while warps < 16 and width > 32 * warps * 24:
         warps *= 2
-    return Tile(1, warps)
+    return warps
 
 
-def launch(
-    x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None, *, tiled: Tile | None = None
-) -> Tensor:
-    """Run the kernel of `post_norm`."""
+def launch(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None) -> Tensor:
     batch, tokens, width = x_BlE.shape
     out = torch.empty_like(x_BlE, memory_format=torch.contiguous_format) if out_BlE is None else out_BlE
     if out.shape != x_BlE.shape or (y_BlE is not None and y_BlE.shape != x_BlE.shape):
         shapes = [tuple(z.shape) for z in (y_BlE, out) if z is not None]
         raise ValueError(f"got a branch and an output of shapes {shapes}, expected {tuple(x_BlE.shape)}")
     contiguous_rows(x_BlE, y_BlE, out, norm.weight_E, norm.bias_E)
-    rows, warps = tiled or tile(width)
-    unit, strides = _strides(x_BlE, y_BlE, out)
+    unit, strides = in_units([n for x in (x_BlE, y_BlE, out) for n in ((0, 0) if x is None else x.stride()[:2])])
     block = 1 << (width - 1).bit_length()
     if out.numel():
-        constants = {"E": width, "BLOCK": block, "ROWS": rows, "UNIT": unit, "num_warps": warps}
+        constants = {"E": width, "BLOCK": block, "UNIT": unit, "num_warps": warps_for(width)}
         tensors = x_BlE, y_BlE, norm.weight_E, norm.bias_E, out
-        grid = (-(-tokens // rows), batch)
-        post_norm_kernel[grid](*tensors, tokens, norm.eps, *strides, **constants, enable_fp_fusion=True)
+        post_norm_kernel[tokens, batch](*tensors, norm.eps, *strides, **constants, enable_fp_fusion=True)
     return out
-
-
-def _strides(*streams: Tensor | None) -> tuple[int, list[int]]:
-    """Return a unit, and in this unit the batch and token strides of each stream (0 for None).
-
-    The unit is 8 elements if 8 divides all strides, otherwise 1; with 8 the compiler knows that rows are aligned to 16
-    bytes.
-    """
-    strides = [stride for x in streams for stride in ((0, 0) if x is None else x.stride()[:2])]
-    unit = 1 if any(stride % 8 for stride in strides) else 8
-    return unit, [stride // unit for stride in strides]
 
 
 @jit
@@ -114,7 +93,6 @@ def post_norm_kernel(
     weight,
     bias,
     out,
-    tokens,
     eps,
     x_batch,
     x_token,
@@ -124,27 +102,22 @@ def post_norm_kernel(
     out_token,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     # a program keeps a whole row in registers: threads exchange only the two sums
-    batch = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * ROWS
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < E
-    for index in range(ROWS):
-        # past the end the last row is computed again, with the same bits; a mask that varies by row would cost more
-        token = tl.minimum(first + index, tokens - 1).to(tl.int64)
-        at = x + (batch * x_batch + token * x_token) * UNIT
-        row = tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        if y is not None:
-            at = y + (batch * y_batch + token * y_token) * UNIT
-            row += tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
-        # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
-        row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
-        # all programs read these vectors, so they should stay in L1; read late, they need no registers before the sums
-        row *= tl.load(weight + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        row += tl.load(bias + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        at = out + (batch * out_batch + token * out_token) * UNIT
-        tl.store(at + col, row.to(out.dtype.element_ty), inside)
+    at = x + (batch * x_batch + token * x_token) * UNIT
+    row = tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    if y is not None:
+        at = y + (batch * y_batch + token * y_token) * UNIT
+        row += tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
+    # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
+    row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+    # all programs read these vectors, so they should stay in L1; read late, they need no registers before the sums
+    row *= tl.load(weight + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    row += tl.load(bias + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    at = out + (batch * out_batch + token * out_token) * UNIT
+    tl.store(at + col, row.to(out.dtype.element_ty), inside)

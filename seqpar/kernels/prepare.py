@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
 from seqpar.types.outboxes import Outbox, Outboxes, Places
@@ -84,14 +83,12 @@ def prepare_into(
 
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
-    """Compute `prepare` in plain torch."""
     return _prepared(q_BlHD, how, how.q_weight, how.q_bias), _prepared(k_BlGD, how, how.k_weight, how.k_bias)
 
 
 def reference_into(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
 ) -> None:
-    """Compute `prepare_into` in plain torch."""
     q = None if q_BlHD is None else _prepared(q_BlHD, how, how.q_weight, how.q_bias)
     k = None if k_BlGD is None else _prepared(k_BlGD, how, how.k_weight, how.k_bias)
     for box in outboxes:
@@ -110,18 +107,18 @@ def tile(heads: int, dim: int) -> Tile:
     return Tile(min(16, max(1, whole // (1024 if whole >= 4096 else 512))), early=dim == padded)
 
 
-def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None = None) -> tuple[Tensor, Tensor]:
+def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
     """Run the kernel of `prepare`; it writes contiguous tensors."""
     q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
-    _run(q_BlHD, k_BlGD, None, how, (q, k), tiled)
+    _run(q_BlHD, k_BlGD, None, how, (q, k))
     return q, k
 
 
 def launch_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
     """Run the kernel of `prepare_one`; it writes a contiguous tensor."""
     out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
-    _run(x_BlHD, None, None, how, (out, None), None)
+    _run(x_BlHD, None, None, how, (out, None))
     return out
 
 
@@ -132,11 +129,8 @@ def launch_into(
     how: Prepare,
     outboxes: Outboxes,
     flags: Flags | None = None,
-    *,
-    tiled: Tile | None = None,
 ) -> None:
-    """Run the kernel of `prepare_into`."""
-    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, meeting(flags))
+    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, meeting(flags))
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -150,7 +144,6 @@ def _run(
     v: Tensor | None,
     how: Prepare,
     into: Places | tuple[Tensor, Tensor | None],
-    tiled: Tile | None,
     met: tuple[Any, ...] = NOBODY,
 ) -> None:
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
@@ -165,48 +158,25 @@ def _run(
         dtypes = {x.dtype for x in inputs}
     if len(dtypes) > 1:
         raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
-    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, k, v)]
+    strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
     norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
     rotary, rows, each = "none", (0, 0, 0, 0), False
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
         rows = (*_row_strides(how.cos_lD2, q, k), *_row_strides(how.sin_lD2, q, k))
-    wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
-    warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
+    warps, early = tile(max(heads, groups, shape[2]), dim)
+    padded, read = triton.next_power_of_2(max(dim, 2)), _alignment(inputs, norms, how, dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
-            q,
-            k,
-            v,
-            q_out,
-            k_out,
-            table,
+            *(q, k, v, q_out, k_out, table),
             *(norms or (None,) * 4),
-            how.cos_lD2,
-            how.sin_lD2,
-            tokens,
-            shape[2],
-            *strides[0],
-            *strides[1],
-            *strides[2],
+            *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
+            *strides,
             *rows,
             how.eps,
-            how.norm,
-            how.per_head,
-            rotary,
-            each,
-            heads,
-            groups,
-            dim,
-            wide,
-            narrow,
-            padded,
-            len(inputs),
-            shape[1],
-            _alignment(inputs, norms, how, dim),
-            write,
-            early,
+            *(heads, groups, triton.next_power_of_2(heads), triton.next_power_of_2(groups), len(inputs)),
+            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, early),
             *met,
             num_warps=warps,
             enable_fp_fusion=True,
@@ -296,29 +266,20 @@ def prepare_kernel(
     sin_batch,
     sin_row,
     eps,
-    NORM: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    EACH: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
     HEADS2: tl.constexpr,
     GROUPS2: tl.constexpr,
-    DIM2: tl.constexpr,
     PARTS: tl.constexpr,
-    COPIES: tl.constexpr,
-    READ: tl.constexpr,
-    WRITE: tl.constexpr,
-    EARLY: tl.constexpr,
+    HOW: tl.constexpr,
     flags,
     LANES: tl.constexpr,
     TIMER: tl.constexpr,
 ):
     """Write one token's q, k or v in each program; neighbouring programs share a row of the projection.
 
-    So memory is read in order. PARTS is the number of inputs that are not None. HEADS2, GROUPS2 and DIM2 are the next
-    powers of two. READ and WRITE are the bytes that divide every place of a head that is read or written.
+    So memory is read in order. PARTS: the number of inputs that are not None. HEADS2, GROUPS2: the next powers of two.
+    HOW: see `_move`.
     """
     part = tl.program_id(0) % PARTS
     if q is None:
@@ -328,105 +289,23 @@ def prepare_kernel(
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens
     token = row % tokens
-    if ROTARY != "none":
+    if HOW[2] != "none":
         cos += batch * cos_batch
         sin += batch * sin_batch
+    place = table, table_heads, row, batch, token
+    rotary = cos, sin, cos_row, sin_row
     if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
         if part == 0:
-            _move(
-                q + batch * q_batch + token * q_token,
-                q_head,
-                q_out,
-                table,
-                table_heads,
-                row,
-                batch,
-                token,
-                q_weight,
-                q_bias,
-                cos,
-                sin,
-                cos_row,
-                sin_row,
-                eps,
-                NORM,
-                PER_HEAD,
-                ROTARY,
-                EACH,
-                0,
-                HEADS,
-                HEADS2,
-                DIM,
-                DIM2,
-                COPIES,
-                READ,
-                WRITE,
-                EARLY,
-            )
+            at = q + batch * q_batch + token * q_token
+            _move(at, q_head, q_out, place, q_weight, q_bias, rotary, eps, 0, HEADS, HEADS2, HOW)
     if k is not None:  # noqa: SIM102
         if part == 1:
-            _move(
-                k + batch * k_batch + token * k_token,
-                k_head,
-                k_out,
-                table,
-                table_heads,
-                row,
-                batch,
-                token,
-                k_weight,
-                k_bias,
-                cos,
-                sin,
-                cos_row,
-                sin_row,
-                eps,
-                NORM,
-                PER_HEAD,
-                ROTARY,
-                EACH,
-                1,
-                GROUPS,
-                GROUPS2,
-                DIM,
-                DIM2,
-                COPIES,
-                READ,
-                WRITE,
-                EARLY,
-            )
+            at = k + batch * k_batch + token * k_token
+            _move(at, k_head, k_out, place, k_weight, k_bias, rotary, eps, 1, GROUPS, GROUPS2, HOW)
     if v is not None:  # noqa: SIM102
         if part == 2:
-            _move(
-                v + batch * v_batch + token * v_token,
-                v_head,
-                None,
-                table,
-                table_heads,
-                row,
-                batch,
-                token,
-                None,
-                None,
-                None,
-                None,
-                0,
-                0,
-                eps,
-                "none",
-                PER_HEAD,
-                "none",
-                False,
-                2,
-                GROUPS,
-                GROUPS2,
-                DIM,
-                DIM2,
-                COPIES,
-                READ,
-                WRITE,
-                EARLY,
-            )
+            at = v + batch * v_batch + token * v_token
+            _move(at, v_head, None, place, None, None, rotary, eps, 2, GROUPS, GROUPS2, HOW)
     if flags is not None:
         last_meets(flags, tl.num_programs(0), LANES, TIMER)
 
@@ -436,33 +315,35 @@ def _move(
     source,
     head_stride,
     out,
-    table,
-    table_heads,
-    row,
-    batch,
-    token,
+    place,
     weight,
     bias,
-    cos,
-    sin,
-    cos_row,
-    sin_row,
+    rotary,
     eps,
-    NORM: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    EACH: tl.constexpr,
     PART: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS2: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM2: tl.constexpr,
-    COPIES: tl.constexpr,
-    READ: tl.constexpr,
-    WRITE: tl.constexpr,
-    EARLY: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    """Read the heads of one token, normalise, rotate and write them, in halves a and b of rotary partners."""
+    """Read the heads of one token, normalise, rotate and write them, in halves a and b of rotary partners.
+
+    HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
+    head dim and the next power of two, the copies of each head, the bytes that divide each place that is read and that
+    is written, and whether rotary rows are read early.
+    """
+    # v (part 2) is only copied
+    NORM: tl.constexpr = "none" if PART == 2 else HOW[0]
+    ROTARY: tl.constexpr = "none" if PART == 2 else HOW[2]
+    PER_HEAD: tl.constexpr = HOW[1]
+    EACH: tl.constexpr = HOW[3]
+    DIM: tl.constexpr = HOW[4]
+    DIM2: tl.constexpr = HOW[5]
+    COPIES: tl.constexpr = HOW[6]
+    READ: tl.constexpr = HOW[7]
+    WRITE: tl.constexpr = HOW[8]
+    EARLY: tl.constexpr = HOW[9]
+    table, table_heads, row, batch, token = place
+    cos, sin, cos_row, sin_row = rotary
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)
     a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
@@ -503,5 +384,87 @@ def _move(
             known = (head < HEADS) & (head < table_heads)
             address = tl.load(entry, mask=known, other=0)
             offset = token * tl.load(entry + 1, mask=known, other=0) + batch * tl.load(entry + 2, mask=known, other=0)
-            place = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
-            write_heads(place, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+            there = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
+            write_heads(there, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+
+
+@jit
+def rotary_row(
+    start,
+    EACH: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM2: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """Load a token's cosines or sines: a row per head, adjacent, or one row for all heads."""
+    pair = tl.arange(0, DIM2 // 2)
+    if EACH:
+        head = tl.arange(0, HEADS2)[:, None]
+        at = tl.multiple_of(start + (head * (DIM // 2) + pair[None, :]), [READ, READ])
+        row = tl.load(at, mask=(head < HEADS) & (pair < DIM // 2)[None, :], other=0.0).to(tl.float32)
+    else:
+        at = tl.multiple_of(start + pair, [READ])
+        row = tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+    return row
+
+
+@jit
+def mean_of(x, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Return the mean over each head, or over all heads; x holds sums of two elements, and zeros outside."""
+    return (tl.sum(x, axis=1) / DIM)[:, None] if PER_HEAD else tl.sum(x) / (HEADS * DIM)
+
+
+@jit
+def read_heads(
+    start,
+    step,
+    ROTARY: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM2: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """Load all heads, `step` elements apart, as two halves: first and second for "halves", else even and odd."""
+    head = tl.arange(0, HEADS2)[:, None]
+    if ROTARY == "halves":
+        column = tl.arange(0, DIM2 // 2)[None, :]
+        at = tl.multiple_of(start + (head * step + column), [READ, READ])
+        inside = (head < HEADS) & (column < DIM // 2)
+        a = tl.load(at, mask=inside, other=0.0)
+        b = tl.load(at + DIM // 2, mask=inside, other=0.0)
+    else:
+        column = tl.arange(0, DIM2)[None, :]
+        at = tl.multiple_of(start + (head * step + column), [READ, READ])
+        x = tl.load(at, mask=(head < HEADS) & (column < DIM), other=0.0)
+        a, b = tl.split(tl.reshape(x, (HEADS2, DIM2 // 2, 2)))
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@jit
+def write_heads(
+    place,
+    wanted,
+    a,
+    b,
+    ROTARY: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM2: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """Store every wanted head at its place."""
+    element: tl.constexpr = place.dtype.element_ty
+    if ROTARY == "halves":
+        column = tl.arange(0, DIM2 // 2)[None, :]
+        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
+        inside = wanted[:, None] & (column < DIM // 2)
+        tl.store(at, a.to(element), mask=inside)
+        tl.store(at + DIM // 2, b.to(element), mask=inside)
+    else:
+        column = tl.arange(0, DIM2)[None, :]
+        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
+        x = tl.reshape(tl.join(a, b), (HEADS2, DIM2))
+        tl.store(at, x.to(element), mask=wanted[:, None] & (column < DIM))

@@ -89,7 +89,6 @@ def reference(out_BLhD: Tensor, into: Destinations) -> None:
 
 
 def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> None:
-    """Run the kernel of `push`."""
     batch, tokens, heads, dim = out_BLhD.shape
     width, size, (batch_stride, token_stride, head_stride, _) = heads * dim, out_BLhD.element_size(), out_BLhD.stride()
     contiguous_rows(out_BLhD)

@@ -34,7 +34,6 @@ def add(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = N
 
 
 def reference(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = None) -> Tensor:
-    """Compute `add` in plain torch."""
     x_NC, parts = first[0], []
     for picture, bias in (first, second or (None, None)):
         if picture is not None:
@@ -45,7 +44,6 @@ def reference(first: Shifted, second: Shifted | None = None, out_NC: Tensor | No
 
 
 def launch(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = None) -> Tensor:
-    """Run the kernel of `add`."""
     x_NC, shift = first
     y_NC, y_shift = second or (None, None)
     out = torch.empty_like(x_NC) if out_NC is None else out_NC

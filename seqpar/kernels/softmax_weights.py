@@ -74,7 +74,6 @@ def reference(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> N
 
 
 def launch(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:
-    """Run the kernel of `write`."""
     (rows, dim), keys = q_RD.shape, k_KD.shape[0]
     parts, _, span = into.weights_PRS.shape
     joined = into.weights_PRS.transpose(0, 1).flatten(1)  # (R, P * S), a view
@@ -123,7 +122,6 @@ def combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor
 
 
 def reference_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
-    """Compute `combine` in plain torch."""
     shift_PR, sum_PR, rounded_PR = sums_3PR
     top_R = shift_PR.amax(0)
     scale_PR = torch.exp2(shift_PR - top_R)
@@ -132,7 +130,6 @@ def reference_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse
 
 
 def launch_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
-    """Run the kernel of `combine`."""
     parts, rows, dim = product_PRD.shape
     parts_kernel[(rows,)](
         product_PRD,

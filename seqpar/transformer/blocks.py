@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from seqpar.families._block import DeclinedError, Dense
 from seqpar.families._cuts import HOME
 from seqpar.families._find import BLOCKS
-from seqpar.kernels.gated_linear import why_not_faster
+from seqpar.kernels.linear import why_not_faster
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import ShardedAttention

@@ -37,7 +37,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
     pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs all other tests launch kernels"),
 ]
-KERNELS = ("adaln", "ddim", "flags", "gelu", "merge", "prepare", "push", "swiglu")
+KERNELS = {  # file -> function that launches -> name in the counts
+    **{name: {"launch": name} for name in ("adaln", "ddim", "flags", "merge", "push")},
+    "prepare": {"launch": "prepare", "launch_into": "prepare_into"},
+    "activations": {"launch_gelu": "gelu", "launch_swiglu": "swiglu"},
+}
 TOLERANCE = 2e-5  # fp32, outputs of a few units
 MODELS: dict[str, Any] = {
     "large_dit": lambda: large_dit.Model(large_dit.Config(48, 1, 6, 3, 40, num_classes=10)),
@@ -50,9 +54,6 @@ SIZES = {2: (2, 10), 3: (2, 14)}  # size of a latent by world: 5 tokens for 2 ra
 def launched() -> Iterator[Counter[str]]:
     """Launch kernels as on a GPU, except in fp64, and count the launches of each file."""
     counts: Counter[str] = Counter()
-    modules: dict[str, Any] = {name: importlib.import_module(f"seqpar.kernels.{name}") for name in KERNELS}
-    kept = {name: (module.fused, module.launch) for name, module in modules.items()}
-    into = modules["prepare"].launch_into
 
     def counting(name: str, function: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -61,16 +62,13 @@ def launched() -> Iterator[Counter[str]]:
 
         return launch
 
-    for name, module in modules.items():
-        module.fused = lambda *given: all(x is None or x.dtype != torch.float64 for x in given)
-        module.launch = counting(name, module.launch)
-    modules["prepare"].launch_into = counting("prepare_into", into)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, launches in KERNELS.items():
+            module = importlib.import_module(f"seqpar.kernels.{name}")
+            patch.setattr(module, "fused", lambda *given: all(x is None or x.dtype != torch.float64 for x in given))
+            for launch, counted in launches.items():
+                patch.setattr(module, launch, counting(counted, getattr(module, launch)))
         yield counts
-    finally:
-        for name, module in modules.items():
-            module.fused, module.launch = kept[name]
-        modules["prepare"].launch_into = into
 
 
 def model_of(name: str) -> Any:

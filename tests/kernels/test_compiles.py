@@ -38,15 +38,13 @@ def compiled() -> dict[str, list[Facts]]:
     """Compile all kernels in a new process, because Triton chooses between compiler and interpreter at import."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT) + os.pathsep + env.get("PYTHONPATH", "")
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.support.offline"], capture_output=True, text=True, check=False, env=env
-    )
-    assert told.returncode == 0, told.stderr
-    return json.loads(told.stdout)
+    command = [sys.executable, "-m", "tests.support.offline"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
 
 
 def access(kernel: Facts) -> set[int]:
-    """Return the widths of a kernel's global loads and stores in bytes."""
     return {int(size) for side in ("loads", "stores") for size in kernel[side]}
 
 
@@ -65,7 +63,7 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
 
 
 @pytest.mark.parametrize("width", [1152, 4096])
-def test_a_picture_of_another_size_compiles_nothing(compiled: dict[str, list[Facts]], width: int) -> None:
+def test_an_image_of_another_size_compiles_nothing(compiled: dict[str, list[Facts]], width: int) -> None:
     """Numbers of tokens that 16 divides, and others, have one program; widths have programs of their own."""
     few, many, wider = (
         compiled[name] for name in (f"tokens, 7, {width}", f"tokens, 16, {width}", f"tokens, 7, {5248 - width}")
@@ -104,35 +102,25 @@ def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
 
 
 @pytest.mark.parametrize("width", [4096, 1152])
-def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Facts]], width: int) -> None:
+def test_rows_that_do_not_start_on_16_bytes_are_noticed(compiled: dict[str, list[Facts]], width: int) -> None:
     """This is a negative control: the stream is read in pieces, and the check above would notice it."""
     (kernel,) = compiled[f"unaligned, {width}"]
     assert access(kernel) - {16}
 
 
-def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, list[Facts]]) -> None:
-    (kernel,) = compiled["flags"]
-    assert kernel["release"] == 1
-    assert kernel["acquire"] == 2  # before the loop, and in it
-    assert kernel["acq_rel"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"), [("outboxes, meets", "outboxes, 32 x 128"), ("push, meets", "push, 8 x 128")]
-)
-def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_once(
-    compiled: dict[str, list[Facts]], name: str, plain: str
+def test_flags_have_system_scope_and_kernels_that_meet_the_peers_hold_them_once(
+    compiled: dict[str, list[Facts]],
 ) -> None:
-    (kernel,), (without,), (flags,) = compiled[name], compiled[plain], compiled["flags"]
-    assert kernel["acq_rel"] == 1  # every program counts itself once
-    assert [kernel[word] for word in ("release", "acquire")] == [flags[word] for word in ("release", "acquire")]
-    assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
-    assert kernel["registers"] <= without["registers"] + 8  # only one program waits, but all need its registers
-
-
-@pytest.mark.parametrize("name", ["outboxes, meets", "push, meets", "halo, send rows"])
-def test_all_warps_of_a_kernel_that_waits_give_up_together(compiled: dict[str, list[Facts]], name: str) -> None:
-    """The loop has barriers, so a warp that left it by its own clock would leave the others waiting."""
-    (kernel,) = compiled[name]
-    assert kernel["threads"] > 32
-    assert kernel["clocks"] == kernel["agreed"] == 1
+    (flags,) = compiled["flags"]
+    assert (flags["release"], flags["acquire"], flags["acq_rel"]) == (1, 2, 0)  # acquire: before the loop, and in it
+    for name, plain in (("outboxes, meets", "outboxes, 32 x 128"), ("push, meets", "push, 8 x 128")):
+        (kernel,), (without,) = compiled[name], compiled[plain]
+        assert kernel["acq_rel"] == 1  # every program counts itself once
+        assert [kernel[word] for word in ("release", "acquire")] == [1, 2]
+        assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
+        assert kernel["registers"] <= without["registers"] + 8  # only one program waits, but all need its registers
+    for name in ("outboxes, meets", "push, meets", "halo, send rows"):
+        (kernel,) = compiled[name]
+        # the loop has barriers, so a warp that left it by its own clock would leave the others waiting
+        assert kernel["threads"] > 32
+        assert kernel["clocks"] == kernel["agreed"] == 1

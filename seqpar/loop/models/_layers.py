@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.kernels._product import _in_parts, bf16_parts
+from seqpar.kernels.linear import bf16_parts, in_parts
 
 MAX_PERIOD = 10000.0
 
@@ -62,7 +62,7 @@ def through(x: Tensor, dtype: torch.dtype) -> Callable[[nn.Module], Tensor]:
     def made(layer: nn.Module) -> Tensor:
         nonlocal parts
         assert isinstance(layer, nn.Linear)
-        if not _in_parts(wide, layer.weight):
+        if not in_parts(wide, layer.weight):
             return F.linear(wide, layer.weight.to(dtype), layer.bias.to(dtype))
         parts = bf16_parts(wide) if parts is None else parts
         high, middle, low = torch.mm(parts, layer.weight.t(), out_dtype=dtype).chunk(3)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gelu import linear_gelu
+from seqpar.kernels.linear import linear_gelu
 from seqpar.loading import schemas
 from seqpar.loading.keys import KeyMap
 from seqpar.loop.interface import Condition

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gated_linear import gated_linear
+from seqpar.kernels.linear import gated_linear
 from seqpar.loading.keys import KeyMap
 from seqpar.loop.interface import Condition
 from seqpar.loop.models import _large_dit_files, _layers

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.kernels.gelu import linear_gelu
+from seqpar.kernels.linear import linear_gelu
 from seqpar.kernels.post_norm import Affine, post_norm
 from seqpar.loading.keys import KeyMap
 from seqpar.loop.interface import Condition, Encoded, SequenceModel

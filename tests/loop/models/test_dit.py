@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seqpar import DistributedDiT
 from seqpar.convert.originals import open_transformer
-from seqpar.kernels import _product
+from seqpar.kernels import linear
 from seqpar.loop.blueprint import from_diffusers, locate
 from seqpar.loop.models import _layers, dit
 from seqpar.mesh.mesh import Mesh
@@ -136,7 +136,7 @@ def wide_layer(device: str) -> tuple[Tensor, nn.Linear, Tensor]:
 
 def test_three_bf16_parts_are_all_of_an_fp32_number() -> None:
     x = wide_layer("cpu")[0]
-    high, middle, low = _product.bf16_parts(x).float().chunk(3)
+    high, middle, low = linear.bf16_parts(x).float().chunk(3)
     assert torch.equal(low + middle + high, x)
     assert not torch.equal(middle + high, x)
 
@@ -144,7 +144,7 @@ def test_three_bf16_parts_are_all_of_an_fp32_number() -> None:
 def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer, truth = wide_layer("cpu")
     usual = (_layers.linear(x, layer, torch.float32) - truth).norm()
-    monkeypatch.setattr(_layers, "_in_parts", lambda *_: True)
+    monkeypatch.setattr(_layers, "in_parts", lambda *_: True)
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # missing on CPUs
     assert (_layers.linear(x, layer, torch.float32) - truth).norm() < 2 * usual
     monkeypatch.setattr(

@@ -29,6 +29,7 @@ FILES = (
     "tests/local/test_local_attention.py",
     "tests/transports/test_contract.py",
     "tests/transports/test_halo.py",
+    "tests/transports/test_moves.py",
 )
 
 

@@ -28,7 +28,7 @@ from seqpar.kernels.push import push
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.transports._contract import Transport
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import HeadLayout
 from seqpar.types.plugins import plugins
 from seqpar.types.protocols import Prepare
 

@@ -26,7 +26,7 @@ import tyro
 from launch.benches.fault_job import Job, Outcome, Signal, Started, by_command, by_torchrun, carried_out
 from launch.benches.planted import Plant
 from launch.benches.timing import append, command, environment
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 
 MORE_S = 5.0  # every process is gone this long after its deadline
 CONTINUED_S = 10.0
@@ -177,7 +177,7 @@ class Faults:
 
     @property
     def over(self) -> list[str]:
-        return list(self.transports or _folder.names())
+        return list(self.transports or _contract.names())
 
     @property
     def deadlines(self) -> Deadlines:
@@ -237,7 +237,7 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
                 starter == "torchrun" and case.name not in UNDER_TORCHRUN
             ):
                 continue
-            fits = [each for each in args.over if not case.in_place or _folder.facts(each).in_place]
+            fits = [each for each in args.over if not case.in_place or _contract.facts(each).in_place]
             found += [(case, starter, each) for each in fits]
     return found
 

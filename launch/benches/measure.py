@@ -26,9 +26,9 @@ from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner import rates
 from seqpar.planner.machine import here, ranks_of_a_host
 from seqpar.planner.plan import choose_local, load_local
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.transports._contract import Transport
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import HeadLayout
 from seqpar.types.facts import core
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,8 +156,8 @@ def exchanges(mesh: Mesh, host: int | None, sent: tuple[int, ...]) -> dict[str, 
         own = replace(mesh, world=inner.sequence)
         return {rates.BETWEEN: across, **(exchanges(own, None, sent) if host > 1 else {})}
     found = {}
-    for name in _folder.names():
-        module = _folder.load(name)
+    for name in _contract.names():
+        module = _contract.load(name)
         reason = module.why_not_tried(mesh.world, mesh.device)
         if reason is None:
             found[module.FACTS.rates[mesh.device.type]] = curve(mesh, module, sent)

@@ -33,7 +33,7 @@ from seqpar.loop.loop import Sampler, digest, draw_noise
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.pipelines.classes import BUILTIN, DDIM_DEFAULT, Files, Pipeline
 from seqpar.planner.costs import strategies
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.types.guidance import Guidance
 
 WAYS = {"fused": True, "generic": False}
@@ -300,7 +300,7 @@ def replays(count: int, dtype: torch.dtype, device: torch.device) -> Iterator[Li
             if not facts.names(ring, world // ring):
                 continue
             mesh = Mesh.from_env(cfg=1, ring=ring, ulysses=world // ring, device=device)
-            for transport in _folder.names():
+            for transport in _contract.names():
                 yield _held(mesh, strategy, transport, -(-count // STEPS), dtype)
 
 

@@ -16,7 +16,7 @@ from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import HeadLayout
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Attend, Core, Given, Projected, Stream
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar.attention
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core, linear
 from seqpar.types.plugins import plugin, plugins
 
@@ -55,7 +55,7 @@ def sharded_layer(
 
 def is_direct(curve: str) -> bool:
     """Return whether a transport, named by the key of its measured times, writes into the reader's memory."""
-    every = map(_folder.facts, _folder.names())
+    every = map(_contract.facts, _contract.names())
     return any(facts.in_place and curve in facts.rates.values() for facts in every)
 
 

@@ -12,7 +12,7 @@ import torch
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner import rates
 from seqpar.planner.predict import GIB
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Machine:
 
 def curve_of(transport: str, device_type: str) -> str:
     """Return the key of a transport's measured times; "auto" stands for the preferred transport."""
-    known = _folder.facts(_folder.unasked(device_type)[0] if transport == "auto" else transport).rates
+    known = _contract.facts(_contract.unasked(device_type)[0] if transport == "auto" else transport).rates
     return known.get(device_type, known["cpu"])
 
 
@@ -74,7 +74,7 @@ def imagined(device: torch.device, count: int, transport: str, hosts: int = 1) -
         raise ValueError(f"got --hosts {hosts} for {count} GPUs, expected hosts with equally many")
     host = None if hosts == 1 else count // hosts
     if transport == "auto" and host is not None:  # what hosts share no memory for
-        transport = _folder.unasked("cuda")[-1]
+        transport = _contract.unasked("cuda")[-1]
     if device.type == "cuda":
         return here(device, count, transport, host)
     return Machine(rates.H200.device, count, curve_of(transport, "cuda"), rates.H200.memory, host)

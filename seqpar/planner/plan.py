@@ -25,7 +25,7 @@ from seqpar.planner import rates
 from seqpar.planner.machine import Machine, here, ranks_of_a_host
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Preferences, Ranking, search
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.transports._contract import Transport
 from seqpar.types.arguments import check_kind
 from seqpar.types.facts import Layout, Work
@@ -184,7 +184,7 @@ def choose_transport(name: str, mesh: Mesh, axes: bool = True) -> Choice:
     at the same time.
     """
     if name != "auto":
-        _folder.load(name)
+        _contract.load(name)
         if axes:
             check_transport(name, mesh)
         return Choice(name, "as asked")
@@ -199,8 +199,8 @@ def transport_between(axis: Axis, device: torch.device) -> Choice:
     Every rank of the axis must call this at the same time.
     """
     refused = ""
-    for name in _folder.unasked(device.type):
-        module = _folder.load(name)
+    for name in _contract.unasked(device.type):
+        module = _contract.load(name)
         reason = module.why_not_tried(axis, device)
         if reason is None:
             return Choice(name, f"{module.FACTS.unasked.get(device.type, 'on any device')}{refused}")
@@ -210,14 +210,14 @@ def transport_between(axis: Axis, device: torch.device) -> Choice:
 
 def check_transport(name: str, mesh: Mesh) -> None:
     """Raise `ValueError` if a transport does not work between these ranks; all must call this at the same time."""
-    reason = _folder.load(name).why_not(mesh)
+    reason = _contract.load(name).why_not(mesh)
     if reason is not None:
-        simplest = _folder.unasked(mesh.device.type)[-1]
+        simplest = _contract.unasked(mesh.device.type)[-1]
         raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport {simplest}")
 
 
 def _nothing_to_exchange(device: torch.device) -> Choice:
-    return Choice(_folder.unasked(device.type)[-1], "nothing to exchange")
+    return Choice(_contract.unasked(device.type)[-1], "nothing to exchange")
 
 
 # Local attention -----------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def load_strategy(name: str) -> ModuleType:
 
 def load_transport(name: str) -> Transport:
     """Return a new transport of that name, without any exchange or buffer yet."""
-    return _folder.load(name).Transport()
+    return _contract.load(name).Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+import seqpar.transports
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.watch import LostRankError, Watch
-from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import Gather, Halo, HeadLayout, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._turns import HaloInTurn, InTurn, NoNeighbours, RotationInTurn, TurnError, Turns
+from seqpar.types.plugins import plugin, plugins
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
 
@@ -42,6 +44,32 @@ class Facts:
     preference: int = 0
     in_place: bool = False
     bare: Callable[[Axis, int, torch.device], Callable[[], object]] | None = None
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all transports."""
+    return tuple(plugins(seqpar.transports))
+
+
+def load(name: str) -> ModuleType:
+    """Import a transport; raises ValueError with all names if there is none of this name."""
+    return plugin(seqpar.transports, name, "transport")
+
+
+def facts(name: str) -> Facts:
+    """Return the `FACTS` of a transport."""
+    return load(name).FACTS
+
+
+def unasked(device_type: str) -> list[str]:
+    """Return the transports that "auto" may choose for devices of this type, best first.
+
+    A device type that no transport mentions is treated like a CPU.
+    """
+    facts_of = {name: facts(name) for name in names()}
+    listed = any(device_type in candidate.unasked for candidate in facts_of.values())
+    chosen = [name for name, of in facts_of.items() if (device_type if listed else "cpu") in of.unasked]
+    return sorted(chosen, key=lambda name: -facts_of[name].preference)
 
 
 class Transport:

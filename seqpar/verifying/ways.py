@@ -21,7 +21,7 @@ from seqpar.mesh.mesh import AXES, Mesh
 from seqpar.pipelines.own_loop import OwnJob
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Preferences, allowed
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.types.arguments import MOST_STEPS
 from seqpar.types.facts import Layout, Work
 from seqpar.verifying.compare import NOT_FINITE, first_unequal
@@ -76,9 +76,9 @@ def ways(
 def _transports(ranks: Mesh, count: int, mesh_of: MeshOf, asked: str) -> tuple[list[str], list[str]]:
     """The transports that work between the first `count` processes, and why the others do not."""
     mesh, working, reasons = mesh_of(1, 1, 1, count), list[str](), list[str]()
-    names = [asked] if asked != "auto" else list(_folder.names())
-    for name in names if count > 1 else _folder.unasked(ranks.device.type)[-1:]:
-        local = None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device)
+    names = [asked] if asked != "auto" else list(_contract.names())
+    for name in names if count > 1 else _contract.unasked(ranks.device.type)[-1:]:
+        local = None if mesh is None else _contract.load(name).why_not_tried(mesh.world, ranks.device)
         reason = ranks.share(local, str | None)
         if reason is None:
             working.append(name)

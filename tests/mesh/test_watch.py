@@ -35,7 +35,7 @@ from seqpar.mesh.watch import (
     Watch,
     is_lost,
 )
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import scheduler
 from tests.support.meshes import mesh_for
@@ -428,7 +428,7 @@ def _watched(mesh: Mesh, watch: Watch) -> Mesh:
 
 
 @pytest.mark.parametrize("way", ["calls", "steps"])
-@pytest.mark.parametrize("transport", _folder.names())
+@pytest.mark.parametrize("transport", _contract.names())
 def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(
     ranks: Pool, transport: str, way: str
 ) -> None:

@@ -229,7 +229,7 @@ FAULTS = (
         "seqpar/transports/peer/blocks.py",
         "self._arrived.wait()",
         "pass",
-        "tests/transports/peer/test_peer.py::test_ring_peer_shows_every_block_once[2-8]",
+        "tests/transports/test_moves.py::test_every_element_arrives_at_its_place[2-ring-peer]",
         "a slow rank's old block is read",
     ),
     Fault(
@@ -237,7 +237,7 @@ FAULTS = (
         "seqpar/transports/peer/blocks.py",
         "self._free.wait()",
         "pass",
-        "tests/transports/peer/test_peer.py::test_ring_peer_shows_every_block_once[2-8]",
+        "tests/transports/test_moves.py::test_every_element_arrives_at_its_place[2-ring-peer]",
         "a fast rank writes over what a slow one reads",
     ),
     Fault(
@@ -245,16 +245,15 @@ FAULTS = (
         "seqpar/transports/peer/exchange.py",
         "self.flags.meet()\n        return self._out",
         "pass\n        return self._out",
-        "tests/transports/peer/test_peer.py::test_ulysses_peer_moves_every_element_to_its_place[2-(1, 8, 4, 4)]",
-        "the poison of the output is still there",
+        "tests/transports/test_moves.py::test_every_element_arrives_at_its_place[2-heads-peer]",
+        "the output of the exchange before",
     ),
     Fault(
         "kv_gather in peer memory writes into slots that are still read",
         "seqpar/transports/peer/exchange.py",
         "if first:\n            self._begun.meet()",
         "if first:\n            pass",
-        "tests/transports/peer/test_peer_gather.py::test_kv_gather_peer_shows_all_keys_and_values_to_all"
-        "[(1, 8, 4, 4)-2-False]",
+        "tests/transports/test_moves.py::test_every_element_arrives_at_its_place[2-key_values-peer]",
         "a slow reader sees the next call's keys",
     ),
     Fault(
@@ -262,7 +261,7 @@ FAULTS = (
         "seqpar/transports/peer/blocks.py",
         "self._begun.meet()\n        spread(",
         "spread(",
-        "tests/transports/peer/test_peer.py::test_gather_peer_of_uneven_blocks[2]",
+        "tests/transports/test_moves.py::test_every_element_arrives_at_its_place[2-gather-peer]",
         "a slow reader sees the next call's block",
     ),
     Fault(

@@ -21,7 +21,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
 from seqpar.planner.costs import exact_strategies, facts_of, strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.transports._contract import Transport
 from seqpar.types.protocols import Attend, Core
 
@@ -42,7 +42,7 @@ LAYOUTS = {name: partial(ring_of, name) for name in strategies()}
 EXACT = exact_strategies()
 
 
-TRANSPORTS = _folder.names()
+TRANSPORTS = _contract.names()
 
 # prefixes of the names of all public functions of torch.distributed that communicate with other ranks
 TALKS = (

@@ -50,7 +50,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import JointShard, Shard, Tokens
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.transports import _folder
+from seqpar.transports import _contract
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Attend, Prepare
 
@@ -347,7 +347,7 @@ def model_of(file: Any, preset: str, **sizes: int) -> Any:
 
 def attention(tokens: Tokens) -> Attend:
     """Return the attention of one rank, which launches no kernel of ours."""
-    build, transport = load_strategy(next(iter(strategies()))).build, load_transport(_folder.names()[0])
+    build, transport = load_strategy(next(iter(strategies()))).build, load_transport(_contract.names()[0])
     return build(Mesh.single(), tokens, sdpa.attend, transport)
 
 

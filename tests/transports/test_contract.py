@@ -1,42 +1,27 @@
-"""Tests of the contract of all transports: the order of calls, separate exchanges, and how long memory is kept."""
+"""Tests of the contract of all transports: the order of calls, errors, and how long memory is kept."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from torch import Tensor
 
-from seqpar import DistributedDiT, Guidance
-from seqpar.kernels.prepare import prepare_into
-from seqpar.kernels.push import push
-from seqpar.local import reference
-from seqpar.loop.loop import draw_noise
-from seqpar.loop.request import Request
-from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Axis
-from seqpar.mesh.shard import Shard
-from seqpar.transports import _folder
-from seqpar.transports._contract import Transport, TurnError
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._contract import Transport, TurnError, load
 from seqpar.transports._turns import Turns
 from seqpar.transports.peer import arena
-from seqpar.types.protocols import Given, Prepare
-from tests.graphs.test_distributed import local
-from tests.support.meshes import TRANSPORTS, build, coded, counted_calls, mesh_for, random
+from tests.support.meshes import TRANSPORTS, counted_calls
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pairs import covering
 from tests.support.pool import Pool
-from tests.support.tiny import diffusers_dit
+from tests.transports.test_moves import KINDS, Exchange
 
-TOKENS, HEADS, DIM = 7, 3, 2
-KINDS = ("heads", "key_values", "overlap", "ring", "gather", "halo")
 HEADS_TURNS = ("to_heads.outboxes", "to_heads.deliver", "to_tokens.outboxes", "to_tokens.deliver")
 TURNS = {
     "heads": ("an exchange of heads", HEADS_TURNS),
@@ -50,18 +35,18 @@ MISUSES = [  # kind of exchange, number of correct calls before, the call that i
     ("heads", 0, "to_tokens.outboxes"),  # only the second half is used
     ("heads", 0, "to_tokens.deliver"),
     ("heads", 0, "to_heads.deliver"),
+    ("heads", 0, "to_heads.start"),
     ("heads", 1, "to_heads.outboxes"),
     ("heads", 2, "to_heads.outboxes"),  # only the first half is used
     ("heads", 2, "to_tokens.deliver"),
+    ("heads", 2, "to_heads.start"),
     ("heads", 4, "to_tokens.outboxes"),
     ("key_values", 0, "deliver"),
+    ("key_values", 0, "start"),
     ("key_values", 1, "outboxes"),
     ("key_values", 1, "start_keys"),  # the exchange was made without overlap
-    ("key_values", 0, "start"),
-    ("overlap", 1, "start"),  # the exchange was made with overlap
-    ("heads", 0, "to_heads.start"),
-    ("heads", 2, "to_heads.start"),
     ("key_values", 2, "deliver"),
+    ("overlap", 1, "start"),  # the exchange was made with overlap
     ("overlap", 1, "start_values"),
     ("overlap", 1, "deliver"),
     ("overlap", 2, "start_keys"),
@@ -78,168 +63,47 @@ MISUSES = [  # kind of exchange, number of correct calls before, the call that i
 ]
 
 
-class Used:
-    """One exchange of a kind on an axis. It can be called by name, or used whole with a check of all data."""
+def call(exchange: Exchange, name: str) -> None:
+    """Make the call of this name; a rotation's first block is read."""
+    half, _, method = name.rpartition(".")
+    made = exchange.made if not half else exchange.made[half == "to_tokens"]
+    result = getattr(made, method)(*[None] * 4 * (name == "swap"))
+    if name == "rotate":
+        next(result)
 
-    def __init__(self, transport: Transport, kind: str, axis: Axis, device: torch.device) -> None:
-        self._kind, self._rank, sizes = kind, axis.rank, Shard(TOKENS, axis.size).sizes
-        self._layout = HeadLayout(1, sizes, HEADS, HEADS, DIM, torch.float32, device)
-        self._mine, self._device, self._size = Shard(TOKENS, axis.size).slice(axis.rank), device, axis.size
-        like = torch.zeros((), device=device)
-        if kind == "heads":
-            self.made: Any = transport.heads(axis, self._layout)
-        elif kind in ("ring", "gather"):
-            make = transport.ring if kind == "ring" else transport.gather
-            self.made = make(axis, sizes, (DIM,), like)
-        elif kind == "halo":
-            self.made = transport.halo(axis, DIM, like)
-        else:
-            self.made = transport.key_values(axis, self._layout, kind == "overlap")
 
-    def call(self, name: str) -> None:
-        """Make the call of this name."""
-        if name == "rotate":
-            next(iter(self.made.rotate()))
-        elif name == "swap":
-            self._edges(0)
-        elif self._kind == "heads":
-            way, method = name.split(".")
-            getattr(self.made[way == "to_tokens"], method)()
-        else:
-            getattr(self.made, name)()
-
-    def right(self, round_: int) -> bool:
-        """Use the exchange once; return whether every element arrived at its place."""
-        if self._kind in ("ring", "gather"):
-            return self._block(round_)
-        if self._kind == "halo":
-            return self._edges(round_)
-        q, k, v = (
-            coded(1, TOKENS, HEADS, DIM, 0).to(self._device, torch.float32) + 1000 * (name + 3 * round_)
-            for name in range(3)
-        )
-        mine = q[:, self._mine], k[:, self._mine], v[:, self._mine]
-        if self._kind == "heads":
-            to_heads, to_tokens = self.made
-            met = prepare_into(*mine, Prepare(), to_heads.outboxes(), to_heads.flags)
-            got = to_heads.deliver(met)[0]
-            boxes = to_tokens.outboxes()
-            met = bool(got.shape[2]) and push(got, boxes, to_tokens.flags)
-            return torch.equal(to_tokens.deliver(met), mine[0])
-        met = prepare_into(*mine, Prepare(), self.made.outboxes(), self.made.flags)
-        if self._kind == "overlap":
-            self.made.start_keys()
-            self.made.start_values()
-        got = self.made.deliver(met)
-        return all(torch.equal(a, b) for a, b in zip(got, (mine[0], k, v), strict=True))
-
-    def _edges(self, round_: int) -> bool:
-        blocks = torch.zeros(4, DIM, device=self._device)
-        blocks[:2] = self._rank + 1000 * round_
-        ends = self._rank > 0, self._rank < self._size - 1
-        self.made.swap(*(block if ends[place % 2] else None for place, block in enumerate(blocks)))
-        if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
-            return True  # nothing has moved, and a capture cannot read
-        from_ = [
-            number + 1000 * round_ if end else 0
-            for number, end in zip((self._rank - 1, self._rank + 1), ends, strict=True)
-        ]
-        return blocks[2:].tolist() == [[number] * DIM for number in from_]
-
-    def _block(self, round_: int) -> bool:
-        whole = coded(1, TOKENS, 1, DIM, 0)[0, :, 0].to(self._device, torch.float32) + 1000 * round_
-        self.made.outbox().copy_(whole[self._mine])
-        if self._kind == "gather":
-            return torch.equal(self.made.deliver(), whole)
-        shard = Shard(TOKENS, len(self._layout.tokens))
-        arrived = [torch.equal(block, whole[shard.slice(owner)]) for owner, block in self.made.rotate()]
-        return all(arrived)  # a list, so that the rotation is read to its end
+def refusal(exchange: Exchange, name: str) -> str:
+    with pytest.raises(TurnError) as caught:
+        call(exchange, name)
+    return str(caught.value)
 
 
 def misused(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, dict[str, int], bool]]:
     """Return for each misuse the error, the collectives called before it, and whether later uses were right."""
-    axis, told = make_mesh(device, ring=world, cfg=1).ring, []
-    transport = _folder.load(name).Transport()
-    for kind, made, call in MISUSES:
-        exchange, errors = Used(transport, kind, axis, device), []
-
-        def wrong(exchange: Used = exchange, call: str = call, errors: list[str] = errors) -> None:
-            with pytest.raises(TurnError) as caught:
-                exchange.call(call)
-            errors.append(str(caught.value))
-
-        for earlier in TURNS[kind][1][:made]:
-            exchange.call(earlier)
-        calls = counted_calls(wrong)
+    axis, transport, found = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport(), []
+    for kind, count, wrong in MISUSES:
+        exchange, errors = Exchange(transport, kind, axis, device), list[str]()
+        for earlier in TURNS[kind][1][:count]:
+            call(exchange, earlier)
+        calls = counted_calls(lambda e=exchange, w=wrong, errors=errors: errors.append(refusal(e, w)))
         transport.abandon()
-        told.append((errors[0], calls, exchange.right(0) and exchange.right(1)))
+        found.append((*errors, calls, exchange.right(0) and exchange.right(1)))
     transport.check()
     transport.release()
-    return told
+    return found
 
 
 @pytest.mark.parametrize(("transport", "world"), covering(TRANSPORTS, turns=(2, 3)))
 def test_a_call_out_of_turn_is_the_same_error_on_every_transport(ranks: Pool, transport: str, world: int) -> None:
     """The error comes before any data moves, and after `abandon` the exchange works like a new one."""
-    check_told(ranks.run(world, misused, transport))
-
-
-def check_told(answers: list[list[tuple[str, dict[str, int], bool]]]) -> None:
-    """Check that all ranks returned what `misused` must return with every transport."""
-    for told in answers:
-        for (kind, made, call), (error, calls, right) in zip(MISUSES, told, strict=True):
+    for found in ranks.run(world, misused, transport):
+        for (kind, count, wrong), result in zip(MISUSES, found, strict=True):
             what, turns = TURNS[kind]
-            expected = turns[made % len(turns)]
-            assert error == (
-                f"got {call}() of {what}, expected {expected}(); make its calls in the order {', '.join(turns)}, and "
-                f"after an error call the transport's abandon() first"
+            error = (
+                f"got {wrong}() of {what}, expected {turns[count % len(turns)]}(); make its calls in the order "
+                f"{', '.join(turns)}, and after an error call the transport's abandon() first"
             )
-            assert calls == {}, (kind, made, call)
-            assert right, (kind, made, call)
-
-
-def failed(rank: int, world: int, device: torch.device, strategy: str, name: str, failing: tuple[int, ...]) -> int:
-    """Return how often attention was wrong after its local attention had failed on some ranks."""
-    state, wrong, shard = {"fails": False}, 0, Shard(13, world)
-
-    def core(*tensors: Any) -> tuple[Tensor, Tensor]:
-        if state["fails"]:
-            raise ArithmeticError
-        return reference.attend(*tensors)
-
-    attend: Any = build(strategy, mesh_for(strategy, world, device), shard, core, name)
-    for round_ in range(5):
-        q, k, v = (random((1, 13, 4, DIM), 3 * round_ + seed, device) for seed in range(3))
-        mine = (Given(q[:, shard.slice(rank)], k[:, shard.slice(rank)], v[:, shard.slice(rank)], Prepare()),)
-        state["fails"] = round_ == 1 and rank in failing
-        if state["fails"]:
-            with pytest.raises(ArithmeticError):
-                attend(mine)
-            continue
-        (got,) = attend(mine)
-        truth = reference.attend(mine[0].q, k, v)[0]
-        # in the round of the error ranks send whatever their outboxes hold, so its results are not checked
-        wrong += round_ != 1 and not torch.allclose(got, truth, rtol=0, atol=1e-12)
-    return wrong
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("world", "strategy", "failing"),
-    [
-        (3, "ulysses", (0, 1, 2)),
-        (2, "ulysses", (1,)),
-        (2, "ring", (0, 1)),
-        (3, "ring", (1,)),
-        (4, "usp", (0,)),
-        (2, "kv_gather", (1,)),
-        (2, "kv_first", (0, 1)),
-    ],
-)
-def test_an_error_in_attention_leaves_later_calls_right(
-    ranks: Pool, world: int, strategy: str, failing: tuple[int, ...], transport: str
-) -> None:
-    assert ranks.run(world, failed, strategy, transport, failing) == [0] * world
+            assert result == (error, {}, True), (kind, count, wrong)
 
 
 def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +133,9 @@ def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interrupted(rank: int, world: int, device: torch.device, name: str) -> list[bool]:
     """Return for each kind of exchange whether it is right after a capture of its first call ended in an error."""
-    axis, transport, found = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
+    axis, transport, found = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport(), []
     for kind in KINDS:
-        exchange = Used(transport, kind, axis, device)
+        exchange = Exchange(transport, kind, axis, device)
         assert exchange.right(0)  # compiles the kernels before the capture
         graph = torch.cuda.CUDAGraph()
         with (
@@ -280,7 +144,7 @@ def interrupted(rank: int, world: int, device: torch.device, name: str) -> list[
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             torch.zeros(1, device=device)
-            exchange.call(TURNS[kind][1][0])
+            call(exchange, TURNS[kind][1][0])
             raise ArithmeticError
         transport.abandon()
         found.append(exchange.right(1) and exchange.right(2))
@@ -292,24 +156,6 @@ def interrupted(rank: int, world: int, device: torch.device, name: str) -> list[
 @pytest.mark.parametrize("world", [2])
 def test_gpu_a_capture_that_failed_leaves_later_calls_right(ranks: Pool, world: int, transport: str) -> None:
     assert ranks.run(world, interrupted, transport) == [[True] * len(KINDS)] * world
-
-
-def equal_gathers(rank: int, world: int, device: torch.device, name: str) -> tuple[Tensor, Tensor]:
-    """Return the results of two equal gathers: both are written before either delivers, and read after both have."""
-    axis, transport = make_mesh(device, cfg=1).sequence, _folder.load(name).Transport()
-    both = [transport.gather(axis, (1,) * world, (2,), torch.zeros((), device=device)) for _ in range(2)]
-    for number, exchange in enumerate(both):
-        exchange.outbox().fill_(10 * number + rank)
-    first, second = (exchange.deliver() for exchange in both)
-    return first.clone(), second.clone()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_equal_gathers_do_not_share(ranks: Pool, transport: str, world: int) -> None:
-    for first, second in ranks.run(world, equal_gathers, transport):
-        assert first[:, 0].tolist() == list(range(world))
-        assert second[:, 1].tolist() == [10 + rank for rank in range(world)]
 
 
 class Owner:
@@ -336,8 +182,8 @@ def dropped(rank: int, world: int, device: torch.device, name: str) -> list[tupl
         arena._on_cpus = lambda *args: (real(*args)[0], Owner(freed))
     try:
         for kind in KINDS:
-            transport = _folder.load(name).Transport()
-            exchange, alive = Used(transport, kind, axis, device), weakref.ref(transport)
+            transport = load(name).Transport()
+            exchange, alive = Exchange(transport, kind, axis, device), weakref.ref(transport)
             del transport
             gc.collect()
             kept = alive() is not None and not freed
@@ -360,58 +206,32 @@ def test_an_exchange_keeps_what_it_needs_and_no_longer(ranks: Pool, transport: s
 
 def released(rank: int, world: int, device: torch.device, name: str) -> list[str]:
     """Return the error of an exchange of each kind after its transport was released."""
-    axis, transport, told = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
-    exchanges = [Used(transport, kind, axis, device) for kind in KINDS]
+    axis, transport = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport()
+    exchanges = [Exchange(transport, kind, axis, device) for kind in KINDS]
     transport.release()
-    for kind, exchange in zip(KINDS, exchanges, strict=True):
-        with pytest.raises(TurnError) as caught:
-            exchange.call(TURNS[kind][1][0])
-        told.append(str(caught.value))
+    errors = [refusal(exchange, TURNS[kind][1][0]) for kind, exchange in zip(KINDS, exchanges, strict=True)]
     transport.abandon()  # nothing is unfinished
-    assert all(Used(transport, kind, axis, device).right(0) for kind in KINDS)  # the transport can make new exchanges
-    return told
+    assert all(Exchange(transport, kind, axis, device).right(0) for kind in KINDS)  # it can make new exchanges
+    return errors
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_exchange_is_refused_after_its_transport_was_released(ranks: Pool, transport: str) -> None:
-    for told in ranks.run(2, released, transport):
-        assert all("was called after release(); make a new exchange" in text for text in told)
-
-
-def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[int, int]:
-    """Return the number of exchanges after one run, and after three runs of the same shape."""
-    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
-    dit = DistributedDiT(model, mesh_for("ulysses", world, device, cfg=2), "ulysses", local(device), name)
-    counts, kept = [], []
-    noise = draw_noise((1, 4, 6, 10), torch.Generator().manual_seed(0))
-    request = Request(DDIMScheduler(), noise, {"class_labels": torch.tensor([3])}, steps=2, guidance=Guidance(3.0))
-    for _ in range(3):
-        kept.append(begin(dit, request))
-        kept[-1].predict()
-        counts.append(len(dit.keeper))
-    return counts[0], counts[-1]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_runs_of_one_shape_share_the_swap_of_the_guidance_branches(ranks: Pool, transport: str) -> None:
-    """With a new exchange for every run, memory would grow with the number of runs."""
-    assert ranks.run(2, run_again, transport) == [(2, 2)] * 2  # one attention and one swap
+    for errors in ranks.run(2, released, transport):
+        assert all("was called after release(); make a new exchange" in error for error in errors)
 
 
 def test_a_dropped_exchange_is_freed_without_the_collector_of_cycles() -> None:
     """Memory of a GPU must not wait until Python looks for cycles."""
-    transport, axis, cpu = _folder.load("collective").Transport(), Axis("ulysses"), torch.device("cpu")
-    layout = HeadLayout(1, (TOKENS,), HEADS, HEADS, DIM, torch.float32, cpu)
-    makers = (
-        lambda: transport.heads(axis, layout)[0],
-        lambda: transport.key_values(axis, layout),
-        lambda: transport.ring(axis, (TOKENS,), (DIM,), torch.zeros(1)),
-        lambda: transport.gather(axis, (TOKENS,), (DIM,), torch.zeros(1)),
-        lambda: transport.halo(axis, DIM, torch.zeros(1)),
-    )
+    transport, axis, cpu = load("collective").Transport(), Axis("ulysses"), torch.device("cpu")
+
+    def made_of(kind: str) -> Callable[[], Any]:
+        made = Exchange(transport, kind, axis, cpu).made
+        return weakref.ref((made[0] if kind == "heads" else made).made)
+
     gc.disable()
     try:
-        alive = [weakref.ref(make().made) for make in makers]
+        alive = [made_of(kind) for kind in KINDS]
     finally:
         gc.enable()
-    assert [made() for made in alive] == [None] * len(makers)
+    assert [made() for made in alive] == [None] * len(KINDS)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from seqpar.kernels import halo as kernels
 from seqpar.mesh.inputs import collect_on_axis
-from seqpar.transports import _folder, peer
+from seqpar.transports import peer
+from seqpar.transports._contract import load
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -66,7 +67,7 @@ def inside(shape: tuple[int, ...], kind: int, like: Tensor) -> tuple[Tensor, Ten
 
 def swapped(rank: int, world: int, device: torch.device, name: str, dtype: torch.dtype, rounds: range) -> int:
     """Swap blocks of changing shapes and layouts; return the number of tensors that are not as expected."""
-    axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), 0
+    axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport(), 0
     like = torch.zeros((), dtype=dtype, device=device)
     halo = transport.halo(axis, 288, like)
     for round_ in rounds:
@@ -118,7 +119,7 @@ def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, 
 
 def refused(rank: int, world: int, device: torch.device, name: str) -> list[str]:
     """Return the errors of swaps and halos that cannot be, which move nothing and leave the halo as it was."""
-    axis, transport = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport()
+    axis, transport = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport()
     like = torch.zeros(5, device=device)
     halo, told = transport.halo(axis, 4, like), []
     places = (None, like[:4], None, like[1:]) if rank == 0 else (like[:4], None, like[1:], None)
@@ -204,7 +205,7 @@ def test_a_neighbour_that_does_not_come_is_named(ranks: Pool, world: int) -> Non
 
 def captured(rank: int, world: int, device: torch.device, name: str, swaps: int) -> int:
     """Replay a graph of a number of swaps, with calls outside of it in between; return how many results were wrong."""
-    axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), 0
+    axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport(), 0
     halo = transport.halo(axis, 4096, torch.zeros((), device=device))
     padded = torch.zeros(swaps, 2, 8, 6, 16, device=device)  # rows 0 and 5 are the neighbours'
 

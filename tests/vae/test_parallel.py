@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.kernels import group_norm
 from seqpar.transports import collective
-from seqpar.transports._folder import load
+from seqpar.transports._contract import load
 from seqpar.vae import rules as attention
 from seqpar.vae.known import MODULES
 from seqpar.vae.parallel import ParallelVAE

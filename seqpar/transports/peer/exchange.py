@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh.mesh import Axis
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import HeadLayout
 from seqpar.transports.peer.arena import Arena, Fields
 from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
 from seqpar.types.outboxes import Outbox, Outboxes, take_turns

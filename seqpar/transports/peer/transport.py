@@ -18,8 +18,7 @@ from seqpar.kernels.flags import Late
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.watch import Deadlines, Watch, drain
 from seqpar.transports import _contract
-from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import Gather, Halo, HeadLayout, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports.peer.arena import first_reason, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerHalo, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues

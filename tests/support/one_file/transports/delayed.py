@@ -17,8 +17,7 @@ from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.transports import _contract
-from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
-from seqpar.transports._layout import HeadLayout
+from seqpar.transports._exchanges import Gather, Halo, HeadLayout, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.types.outboxes import Outbox, Outboxes
 
 FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # `auto` never picks it

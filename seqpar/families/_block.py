@@ -18,65 +18,12 @@ from seqpar.types.protocols import Prepare, Projected, Stream
 
 T = TypeVar("T")
 
-Spread = Callable[[Sequence[int], Callable[[int], Tensor]], Sequence[Tensor]]
-"""Given the widths of some results (R, width) and a function that computes the one of an index, returns all of them.
 
-Every rank has the same inputs, so ranks may compute some results each and gather them."""
+class Matrix(NamedTuple):
+    """One GEMM of a block: weight (F, E) and bias (F,) or None of linear layers, one below the other.
 
-
-class Matrix(Protocol):
-    """One GEMM of a block: the weights and biases of linear layers, one below the other. How they are stored is hidden.
-
-    A family calls these methods and touches no weight, so that adapters may be merged into a copy and weights may have
-    another precision.
-    """
-
-    @property
-    def outputs(self) -> int:
-        """Return F, the number of output channels."""
-        ...
-
-    def __call__(self, x_BlE: Tensor) -> Tensor:
-        """Return the linear layer's output (B, l, F)."""
-        ...
-
-    def gelu(self, x_BlE: Tensor) -> Tensor:
-        """Return GELU (tanh formula) of the linear layer's output, (B, l, F)."""
-        ...
-
-    def swiglu(self, x_BlE: Tensor) -> Tensor:
-        """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values."""
-        ...
-
-    def wide(self, x_BE: Tensor) -> Tensor:
-        """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""
-        ...
-
-    def bias_or_zeros(self) -> Tensor:
-        """Return the bias (F,), or zeros."""
-        ...
-
-    def projected(self, x_BlE: Tensor, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
-        """Return the stream whose q, k and v attention makes of x. kv_heads: `heads` unless given."""
-        ...
-
-    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
-        """Add the product, without a bias, to y in place; y is contiguous."""
-        ...
-
-    def split_outputs(self, *sizes: int) -> Sequence[Matrix]:
-        """Return the matrices of so many output channels each."""
-        ...
-
-    def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
-        """Return the matrix of the first input channels, without a bias, and that of the others."""
-        ...
-
-
-class Dense(NamedTuple):
-    """A `Matrix` in the dtype of the model: weight (F, E) and bias (F,) or None.
-
-    The layers' own weights are views of its rows, unless adapters are merged into a copy.
+    A family calls these methods and touches no weight: adapters may be merged into a copy. Without adapters the layers'
+    own weights are views of the rows.
     """
 
     weight: Tensor
@@ -84,36 +31,45 @@ class Dense(NamedTuple):
 
     @property
     def outputs(self) -> int:
+        """F, the number of output channels."""
         return len(self.weight)
 
     def __call__(self, x_BlE: Tensor) -> Tensor:
+        """Return the linear layer's output (B, l, F)."""
         return F.linear(x_BlE, self.weight, self.bias)
 
     def gelu(self, x_BlE: Tensor) -> Tensor:
+        """Return GELU (tanh formula) of the linear layer's output, (B, l, F)."""
         return linear_gelu(x_BlE, self.weight, self.bias)
 
     def swiglu(self, x_BlE: Tensor) -> Tensor:
+        """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values."""
         return gated_linear(x_BlE, self.weight, self.bias)
 
     def wide(self, x_BE: Tensor) -> Tensor:
+        """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""
         return product(x_BE, self.weight)
 
     def bias_or_zeros(self) -> Tensor:
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
     def projected(self, x_BlE: Tensor, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
+        """Return the stream whose q, k and v attention makes of x. kv_heads: `heads` unless given."""
         return Projected(x_BlE, self.weight, self.bias, heads, heads if kv_heads is None else kv_heads, prepare)
 
     def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
+        """Add the product, without a bias, to y in place; y is contiguous."""
         width, inner = self.weight.shape
         y_BlF.view(-1, width).addmm_(x_BlE.reshape(-1, inner), self.weight.t())
 
-    def split_outputs(self, *sizes: int) -> tuple[Dense, ...]:
+    def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
+        """Return the matrices of so many output channels each."""
         biases = (None,) * len(sizes) if self.bias is None else self.bias.split(sizes)
-        return tuple(map(Dense, self.weight.split(sizes), biases))
+        return tuple(map(Matrix, self.weight.split(sizes), biases))
 
-    def split_inputs(self, first: int) -> tuple[Dense, Dense]:
-        return Dense(self.weight[:, :first], None), Dense(self.weight[:, first:], self.bias)
+    def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
+        """Return the matrix of the first input channels, without a bias, and that of the others."""
+        return Matrix(self.weight[:, :first], None), Matrix(self.weight[:, first:], self.bias)
 
 
 Matrices = Mapping[str, Matrix]
@@ -173,7 +129,10 @@ class BlockCall(Protocol):
         ...
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
-        """Return all results, of which each rank computes some; see `Spread`. name: differs between uses."""
+        """Return results (R, width) of these widths, of which each rank computes some by `make(index)`.
+
+        name: differs between uses.
+        """
         ...
 
     def hand_over(self, x_BlE: Tensor, made: Any) -> None:
@@ -188,31 +147,22 @@ class BlockCall(Protocol):
         ...
 
 
-Fused = Callable[..., Any]
-"""Computes a block: (call, block, *args, **kwargs of the block's own forward) -> what that returns.
-
-It raises `DeclinedError`, identically on every rank, before anything is exchanged, for arguments that it does not take.
-"""
-
-
 class DeclinedError(Exception):
     """The reason why a function does not take the arguments of a call: the block's own forward computes it."""
-
-
-def _takes_all(block: Any) -> str | None:
-    return None
 
 
 @dataclass(frozen=True)
 class Block:
     """How one class of diffusers' blocks is computed.
 
-    compute: the function. streams: the streams that its attention joins, in the order in which the function passes
-    them; a single one may have any name. layers: name of a matrix -> paths of the linear layers that it is made of.
-    why_not: returns why the function cannot compute a block that is as diffusers builds it, or None.
+    compute: (`BlockCall`, block, *args, **kwargs of the block's own forward) -> what that returns. For arguments that
+    it does not take it raises `DeclinedError`, identically on every rank, before anything is exchanged. streams: those
+    that its attention joins, in the order in which the function passes them; a single one may have any name. layers:
+    name of a matrix -> paths of the linear layers that it is made of. why_not: returns why the function cannot compute
+    a block that is as diffusers builds it, or None.
     """
 
-    compute: Fused
+    compute: Callable[..., Any]
     streams: tuple[str, ...]
     layers: Mapping[str, Sequence[str]]
-    why_not: Callable[[Any], str | None] = _takes_all
+    why_not: Callable[[Any], str | None] = lambda block: None

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 import seqpar.families
+from seqpar.families import Pipelines
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
-from seqpar.families._pipelines import Pipelines
 from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
 

@@ -7,7 +7,8 @@ that nothing but attention's keys reads is left out of the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +19,32 @@ JOINED = ""
 MOST = 1 << 14  # tokens of a text that may be counted: numbers that are read have 16 bits
 
 
-class Prepared(Protocol):
+@dataclass
+class Prepared:
     """A call before it is computed, for `Cuts.prepare`. Rank 0's values decide for all ranks.
 
     The function runs on every rank, and on rank 0 once before. What it does may depend on names, shapes, dtypes and
     `read`, which are equal on all ranks, and on no other value. Its ValueErrors are raised on all ranks.
+
+    arguments: after what `cut` replaced; those that are left out are missing. ranks: how many tokens give every rank
+    one: in exact mode the same number on up to 16 ranks. moves_only: whether the strategy only moves keys, so that
+    attention can weigh padding (`Keys.padding`). number: returns what `read` returns next. note: a plain value for
+    `Cuts.keys` and `Cuts.forward`; calls with other notes are other graphs.
     """
 
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Return the arguments, after what `cut` replaced. Those that are left out are missing."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Return how many tokens give every rank one: in exact mode the same number on up to 16 ranks."""
-        ...
-
-    @property
-    def moves_only(self) -> bool:
-        """Return whether the strategy only moves keys, so that attention can weigh padding (`Keys.padding`)."""
-        ...
-
-    note: Hashable
-    """A plain value, None unless set, for `Cuts.keys` and `Cuts.forward`. Calls with other notes are other graphs."""
+    arguments: dict[str, Any]
+    ranks: int
+    moves_only: bool
+    number: Callable[[Tensor, Callable[[], int], Hashable], int]
+    note: Hashable = None
+    is_cut: bool = False
+    dropped: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def mask(self, name: str) -> Tensor | None:
         """Return the argument if it is a tensor of at least two dims."""
-        ...
+        mask = self.arguments.get(name)
+        return mask if isinstance(mask, Tensor) and mask.dim() > 1 else None
 
     def read(self, tensor: Tensor, read: Callable[[], int], key: Hashable = None) -> int:
         """Return what `read` returns on rank 0, below 2^16: a number that it reads from the tensor's values.
@@ -53,19 +52,20 @@ class Prepared(Protocol):
         It waits for the device, and is called once per tensor and key, and again after a write to the tensor. 0 for
         tensors of torch's inference mode, whose writes are not counted. At most three per call.
         """
-        ...
+        return self.number(tensor, read, key)
 
     def cut(self, **arguments: Tensor) -> None:
         """Replace arguments."""
-        ...
+        self.arguments |= arguments
+        self.is_cut = True
 
     def drop(self, name: str) -> None:
         """Compute with None in place of an argument."""
-        ...
+        self.dropped.append(name)
 
     def say(self, message: str) -> None:
         """Let rank 0 print a message once."""
-        ...
+        self.messages.append(message)
 
 
 class Keys(NamedTuple):

@@ -20,9 +20,8 @@ from torch import Tensor
 from seqpar.families import flux
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import Boundary, Cuts
-from seqpar.families._double import NAMES, by_head, checked, of_both, pairs, two_streams
+from seqpar.families._double import NAMES, branch, by_head, checked, following, of_both, pairs, two_streams
 from seqpar.families._masks import JOINED, MOST, Keys, Prepared, keys_of, mask_code
-from seqpar.families._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Work
 

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, checked, modulations, pairs
-from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Blocks, Work

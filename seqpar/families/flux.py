@@ -18,8 +18,18 @@ from torch import Tensor
 from seqpar.families import _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
-from seqpar.families._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
-from seqpar.families._parallel import apart, branch, joined
+from seqpar.families._double import (
+    NAMES,
+    apart,
+    branch,
+    by_head,
+    checked,
+    joined,
+    modulations,
+    of_both,
+    pairs,
+    two_streams,
+)
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
 

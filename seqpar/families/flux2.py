@@ -16,12 +16,10 @@ from typing import Any
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModelOutput
 from torch import Tensor
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall, DeclinedError, Matrix
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
-from seqpar.families._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
-from seqpar.families._parallel import branch, following
-from seqpar.families._pipelines import Pipelines
+from seqpar.families._double import NAMES, Rows, branch, by_head, checked, following, of_both, pairs, two_streams
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.protocols import state_dtype

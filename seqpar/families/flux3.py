@@ -20,8 +20,7 @@ from torch import Tensor
 
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
-from seqpar.families._double import Rows, by_head, pairs
-from seqpar.families._parallel import branch, following
+from seqpar.families._double import Rows, branch, by_head, following, pairs
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Blocks, Work
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from seqpar.families._pipelines import Pipelines
+from seqpar.families import Pipelines
 
 PIPELINES = Pipelines(several_images=("GlmImage",))

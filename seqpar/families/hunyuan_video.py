@@ -20,13 +20,11 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
-from seqpar.families._double import by_head, modulations, pairs, two_streams
+from seqpar.families._double import apart, branch, by_head, joined, modulations, pairs, two_streams
 from seqpar.families._masks import Keys, Prepared, first_keys, shorten
-from seqpar.families._parallel import apart, branch, joined
-from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
 from seqpar.families.mochi import MochiProcessor
 from seqpar.kernels.adaln import Norm

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
-from seqpar.families._processors import projected_heads, rotated
 from seqpar.families._tiny import Tiny
 
 
@@ -53,8 +52,25 @@ def _keys(arguments: dict[str, Any], is_full: Hashable) -> Keys:
     return Keys() if mask is None or is_full else Keys({"text": keys_of(mask, "text")})
 
 
+def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:
+    """Return the tokens with interleaved pairs rotated, computed in fp32; each head has its own angles."""
+    even, odd = x_BlHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = even * cos_lHD2 - odd * sin_lHD2, even * sin_lHD2 + odd * cos_lHD2
+    return torch.stack((first.to(x_BlHD.dtype), second.to(x_BlHD.dtype)), dim=-1).flatten(-2)
+
+
+def projected_heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
+    """Return q, k and v (B, l, H, D) of a stream, q and k normalised over each head where there are norms."""
+    projected = [layer(x_BlE).unflatten(2, (heads, -1)) for layer in layers]
+    return [x if norm is None else norm(x) for x, norm in zip(projected, (*norms, None), strict=True)]
+
+
 class MochiProcessor:
-    """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls."""
+    """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls.
+
+    diffusers' own one picks the valid text tokens of each batch row by their values, which waits for the device and
+    gives every rank another number of keys.
+    """
 
     def __call__(
         self,

@@ -19,11 +19,10 @@ import torch
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, reads_lengths
 from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
-from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cross import constant, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
-from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work

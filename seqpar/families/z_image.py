@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
-from seqpar.families._pipelines import Pipelines
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Blocks, Work

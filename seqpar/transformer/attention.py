@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from math import isclose
 from operator import eq
 from typing import Any
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.attention._streams import given
-from seqpar.families._cuts import Joint, parameters
+from seqpar.families._cuts import Joint, block_lists, is_attention, parameters
 from seqpar.families._find import UNSPLIT
 from seqpar.families._masks import JOINED, is_by_key
 from seqpar.mesh.exact import linear
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.transformer import masks
-from seqpar.transformer.foreign import home_of_forward
+from seqpar.transformer.foreign import LIBRARIES, home_of_forward
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.internals import skips_scores
 from seqpar.types.protocols import Given, Prepare, Stream
@@ -58,21 +59,18 @@ class Override(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `TorchFunctionMode`."""
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 class ShardedAttention:
-    """Attention of some streams of this rank to the same streams of all ranks, for all modules that join them.
-
-    reads: whether the module that runs now was given tokens to attend to besides its own. It matters where a plan does
-    not name the streams: ranks whose numbers of tokens differ could not tell from these, identically on all ranks,
-    which attention exchanges something. reached: whether the module that runs now has called it for split tokens.
-    """
+    """Attention of some streams of this rank to the same streams of all ranks, for all modules that join them."""
 
     def __init__(self, state: CallState, joint: Joint, where: str) -> None:
         self.state, self.joint, self._where = state, joint, where
-        self.reads = self.reached = False
+        # whether the module that runs now was given tokens to attend to besides its own: where a plan does not name the
+        # streams, ranks whose numbers of tokens differ could not tell from these which attention exchanges something
+        self.reads = False
+        self.reached = False  # whether the module that runs now has called it for split tokens
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
@@ -84,8 +82,14 @@ class ShardedAttention:
         """
         if self.state.axis.size == 1 and not (self.joint.masked or is_by_key(mask, len(q))):
             return _local(q, k, v, mask, scale)
-        if self.joint.whole_queries:
-            return self._of_whole(q, k, v, mask, scale)
+        if self.joint.whole_queries:  # every rank holds the queries whole
+            (name,), axis = self.joint.streams, self.state.axis
+            total = self.state.lengths.get(name, 0)
+            if Shard(total, axis.size).sizes[axis.rank] != k.shape[1]:
+                raise self._unknown()
+            if mask is not None:
+                raise ValueError(f"A mask at {self._where} is not supported: its queries are whole on every rank")
+            return self.state.attend_whole(*fitting(q, k, v, scale), total)
         choose = self._named if self.joint.streams else self._inferred
         joined = choose(q.shape[1], k.shape[1], reads)
         if joined is None:
@@ -97,16 +101,6 @@ class ShardedAttention:
         if self.state.adds and bias is not None:
             return self._by_query(tokens, (stream,), bias, q)[0]
         return self.state.attend(tokens, q, bias is not None)((stream,), bias)[0]
-
-    def _of_whole(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """Return attention of queries that every rank holds whole to the keys of all ranks."""
-        (name,), axis = self.joint.streams, self.state.axis
-        total = self.state.lengths.get(name, 0)
-        if Shard(total, axis.size).sizes[axis.rank] != k.shape[1]:
-            raise self._unknown()
-        if mask is not None:
-            raise ValueError(f"A mask at {self._where} is not supported: its queries are whole on every rank")
-        return self.state.attend_whole(*fitting(q, k, v, scale), total)
 
     def of_streams(
         self,
@@ -140,7 +134,7 @@ class ShardedAttention:
         like: Tensor,
         beside: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return attention over all ranks with a mask of numbers: queries whose own number is 0 attend without it."""
+        # a mask of numbers that are added: queries whose own number is 0 attend without it
         merges = f"{self.state.plan.strategy.name} merges the results of ranks"
         self.state.say(ADDS.format(why=UNLIKE if self.state.moves_only else merges))
         projected = [given(stream) for stream in streams]
@@ -163,7 +157,7 @@ class ShardedAttention:
     def _named(self, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the cuts' streams, or None for attention of some of them to keys that are whole on every rank.
 
-        queries, keys: their numbers on this rank. An attention besides the joint one (FLUX's of an image to another
+        queries, keys: their numbers on this rank. An attention besides the joint one (of an image to an IP-adapter's
         picture) has the queries of one stream, and other numbers of keys. Where a rank has as many keys as another has
         queries, it looks the same as a wrong plan there, so that both raise the same error.
         """
@@ -263,7 +257,7 @@ def fitting(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
 
 
 def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:
-    """Return the query heads and head dim of a stream, its batch rows, and one of its tensors."""
+    # query heads and head dim, batch rows, and a tensor of the stream
     if isinstance(stream, Given):
         return (stream.q.shape[2], stream.q.shape[3]), len(stream.q), stream.q
     heads = stream.heads + 2 * stream.kv_heads
@@ -271,7 +265,7 @@ def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return attention to keys that are whole on every rank, as diffusers computes it by default."""
+    # attention to keys that are whole on every rank, as diffusers computes it by default
     if mask is not None and mask.dim() == 2 and len(mask) == len(q):  # otherwise it has a row for each query
         mask = mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -301,7 +295,7 @@ class AttentionHook(ModelHook):
     def follow(self, module: nn.Module) -> None:
         """Look at the module's processor, which users may replace; ValueError for one that cannot be sharded."""
         processor = getattr(module, "processor", None)
-        refuse_backend(processor)
+        refuse_backends(module)
         if self.attention.state.axis.size > 1:
             for kind, (name, reason) in UNSPLIT.items():
                 if isinstance(processor, kind):
@@ -320,21 +314,24 @@ class AttentionHook(ModelHook):
             tokens = [kwargs.get(name, args[at] if at < len(args) else None) for name, at in self._places]
             attention.reads = len(tokens) > 1 and tokens[1] is not None and tokens[1] is not tokens[0]
         attention.reached = False
-        with self._override, self._processor(module):
-            out = forward(*args, **kwargs)
+        processor = getattr(module, "processor", None)
+        try:
+            if self._replacement is not None:  # of models whose own one cannot be sharded
+                module.processor = self._replacement
+            with self._override:
+                out = forward(*args, **kwargs)
+        finally:
+            if self._replacement is not None:
+                module.processor = processor
         skipped = attention.joint.skipped_by in kwargs and kwargs[attention.joint.skipped_by]
         if attention.reached or attention.state.axis.size == 1 or skipped:
             return out
-        processor = getattr(module, "processor", None)
         by = "" if processor is None else f" (processor {getattr(processor, '__name__', type(processor).__name__)})"
         raise ValueError(
             f"{type(module).__name__} at {self._path}{by} attends to one rank's tokens only. Compute its "
             f"attention by torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or use cfg= or "
             f"data= ranks instead of ranks that split the sequence"
         )
-
-    def _processor(self, module: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self._replacement is None else _with_processor(module, self._replacement)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         attention = self.attention
@@ -346,16 +343,6 @@ class AttentionHook(ModelHook):
             return v.transpose(1, 2)
         out = attention(q, k, v, mask, scale, attention.reads)
         return (out.clone() if self._is_foreign else out).transpose(1, 2)  # the next call overwrites it
-
-
-@contextmanager
-def _with_processor(module: Any, processor: Any) -> Iterator[None]:
-    # of models whose own one cannot be sharded
-    own, module.processor = module.processor, processor
-    try:
-        yield
-    finally:
-        module.processor = own
 
 
 def _reshaped(x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
@@ -391,26 +378,21 @@ def arguments_of(
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype of the caller's autocast, as torch's own attention does; fp64 stays."""
+    # to the dtype of the caller's autocast, as torch's own attention does; fp64 stays
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def refuse_backend(processor: Any) -> None:
-    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
-    backend = getattr(processor, "__dict__", {}).get("_attention_backend")
-    if backend is not None:
-        raise ValueError(
-            f"Attention backend {getattr(backend, 'value', backend)} is not supported by a parallelized transformer. "
-            f"Call its reset_attention_backend(), and choose attention with local= of parallelize"
-        )
-
-
 def refuse_backends(module: nn.Module) -> None:
-    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
+    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
     for part in module.modules():
-        refuse_backend(getattr(part, "processor", None))
+        backend = getattr(getattr(part, "processor", None), "__dict__", {}).get("_attention_backend")
+        if backend is not None:
+            raise ValueError(
+                f"Attention backend {getattr(backend, 'value', backend)} is not supported by a parallelized "
+                f"transformer. Call its reset_attention_backend(), and choose attention with local= of parallelize"
+            )
 
 
 # Exact mode ----------------------------------------------------------------------------------------------------
@@ -448,3 +430,81 @@ def _by_keys(state: CallState, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     whole = JointShard((Shard(k.shape[1], 1),))
     bias = None if mask is None else masks.from_whole(mask, len(q), whole, q.dtype)
     return state.local(q, bias is not None)(*fitting(q, k, v, scale), bias)[0]
+
+
+# Users' own code ------------------------------------------------------------------------------------------------
+
+SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+
+
+class BlockWatch:
+    """Raises ValueError for attention of a rank's tokens to themselves inside of users' own parts of a transformer.
+
+    A wrapper around a block, a block of a user's class or a replaced forward runs on this rank's tokens. That is right
+    as long as its attention goes through modules that join the ranks, so that what torch computes is inspected.
+
+    parts: submodules that run code of users, by path. Attention modules in them join the ranks or are local.
+    """
+
+    def __init__(self, state: CallState, parts: Mapping[str, nn.Module]) -> None:
+        self._state, self._running = state, list[str | None]()
+        inside = {id(part): part for whole in parts.values() for part in whole.modules() if is_attention(part)}
+        named = [(part, f"{type(part).__name__} at {path}") for path, part in parts.items() if id(part) not in inside]
+        self._handles = [hook for part, name in named for hook in self._hooks(part, name)]
+        self._handles += [hook for part in inside.values() for hook in self._hooks(part, None)]
+        watched = {softmax: partial(self._softmax, softmax) for softmax in SOFTMAX}
+        self._override = Override({F.scaled_dot_product_attention: self._attention, **watched})
+
+    def _hooks(self, part: nn.Module, name: str | None) -> Iterator[Any]:
+        def begin(*_: Any) -> None:
+            self._running.append(name)
+
+        def end(*_: Any) -> None:
+            self._running.pop()
+
+        yield part.register_forward_pre_hook(begin)
+        yield part.register_forward_hook(end, always_call=True)
+
+    def during(self) -> AbstractContextManager[object]:
+        self._running.clear()
+        return self._override if self._handles and self._state.axis.size > 1 else nullcontext()
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _attention(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._refuse(query.shape[-2], key.shape[-2])
+        return F.scaled_dot_product_attention(query, key, *args, **kwargs)
+
+    def _softmax(self, softmax: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.dim() > 2:
+            self._refuse(*input.shape[-2:])
+        return softmax(input, *args, **kwargs)
+
+    def _refuse(self, queries: int, keys: int) -> None:
+        # as many queries as keys are a rank's share of a stream, or of all joined ones
+        if not self._running or self._running[-1] is None or queries != keys:
+            return
+        totals = [total for name, total in self._state.lengths.items() if not name.isdecimal()]
+        # the shares of all ranks, so that all raise the same error
+        shares = [Shard(total, self._state.axis.size).sizes for total in totals]
+        if queries in {*chain(*shares), *map(sum, zip(*shares, strict=True))}:
+            raise ValueError(
+                f"{self._running[-1]} computes attention itself, to the tokens of one rank only. Call the block's own "
+                f"attention module, pass cuts= that name this attention, or use cfg= or data= ranks"
+            )
+
+
+def parts_of_users(module: nn.Module) -> dict[str, nn.Module]:
+    """Return, by path, members of lists and modules around attention whose forward is neither diffusers' nor torch's.
+
+    Classes of the package that defines the transformer itself count as its own.
+    """
+    known = (*LIBRARIES, type(module).__module__.partition(".")[0])
+    modules = dict(module.named_modules())
+    members = (f"{path}.{name}" for path, one in block_lists(module) for name in one._modules)
+    steps = (path.split(".") for path, one in modules.items() if is_attention(one))
+    above = (".".join(names[:end]) for names in steps for end in range(1, len(names)))
+    paths = dict.fromkeys(path.removeprefix(".") for path in (*members, *above))
+    return {path: modules[path] for path in paths if path in modules and home_of_forward(modules[path]) not in known}

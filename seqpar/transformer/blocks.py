@@ -18,7 +18,7 @@ import torch
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
-from seqpar.families._block import DeclinedError, Dense
+from seqpar.families._block import DeclinedError, Matrix
 from seqpar.families._cuts import HOME
 from seqpar.families._find import BLOCKS
 from seqpar.kernels.linear import why_not_faster
@@ -29,11 +29,8 @@ from seqpar.transformer.foreign import BY_TOKEN, Addition
 from seqpar.transformer.forward import CallState
 
 
-def with_adapters(layers: Sequence[nn.Module], own: Dense, scale: float, room: Dense | None) -> Dense:
-    """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once.
-
-    scale: see `adapters.merged`. room: a copy whose memory is written again.
-    """
+def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
+    # a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once, in the memory `room`
     weight_FE = copied_into(own.weight, None if room is None else room.weight)
     bias_F = None if own.bias is None else copied_into(own.bias, None if room is None else room.bias)
     start = 0
@@ -46,14 +43,14 @@ def with_adapters(layers: Sequence[nn.Module], own: Dense, scale: float, room: D
         if bias is not None and bias_F is not None:
             bias_F[mine].copy_(bias)
         start = mine.stop
-    return Dense(weight_FE, bias_F)
+    return Matrix(weight_FE, bias_F)
 
 
 def copied_into(like: Tensor, room: Tensor | None) -> Tensor:
     """Return a copy of a tensor, in the memory that is there already if it fits."""
-    fits = room is not None and (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
-    copied = room if fits and room is not None else torch.empty_like(like)
-    return copied.copy_(like)
+    if room is None or (room.shape, room.dtype, room.device) != (like.shape, like.dtype, like.device):
+        room = torch.empty_like(like)
+    return room.copy_(like)
 
 
 def rows(parts: Sequence[Tensor]) -> Tensor:
@@ -90,49 +87,40 @@ def differences(module: Any) -> Iterator[tuple[str, str]]:
     """
     plain = expected(module)
     for path, one in adapters.without_adapters(module):
-        if path in plain:
-            yield from ((path, reason) for reason in _of(path, one, *plain[path]))
+        if path not in plain:
+            continue
+        kind, processor, settings = plain[path]
+        if type(one) is not kind:
+            yield path, f"{path} is a {type(one).__name__} and no {kind.__name__}"
+        for key, value in settings.items():
+            if (now := vars(one).get(key, value)) != value:
+                yield path, f"{path}.{key} is {now!r} and not {value!r}"
+        if type(own := getattr(one, "processor", None)) is not processor:
+            yield path, f"an attention processor is a {type(own).__name__}"
 
 
 def expected(module: Any) -> Mapping[str, Built]:
-    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is kept.
-
-    A config may hold keys that its class does not know, which diffusers keeps.
-    """
-    known = inspect.signature(type(module).__init__).parameters
+    """Return how diffusers builds the modules of a transformer from its config, by their paths; it is cached."""
+    known = inspect.signature(type(module).__init__).parameters  # a config may hold others, which diffusers keeps
     return _built(type(module), _Config({key: value for key, value in module.config.items() if key in known}))
 
 
 class _Config(dict[str, Any]):
-    """The arguments of a class of transformers, for a cache."""
-
+    # the arguments of a class of transformers, as a key of the cache
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self))
 
 
-def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
-    if type(one) is not kind:
-        yield f"{path} is a {type(one).__name__} and no {kind.__name__}"
-    for key, value in settings.items():
-        if (mine := vars(one).get(key, value)) != value:
-            yield f"{path}.{key} is {mine!r} and not {value!r}"
-    if type(own := getattr(one, "processor", None)) is not processor:
-        yield f"an attention processor is a {type(own).__name__}"
-
-
 @cache
 def _built(kind: type, config: _Config) -> dict[str, Built]:
-    """Return how the modules of a new transformer are built, by their paths."""
+    def settings(one: nn.Module) -> dict[str, Any]:
+        return {k: x for k, x in vars(one).items() if isinstance(x, (bool, int, float, str)) and k not in CHANGED}
+
     with torch.device("meta"), WithoutValues():
         module: nn.Module = kind(**deepcopy(config))
     return {
-        path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()
+        path: (type(one), type(getattr(one, "processor", None)), settings(one)) for path, one in module.named_modules()
     }
-
-
-def _settings(one: nn.Module) -> dict[str, Any]:
-    plain = (bool, int, float, str)
-    return {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED}
 
 
 T = TypeVar("T")
@@ -146,30 +134,26 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class FusedBlocks:
-    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not.
-
-    lacks_memory: whether copies for merged adapters did not fit on this rank, where no function computes until all
-    ranks have ended them (`end_copies`).
-    """
+    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
 
     def __init__(self, module: nn.Module, state: CallState, on: bool) -> None:
         self._module, self._state, self._on = module, state, on
         self._every: list[tuple[str, nn.Module]] = []
-        self._copies: dict[tuple[nn.Module, str], Dense] = {}
+        self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
-        self.lacks_memory = False
+        self.lacks_memory = False  # copies did not fit on this rank: no function computes until `end_copies` on all
         self.scale = 1.0
         self.hooks: dict[nn.Module, BlockHook] = {}
         self.reasons: dict[str, str] = {}
 
     @property
     def merged(self) -> bool:
-        """Return whether adapters are merged into copies of weights, at `scale`."""
+        """Whether adapters are merged into copies of weights, at `scale`."""
         return bool(self._copies)
 
     @property
     def copies(self) -> Mapping[str, Tensor]:
-        """Return these copies by the names of blocks and matrices, biases too."""
+        """These copies by the names of blocks and matrices, biases too."""
         paths = {one: path for path, one in self._every}
         parts = {f"{paths[one]}, {name}": matrix for (one, name), matrix in self._copies.items()}
         named = {f"{name} {part}": x for name, one in parts.items() for part, x in one._asdict().items()}
@@ -183,7 +167,7 @@ class FusedBlocks:
                 self._take_weights()
 
     def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, ShardedAttention]) -> None:
-        """Rescan the blocks; each has a hook, which knows whether a function computes it.
+        """Rescan the blocks, and let functions compute those that they may.
 
         additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
         """
@@ -212,11 +196,13 @@ class FusedBlocks:
             )
 
     def _settle(self) -> None:
-        """Let functions compute the blocks that they may, and say why they do not compute the others."""
         if not self._merges:
             self.reasons = dict.fromkeys(self._adapted(), NO_ROOM) | self.reasons
         self._take_weights()
-        for reasons in _by_kind(self.reasons):
+        kinds: dict[str, list[str]] = {}  # reasons that differ in the place alone
+        for path, reason in self.reasons.items():
+            kinds.setdefault(re.sub(rf"\b{re.escape(path)}\b[\w.]*", "", reason), []).append(reason)
+        for reasons in kinds.values():
             first = f" (first of {len(reasons)})" if len({*reasons}) > 1 else ""
             self._state.say(
                 f"{len(reasons)} of {len(self._every)} blocks are diffusers' own, because {reasons[0]}{first}"
@@ -229,10 +215,6 @@ class FusedBlocks:
         return [path for path, one in self._every if adapters.are_on(one)]
 
     def _take_weights(self) -> None:
-        """Let every block that fits compute with its weights, and the adapters on them, as they are now.
-
-        If the copies do not fit, none is kept, and no function computes on this rank until `end_copies`.
-        """
         self.lacks_memory = False
         try:
             self._merge()
@@ -245,7 +227,7 @@ class FusedBlocks:
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """Hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute."""
+        # hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute
         blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
         for path, one in self._every:
             if path in self.reasons:
@@ -259,13 +241,11 @@ class FusedBlocks:
                 self.hooks[one].take(mine, matrices, index)
 
     def _matrices(
-        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Dense]
-    ) -> dict[str, Dense]:
-        """Return the matrices of a block: its layers' own weights, or copies with merged adapters.
-
-        before: the last copies, whose memory is written again, so that a change of scales alone keeps all addresses.
-        """
-        matrices = dict[str, Dense]()
+        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
+    ) -> dict[str, Matrix]:
+        # its layers' own weights, or copies with merged adapters; the memory of those before is written again, so that
+        # a change of scales alone keeps all addresses
+        matrices = dict[str, Matrix]()
         with torch.inference_mode(False):  # weights outlive the caller's mode
             for name, paths in products.items():
                 layers = [adapters.layer_at(block, path) for path in paths]
@@ -273,7 +253,7 @@ class FusedBlocks:
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
                 biases = [layer.bias for layer in base if layer.bias is not None]
-                matrices[name] = Dense(rows([x.weight for x in base]), rows(biases) if biases else None)
+                matrices[name] = Matrix(rows([x.weight for x in base]), rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
                     copy = with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
                     matrices[name] = self._copies[block, name] = copy
@@ -288,22 +268,19 @@ class FusedBlocks:
 
 
 class BlockHook(ModelHook):
-    """Computes a block by a function of `seqpar.families`, in a body's call; a `seqpar.families._block.BlockCall`.
-
-    attention: the split attention of the block's attention module, or None.
-    """
+    """Computes a block by a function of `seqpar.families`; it is the `BlockCall` that the function gets."""
 
     def __init__(self, block: nn.Module, state: CallState) -> None:
         super().__init__()
         self._state, self._kind = state, type(block).__name__
         self._function, self._streams = BLOCKS[self._kind].compute, BLOCKS[self._kind].streams
-        self.attention: ShardedAttention | None = None
+        self.attention: ShardedAttention | None = None  # of the block's attention module
         self.blocks: Sequence[nn.Module] = ()
-        self.every: Sequence[Mapping[str, Dense]] = ()
+        self.every: Sequence[Mapping[str, Matrix]] = ()
         self.index: int | None = None
 
-    def take(self, blocks: Sequence[nn.Module], every: Sequence[Mapping[str, Dense]], index: int | None) -> None:
-        """Compute with these matrices from now on; see `BlockCall`. No index: by the own forward."""
+    def take(self, blocks: Sequence[nn.Module], every: Sequence[Mapping[str, Matrix]], index: int | None) -> None:
+        # compute with these from now on; without an index by the block's own forward
         self.blocks, self.every, self.index = blocks, every, index
 
     def why_not_joined(self) -> str | None:
@@ -314,13 +291,15 @@ class BlockHook(ModelHook):
         return f"the cuts do not join {' and '.join(self._streams)} in its attention"
 
     @property
-    def matrices(self) -> Mapping[str, Dense]:
-        """See `seqpar.families._block.BlockCall`."""
+    def matrices(self) -> Mapping[str, Matrix]:
         return self.every[self.index or 0]
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns; by `own`, its forward, outside of a call."""
-        if self.index is None or not self._state.active or self._is_cast():
+        """Return what the block returns. own: its forward, which computes outside of a call."""
+        if self.index is None or not self._state.active:
+            return own(*args, **kwargs)
+        device, dtype = self._state.mesh.device.type, next(iter(self.matrices.values())).weight.dtype
+        if torch.is_autocast_enabled(device) and dtype not in (torch.get_autocast_dtype(device), torch.float64):
             return own(*args, **kwargs)
         try:
             return self._function(self, module, *args, **kwargs)
@@ -361,21 +340,19 @@ class BlockHook(ModelHook):
             return None
         return left[1]
 
-    def _is_cast(self) -> bool:
-        """Return whether autocast asks for another dtype than that of the weights."""
-        kind = self._state.mesh.device.type
-        dtype = next(iter(self.matrices.values())).weight.dtype
-        return torch.is_autocast_enabled(kind) and dtype not in (torch.get_autocast_dtype(kind), torch.float64)
-
 
 def _reasons(
     module: nn.Module, every: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
 ) -> dict[str, str]:
-    """Return path -> reason for the blocks that no function may compute."""
+    # path -> reason, for the blocks that no function may compute
     if not type(module).__module__.startswith(HOME):
         return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in every}
-    known = [*differences(module), *_of_additions(additions, {path for path, _ in every})]
-    reasons = {}
+    known, paths, reasons = [*differences(module)], {path for path, _ in every}, {}
+    known += [  # around a block, hooks that keep its arguments are right
+        (one.path, str(one))
+        for one in additions
+        if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN)
+    ]
     for path, one in every:
         # inside of the block, or around it, as a wrapper is
         near = ((f"{where}.", reason) for where, reason in known if where)
@@ -385,23 +362,7 @@ def _reasons(
     return reasons
 
 
-def _by_kind(reasons: Mapping[str, str]) -> list[list[str]]:
-    """Return the reasons of all blocks, by their paths, as lists of those that differ in the place alone."""
-    kinds: dict[str, list[str]] = {}
-    for path, reason in reasons.items():
-        kinds.setdefault(re.sub(rf"\b{re.escape(path)}\b[\w.]*", "", reason), []).append(reason)
-    return list(kinds.values())
-
-
-def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) for third-party hooks and forwards, except around a block if they keep its arguments."""
-    for one in additions:
-        if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN):
-            yield one.path, str(one)
-
-
 def _why_not(block: nn.Module) -> str | None:
-    """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
     first, dtypes = next(block.parameters()), set[torch.dtype]()
     known = {path for paths in BLOCKS[type(block).__name__].layers.values() for path in paths}
     for path, layer in adapters.layers(block):

@@ -48,9 +48,9 @@ def _untraced(function: FunctionT) -> FunctionT:
 class ShardedCall:
     """The forward of a parallelized transformer; every rank must make the same calls.
 
-    sharded: the transformer with its hooks; its own forward gives the names of the arguments. capture: captures calls
-    as CUDA graphs; None runs them eagerly. before: attributes of the transformer that `parallelize` replaces. Raises
-    the same ValueError on every rank if arguments, adapters, attention processors, or what computes differ.
+    capture: captures calls as CUDA graphs; None runs them eagerly. before: attributes of the transformer that
+    `parallelize` replaces. Raises the same ValueError on every rank if arguments, adapters, attention processors, or
+    what computes differ.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ShardedCall:
         self._preparation = Preparation(cuts, self.mesh.sequence.size, exact, moves_only)
         self._replaced: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
         self._guidance = Branches(self.mesh, state.say, exact, cuts.calls_twice)
-        self._narrow: torch.dtype | None = None  # of the weights, where latents and results are kept in fp32
+        self.narrow: torch.dtype | None = None  # of the weights, where a pipeline keeps latents and results in fp32
         self._released: Callable[..., Any] | None = None  # the forward after the release
         self._key: Hashable = None
         self._texts: Mapping[str, str] = {}
@@ -113,13 +113,16 @@ class ShardedCall:
     def compute(self, call: Form) -> tuple[Tensor, ...]:
         """Return the transformer's outputs, complete on every rank of the sequence axis; a CUDA graph captures this.
 
-        call: arguments of the transformer's own forward by their names, without `return_dict`; tensors are complete and
-        on the mesh's device, and all values are equal on all ranks of the sequence axis. There may be `NOTE`,
-        too. The next call may overwrite the outputs. The first call of a kind builds exchanges. Raises
-        ValueError, the same on every rank, for arguments that cannot be computed.
+        call: arguments of the transformer's own forward by their names, and maybe `NOTE`; tensors are complete and on
+        the mesh's device, and equal on all ranks of the sequence axis. The next call may overwrite the outputs. The
+        first call of a kind builds exchanges. Raises ValueError, the same on every rank, for arguments that cannot be
+        computed.
         """
         arguments, sharded, state = call.whole, self.sharded, self.state
-        self._refuse(arguments)
+        for name, reason in sharded.cuts.refused.items():
+            if arguments.get(name) is not None:
+                kind = type(sharded.module).__name__
+                raise ValueError(f"{name} of {kind} is not supported on several ranks: {reason}")
         sharded.follow()
         sharded.fused.rescale(_scale_of(arguments))
         sharded.fused.refuse_memory()
@@ -137,7 +140,7 @@ class ShardedCall:
                 outputs = tuple(sharded.forward(**arguments, return_dict=False))
         finally:
             state.active = False
-        return outputs if self._narrow is None else as_dtype(outputs, torch.float32)
+        return outputs if self.narrow is None else as_dtype(outputs, torch.float32)
 
     # 1. Rank 0's arguments ----------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class ShardedCall:
 
     def rank_0s(self, arguments: dict[str, Any]) -> Form:
         """Return rank 0's arguments on this rank's device, without padding that the cuts name; collective."""
-        if (narrow := self._narrow) is not None:
+        if (narrow := self.narrow) is not None:
             arguments = {name: as_dtype(x, narrow) if name in STATE else x for name, x in arguments.items()}
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
@@ -171,14 +174,12 @@ class ShardedCall:
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
 
     def computed(self, form: Form) -> Form:
-        """Return the arguments with which calls are computed: those of the last `rank_0s` without full masks."""
+        """Return the arguments with which calls are computed: those of the last `rank_0s`, as `Cuts.prepare` says."""
         return form_of(form.whole | self._replaced) if self._replaced else form
 
     def _followed(self) -> Hashable:
-        """Return the module's key, or the ValueError with which this rank, and maybe no other, refuses the call.
-
-        An error is raised only after ranks have compared their calls, because the others wait there.
-        """
+        # The module's key, or the ValueError with which this rank, and maybe no other, refuses the call. It is raised
+        # only after ranks have compared their calls, because the others wait there.
         module, name = self.sharded.module, type(self.sharded.module).__name__
         try:
             key = self.sharded.key()
@@ -229,7 +230,7 @@ class ShardedCall:
         return per_rank[0][-1]
 
     def _refuse_change(self) -> None:
-        """Raise ValueError, on all ranks, if the module is no longer as it was when a call was deferred."""
+        # if the module is no longer as it was when a call was deferred, the same ValueError on all ranks
         version, texts = self._guidance.version, self._guidance.texts
         changed = " and ".join(sorted(name for name in texts if self._texts.get(name) != texts[name])) or "weights"
         message = (
@@ -246,7 +247,7 @@ class ShardedCall:
 
     @contextmanager
     def labelled(self, label: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
-        """Remember the name that a pipeline gives to the calls that it makes inside its own context."""
+        """Context in which calls have the name that a pipeline gives them. context: the pipeline's own."""
         before, self.label = self.label, label
         try:
             with context as value:
@@ -266,7 +267,7 @@ class ShardedCall:
     # 3. Rows and tokens -------------------------------------------------------------------------------------------
 
     def _compute_deferred(self, call: Form) -> Form:
-        """Return the results of a deferred call that are read before the next call."""
+        # the results of a deferred call that are read before the next call
         key = self._followed()
         self._compare({CALL: f"reads a result of {type(self.sharded.module).__name__}", **self._texts}, key)
         with torch.autocast(self.mesh.device.type, enabled=False):  # as it was called, wherever it is read
@@ -276,29 +277,16 @@ class ShardedCall:
             return self._guidance.results(task, joined_rows(outputs, splits))
 
     def _is_eager(self) -> bool:
-        """Return whether calls are not captured now: a replay would not run third-party hooks, or soon be invalid."""
+        # a replay would not run third-party hooks, or soon be invalid
         hooks = self.sharded.foreign.hooks
         if hooks and self.graphs.captures:
             self.state.say(f"calls run without CUDA graphs while {hooks[0]}")
         return bool(hooks) or self._calls - self._changes[0] <= SOON
 
-    def _refuse(self, arguments: Mapping[str, Any]) -> None:
-        name = type(self.sharded.module).__name__
-        for key, reason in self.sharded.cuts.refused.items():
-            if arguments.get(key) is not None:
-                raise ValueError(f"{key} of {name} is not supported on several ranks: {reason}")
-
     # Beside calls -------------------------------------------------------------------------------------------------
 
-    def keep_fp32(self, narrow: torch.dtype) -> None:
-        """Return results in fp32 from now on, and take latents of any dtype; call this before the first call.
-
-        narrow: the dtype of the weights, to which latents are converted.
-        """
-        self._narrow = narrow
-
     def why_eager(self) -> str | None:
-        """Return why no call can be captured as a CUDA graph (it copies from or to the host), or None."""
+        """Return why no call can be captured as a CUDA graph, or None."""
         return self.sharded.cuts.why_eager(self.sharded.module)
 
     def pass_boundary(self) -> None:
@@ -350,7 +338,7 @@ class ShardedCall:
             self.state.say(f"{name_of(around)} stays the forward of the released {type(module).__name__}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # the forward of the module's copy, which is possible after the release only
+        # of the module's copy, which is possible after the release only
         return copy.deepcopy(self._released, memo)
 
     def __get__(self, instance: object, owner: type | None = None) -> ShardedCall:
@@ -359,13 +347,13 @@ class ShardedCall:
 
 
 def _scale_of(arguments: Mapping[str, Any]) -> float:
-    """Return the scale of a call, by which diffusers multiplies the scales of all adapters."""
+    # by which diffusers multiplies the scales of all adapters in this call
     options = (arguments.get(name) or {} for name in ("joint_attention_kwargs", "attention_kwargs"))
     return next((option["scale"] for option in options if option.get("scale") is not None), 1.0)
 
 
 def _not_finite(arguments: Mapping[str, Any]) -> ValueError | None:
-    """Return the error for a timestep or scale of guidance on the host that is NaN or infinity, or None."""
+    # of a timestep or scale of guidance on the host
     for name, value in arguments.items():
         x = torch.tensor(value) if isinstance(value, float) else value
         if name.startswith(NUMBERS) and isinstance(x, torch.Tensor) and is_not_finite(x):
@@ -374,6 +362,5 @@ def _not_finite(arguments: Mapping[str, Any]) -> ValueError | None:
 
 
 def _raise(key: Hashable) -> None:
-    """Raise the error that was found in place of a key."""
     if isinstance(key, ValueError):
         raise key

@@ -38,7 +38,6 @@ class _Entry:
     equal: Callable[[Any, Any], bool]
 
     def changed(self) -> bool:
-        """Return whether it is no longer as before."""
         try:
             return not self.equal(self.read(), self.before)
         except (RuntimeError, ValueError, KeyError):  # an array is in place of a number, a tensor without an address
@@ -59,10 +58,7 @@ class Changes:
         self.accept()
 
     def count(self) -> int:
-        """Return a number that is larger than at the last call if and only if something has changed since then.
-
-        `counted` is that number, without another comparison.
-        """
+        """Return the number of changes so far; `counted` is that number without another comparison."""
         if any(entry.changed() for entry in self._entries):
             self.accept()
             self.counted += 1
@@ -110,7 +106,7 @@ def _entry(read: Callable[[], object], equal: Callable[[Any, Any], bool] = eq) -
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of nested containers, with the same objects in them, tensors as what is equal to them alone."""
+    # of nested containers, with the same objects in them; tensors as what is equal to them alone
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,8 +117,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Held:
-    """A tensor that is equal to nothing else, whatever its values are."""
-
+    # a tensor that is equal to nothing else, whatever its values are
     __hash__ = object.__hash__
 
     def __init__(self, tensor: Tensor) -> None:
@@ -133,7 +128,7 @@ class _Held:
 
 
 def _of_modules(root: nn.Module, own: list[nn.Module], modules: list[nn.Module]) -> Iterator[_Entry]:
-    """Yield the entries of all modules. own: those of the model, without the parts of adapters' layers."""
+    # own: those of the model, without the parts of adapters' layers
     attributes, children = [vars(module) for module in modules], [part._modules for part in own if part._modules]
     forwards = [names for names in attributes[1:] if "forward" in names]
     registries = [names[REGISTRY] for names in attributes if REGISTRY in names]
@@ -152,7 +147,7 @@ def _of_modules(root: nn.Module, own: list[nn.Module], modules: list[nn.Module])
 
 
 class _TorchHooks:
-    """Reads the hooks of torch on modules: only where there are some, as long as none was registered anywhere."""
+    # Reads the hooks of torch on modules: only where there are some, as long as none was registered anywhere.
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._all = [hooks for module in modules for hooks in torch_hooks(module)]
@@ -165,10 +160,8 @@ class _TorchHooks:
 
 
 class _Addresses:
-    """Reads where the first weight of each child of a module, and of each member of its lists, lies in memory.
-
-    All weights move, or are replaced, together: by `to`, or by a state dict that is assigned.
-    """
+    # Reads where the first weight of each child of a module, and of each member of its lists, lies in memory. All
+    # weights move, or are replaced, together: by `to`, or by a state dict that is assigned.
 
     def __init__(self, root: nn.Module) -> None:
         lists = (child if isinstance(child, nn.ModuleList) else (child,) for child in root.children())
@@ -177,19 +170,19 @@ class _Addresses:
             (self._plain if type(held[name]) is nn.Parameter else self._others).append((held, name))
 
     def __call__(self) -> list[int]:
-        """Return addresses; tensors of other types, as quantised weights have, need not have one."""
         plain = [held[name].data_ptr() for held, name in self._plain]
+        # tensors of other types, as quantised weights have, need not have an address
         return plain + [id(held[name]) for held, name in self._others]
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the parameters of a module by the attributes in which they are held, and their names there."""
+    # the parameters of a module by the attributes in which they are held, and their names there
     for part in module.modules():
         yield from ((part._parameters, name) for name, weight in part._parameters.items() if weight is not None)
 
 
 def _of_processors(attention: list[Any]) -> Iterator[_Entry]:
-    """Yield the entries of modules' attention processors: which they are, what they compute, and their settings."""
+    # which processors there are, what they compute, and their settings
     modules, processors = list(map(vars, attention)), [module.processor for module in attention]
     settings = [vars(processor) for processor in processors if hasattr(processor, "__dict__")]
     kinds = {base for processor in processors for base in type(processor).__mro__}
@@ -199,7 +192,7 @@ def _of_processors(attention: list[Any]) -> Iterator[_Entry]:
 
 
 def _of_adapters(layers: list[nn.Module]) -> Iterator[_Entry]:
-    """Yield the entries of adapters' layers: which are active or fused, their scales, and writes to their values."""
+    # which adapters are active or fused, their scales, and writes to their values
     scales = [x for layer in layers if isinstance(x := getattr(layer, "scaling", None), dict)]
     weights = [x for layer in layers for x in layer.parameters() if not x.is_inference()]
     yield _entry(lambda: list(map(_settings, layers)))
@@ -208,12 +201,10 @@ def _of_adapters(layers: list[nn.Module]) -> Iterator[_Entry]:
 
 
 def _close(scales: list[dict[str, float]], before: list[dict[str, float]]) -> bool:
-    """Return whether scales are equal up to rounding: diffusers multiplies and divides them in a call."""
+    # up to rounding: diffusers multiplies and divides them in a call
     if scales == before:
         return True
     if list(map(dict.keys, scales)) != list(map(dict.keys, before)):
         return False
-    pairs = zip(
-        chain.from_iterable(map(dict.values, scales)), chain.from_iterable(map(dict.values, before)), strict=True
-    )
+    pairs = ((a, other[name]) for scale, other in zip(scales, before, strict=True) for name, a in scale.items())
     return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in pairs)

@@ -92,7 +92,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of all lists of modules with attention, those with the most parameters first."""
+    # the members of all lists of modules with attention, those with the most parameters first
     lists = [list(child) for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
     lists = [blocks for blocks in lists if next(_attention(blocks[0]), None) is not None]
     if not lists:
@@ -112,7 +112,6 @@ def _attention(block: nn.Module) -> Iterator[Any]:
 
 
 def _heads(attention: Any) -> int | None:
-    """Return the number of query heads of an attention module, by either of the names that diffusers uses."""
     counts = (getattr(attention, name, None) for name in ("heads", "num_heads"))
     return next((count for count in counts if isinstance(count, int)), None)
 
@@ -122,7 +121,7 @@ def _is_linear(module: nn.Module, name: str) -> bool:
 
 
 def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v."""
+    # (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v
     for name, layer in block.named_modules():
         skipped = name.endswith(("to_q", "to_k", "to_v")) or any(word in name.lower() for word in _FEW_ROWS)
         if isinstance(layer, nn.Linear) and not skipped:

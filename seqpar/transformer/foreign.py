@@ -72,10 +72,10 @@ class Addition:
 
 @dataclass(frozen=True)
 class ForeignCode:
-    """What `look` sees. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
+    """What `look` sees: hooks and replaced forwards, and the reasons (or None) why rows cannot be computed apart.
 
-    unsplit: why tokens cannot be split, or None. unshared: why a call cannot be computed on several ranks, or None.
-    named: what may need all tokens, as a text of limited length that is equal on all ranks; "" for nothing.
+    unsplit: why tokens cannot be split. unshared: why a call cannot be computed on several ranks. named: what may need
+    all tokens, as a text of limited length that is equal on all ranks; "" for nothing.
     """
 
     hooks: tuple[Addition, ...] = ()
@@ -117,10 +117,7 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def refuse(module: nn.Module, mesh: Mesh, reason: str | None, foreign: ForeignCode) -> None:
-    """Raise ValueError for what would surely compute something else on the ranks of a mesh than on one.
-
-    reason: why the transformer's cuts do not fit it, or None.
-    """
+    """Raise ValueError for what computes something else on several ranks. reason: why the cuts do not fit, or None."""
     name, ranks = type(module).__name__, mesh.sequence.size
     if foreign.unshared is not None and mesh.world.size > 1:
         raise ValueError(f"{name} cannot run on several ranks: {foreign.unshared}")
@@ -134,9 +131,9 @@ def refuse(module: nn.Module, mesh: Mesh, reason: str | None, foreign: ForeignCo
 
 
 def refuse_late(module: nn.Module) -> None:
-    """Raise ValueError for a parallelized transformer whose blocks are those of cache-dit while it is called.
+    """Raise ValueError for blocks of cache-dit in a parallelized transformer.
 
-    These hold the transformer itself, so that nothing else may walk through its modules. This takes microseconds.
+    They hold the transformer itself, so that nothing else may walk through its modules. This takes microseconds.
     """
     first = (next(iter(one), None) for one in module.children() if isinstance(one, nn.ModuleList))
     if any(type(block).__module__.startswith(CACHE_DIT) for block in first):
@@ -154,10 +151,8 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _hooks_on(path: str, part: nn.Module, patched: bool) -> Iterator[Addition]:
-    """Yield hooks, and a forward that is not of the module's class. patched: whether that of its class is another's.
-
-    Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
-    """
+    # Hooks, and a forward that is not of the module's class. patched: whether that of its class is another package's.
+    # Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
     others = (hook for hook in hooks_on(part).values() if not _home(hook).startswith(PASSIVE))
     yield from (Addition(path, f"hook {type(hook).__name__}", hook) for hook in others)
     hooks = (hook for hooks in torch_hooks(part) for hook in hooks.values()) if path else ()
@@ -176,7 +171,6 @@ def _hooks_on(path: str, part: nn.Module, patched: bool) -> Iterator[Addition]:
 def is_offloaded(module: nn.Module, inside: bool = True) -> bool:
     """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU.
 
-    Hooks that bring inputs to the device on which the weights stay move nothing: those of `dispatch_model` to one.
     inside: whether to search submodules, too.
     """
     if inside and is_group_offloaded(module):
@@ -188,10 +182,8 @@ def is_offloaded(module: nn.Module, inside: bool = True) -> bool:
 
 
 def _is_patched(kind: type, method: str) -> bool:
-    """Return whether a method was put onto a class by code of another package than the class's.
-
-    A wrapper copies the names of what it wraps, but not the globals of the code.
-    """
+    # put onto a class by another package than the class's: a wrapper copies the names of what it wraps, but not the
+    # globals
     code: Any = getattr(kind, method)
     home = str(getattr(code, "__globals__", {}).get("__name__", kind.__module__))
     owners = {base.__module__.partition(".")[0] for base in kind.__mro__}
@@ -199,13 +191,13 @@ def _is_patched(kind: type, method: str) -> bool:
 
 
 def _set_on(one: nn.Module) -> Any:
-    """Return the forward that was set on an object; of a parallelized transformer, what it had before."""
+    # of a parallelized transformer, what it had before
     call = vars(one).get(CALL)
     return vars(one).get("forward") if call is None else call.before.get("forward")
 
 
 def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
-    """Yield a processor that may read other rows: a user's own, or one of perturbed attention."""
+    # those that may read other rows: a user's own, or one of perturbed attention
     processor = getattr(one, "processor", None)
     if processor is None:
         return
@@ -216,7 +208,7 @@ def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
 
 
 def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
-    """Yield a layer of a block that is quantised with one scale for all rows and tokens of a call."""
+    # with one scale for all rows and tokens of a call
     if type(one).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
         dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
         if dtype != torch.float16:
@@ -241,12 +233,9 @@ def _named(additions: Iterable[Addition]) -> str:
     paths: dict[str, list[str]] = {}
     for one in additions:
         paths.setdefault(one.kind[:WIDTH], []).append(one.path)
-    shown = [f"{kind} on {_and_more(where)}" for kind, where in list(paths.items())[:SHOWN]]
+    more = {kind: f" and {len(where) - 1} more" if len(where) > 1 else "" for kind, where in paths.items()}
+    shown = [f"{kind} on {where[0]}{more[kind]}" for kind, where in list(paths.items())[:SHOWN]]
     return ", ".join([*shown, *([f"{len(paths) - SHOWN} others"] if len(paths) > SHOWN else [])])
-
-
-def _and_more(paths: list[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def home_of_forward(module: nn.Module) -> str:
@@ -266,12 +255,11 @@ def unhooked(forward: Any) -> Any:
 
 
 def _home(what: Any) -> str:
-    """Return the module in which a function or the class of an object is defined."""
     return f"{getattr(what, '__module__', None)}"
 
 
 def _home_of_code(function: Any) -> str:
-    """Return the module of a function's code, which `functools.wraps` does not change; otherwise that of `_home`."""
+    # `functools.wraps` does not change it
     code: Any = getattr(function, "__func__", function)
     return f"{getattr(code, '__globals__', {}).get('__name__', _home(function))}"
 

@@ -154,7 +154,7 @@ class CallState:
         return whole.movedim(0, gather.dim).contiguous()
 
     def spread(self, use: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
-        """Compute a share of some results here and gather the others'; see `seqpar.families._block.Spread`.
+        """Compute a share of some results here and gather the others' (`BlockCall.spread`).
 
         The results are GEMVs of one vector per image with the modulation's weights: each of N ranks reads an Nth of
         these, which are a quarter of FLUX.1. Of the 2.0 ms that FLUX.1-dev's take on an H200, two ranks save 1.0 and
@@ -182,7 +182,7 @@ class CallState:
         return self.exchanges.attend(len(like), tokens, self._local(like, masked) if masked else None)
 
     def local(self, like: Tensor, masked: bool) -> Core:
-        """Return the planned local attention, for keys that are whole on every rank; see `attend`."""
+        """Return the planned local attention, for keys that are whole on every rank. like, masked: see `attend`."""
         return load_local(self._local(like, masked) if masked else self.plan.local.name)
 
     def _local(self, like: Tensor, masked: bool) -> str:

@@ -34,7 +34,7 @@ _WHOLE = re.compile(rf"rotary|rope|indices|skip_layers|^({'|'.join(sorted(WITHOU
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Return an argument or a result with the floating-point tensors in it in another dtype."""
+    """Return an argument or a result with its floating-point tensors in another dtype."""
     return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
@@ -185,7 +185,7 @@ class Branches:
         return local
 
     def _defers(self, form: Form, label: str | None) -> bool:
-        """Return whether a call is computed later, beside the step's next one."""
+        # whether a call is computed later, beside the step's next one
         if torch.is_autocast_enabled(self._mesh.device.type):
             return False
         if label is None:  # rows for all axes are both branches already
@@ -193,7 +193,7 @@ class Branches:
         return label in FIRST
 
     def _alike(self, first: DeferredCall, form: Form) -> bool:
-        """Return whether a call has results like those of the one before, so that both can be exchanged."""
+        # whether a call has results like those of the one before, so that both can be exchanged
         results = self._results.get(form.kind)
         mixed = torch.is_autocast_enabled(self._mesh.device.type)  # the first one was called without
         return not mixed and results is not None and shapes(results.tensors) == shapes(first.results.tensors)
@@ -211,7 +211,6 @@ class Branches:
         return Task(form, self._split(self._axes, form))
 
     def _split(self, axes: tuple[Axis, ...], form: Form) -> tuple[Axis, ...]:
-        """Return the axes that split the rows of a call."""
         split = split_over(axes, rows_of(form.whole)) if axes else ()
         if split and self._exact:
             self._say_whole("because GEMMs of fewer rows may round differently, in exact mode")

@@ -28,13 +28,12 @@ from seqpar.families._cuts import (
 )
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan
-from seqpar.transformer.attention import AttentionHook, ShardedAttention
+from seqpar.transformer.attention import AttentionHook, BlockWatch, ShardedAttention, parts_of_users
 from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.changes import Changes
 from seqpar.transformer.foreign import ForeignCode, own_forward, refuse, refuse_compiled, refuse_late
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.internals import is_hooked, is_outermost, register_innermost, unregister
-from seqpar.transformer.watch import BlockWatch, parts_of_users
 
 OURS = "seqpar"  # the names of our hooks begin with it
 ATTENTION = f"{OURS} attention"  # the name of the hook of an attention module that joins the ranks
@@ -66,7 +65,7 @@ def on_device(state: CallState, value: Any) -> Any:
 
 
 class ShardHook(ModelHook):
-    """Cuts a submodule's inputs and outputs, and gathers its outputs. path: the place's, of all its submodules."""
+    """Cuts a submodule's inputs and outputs, and gathers its outputs. path: of the place in `Cuts.places`."""
 
     def __init__(self, state: CallState, place: Boundary, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -77,7 +76,6 @@ class ShardHook(ModelHook):
         self._inputs = tuple((name, names.index(name), change) for name, change in changes)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut the inputs, and make numbers of the host on the device."""
         changed = list(args)
         for name, index, change in self._inputs:
             if name in kwargs:
@@ -87,7 +85,6 @@ class ShardHook(ModelHook):
         return tuple(changed), kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cut or gather the outputs."""
         if not self._place.outputs and not self._place.gathers:
             return output
         alone = isinstance(output, Tensor)
@@ -100,16 +97,12 @@ class ShardHook(ModelHook):
         return outputs[0] if alone else tuple(outputs)
 
 
-Hooked = tuple["ref[nn.Module]", str]  # a submodule, and the name of our hook on it
-
-
 class ShardedModule:
     """A transformer with what is put on it; it stays the owner of its weights and is changed by hooks only.
 
-    cuts: where its tokens are split. native: whether functions of `seqpar.families` may compute its blocks. state: its
-    ranks, and the tokens of its last forward. forward: computes a call from its arguments by their names. takes_note:
-    whether that is a function of the family, which takes `NOTE`. Raises ValueError, the same on every rank, if the
-    tokens cannot be split.
+    native: whether functions of `seqpar.families` may compute its blocks. forward: computes a call from its arguments
+    by their names. takes_note: whether that is a function of the family, which takes `NOTE`. Raises ValueError, the
+    same on every rank, if the tokens cannot be split.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, native: bool = False) -> None:
@@ -120,7 +113,7 @@ class ShardedModule:
         self._followed = -1  # the count of changes up to which the module was followed
         # A submodule may live longer than its transformer: diffusers caches Qwen-Image's rotary embedding for ever. Its
         # hook would keep the exchanges and their buffers alive, so hooks are also removed when this object goes.
-        self._hooked = list[Hooked]()
+        self._hooked = list[tuple[ref[nn.Module], str]]()  # a submodule, and the name of our hook on it
         finalize(self, _unhook, self._hooked).atexit = False
         self._attention = dict[nn.Module, AttentionHook]()
         self.watch = BlockWatch(self.state, {})
@@ -146,7 +139,7 @@ class ShardedModule:
         return self.state.exchanges.state, self.module.training, self._followed, scale
 
     def version(self) -> Hashable:
-        """Return a key that stays equal while the module would compute the same, also by weights written in place."""
+        """Return a key that also changes with weights that are written in place."""
         return self.module.training, self._changes.count(), self._changes.values()
 
     def texts(self) -> Mapping[str, str]:
@@ -200,10 +193,8 @@ class ShardedModule:
         self._attention, self._followed = {}, -1
 
     def _look(self) -> None:
-        """Follow the transformer's own forward, which may be replaced on its class at any time.
-
-        On several ranks, refuse what does not compute each token by itself, or print that it may not.
-        """
+        # The transformer's own forward may be replaced on its class at any time. On several ranks, what does not
+        # compute each token by itself is refused, or printed where it may not.
         foreign = self.foreign
         if (theirs := own_forward(self.module)) != self._theirs:
             # the family's forward takes the place of one as diffusers wrote it alone
@@ -230,11 +221,9 @@ class ShardedModule:
                 self._attention[part] = hook if keeps else AttentionHook(attention, part, paths[part])
 
     def _hook(self) -> None:
-        """Hook the places, again where a layer was replaced, as adapters do, or where another hook is around ours.
-
-        Inside of a hook that skips a block, ours would not cut and gather the tokens that pass the block by. The inputs
-        of the transformer itself are cut before its forward.
-        """
+        # Again where a layer was replaced, as adapters do, or where another hook is around ours: inside of a hook that
+        # skips a block, ours would not cut and gather the tokens that pass the block by. The inputs of the transformer
+        # itself are cut before its forward.
         places = [(part, path) for path in self.cuts.places if path for part in submodules(self.module, path)]
         inner = [*((part, ATTENTION) for part in self._attention), *((block, FUSED) for block in self.fused.hooks)]
         wanted = [(ref(part), name) for part, name in (*((part, f"{OURS} {path}") for part, path in places), *inner)]
@@ -252,8 +241,8 @@ class ShardedModule:
         self._hooked += wanted
 
 
-def _unhook(hooked: list[Hooked]) -> None:
-    """Remove our hooks from the submodules that still exist, and empty the list."""
+def _unhook(hooked: list[tuple[ref[nn.Module], str]]) -> None:
+    # from the submodules that still exist
     while hooked:
         reference, name = hooked.pop()
         if (module := reference()) is not None:

@@ -12,12 +12,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.families import _processors as processors
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, _fitted, _name, changes_encoders, load
 from seqpar.transformer.foreign import Addition
@@ -149,7 +149,7 @@ def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
     wrapper: Any = layer
     base = wrapper.get_base_layer()
     wide = torch.promote_types(base.weight.dtype, torch.float32)
-    if not _is_plain_lora(wrapper):
+    if any(why_not_plain(wrapper, name) is not None for name in active(wrapper)):
         wrapper = copy.deepcopy(wrapper).to(wide)  # peft merges into this copy; the layer itself stays as it is
         if hasattr(wrapper, "scale_layer"):
             wrapper.scale_layer(scale)
@@ -157,10 +157,6 @@ def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
         base = wrapper.get_base_layer()
         return base.weight.data, None if base.bias is None else base.bias.data
     return with_terms(base.weight, base.bias, [(term_of(wrapper, name), scale) for name in active(wrapper)])
-
-
-def _is_plain_lora(layer: Any) -> bool:
-    return all(why_not_plain(layer, name) is None for name in active(layer))
 
 
 @dataclass(frozen=True)
@@ -207,10 +203,9 @@ def with_terms(
 
 
 def texts(module: nn.Module, hooks: Iterable[Addition]) -> dict[str, str]:
-    """Return what must be equal on all ranks: the module's adapters and attention processors, as texts by their names.
+    """Return what must be equal on all ranks: a module's adapters, attention processors and hooks, as texts by name.
 
-    hooks: those that others have put onto it. The texts are equal on ranks that made the same calls. This waits for the
-    device.
+    They are equal on ranks that made the same calls. This waits for the device.
     """
     adapted = dict(layers(module))
     attention: dict[str, Any] = {name: one for name, one in without_adapters(module) if hasattr(one, "processor")}
@@ -221,28 +216,24 @@ def texts(module: nn.Module, hooks: Iterable[Addition]) -> dict[str, str]:
         "hooks": _counted({str(one): one.kind for one in hooks}),
         "attention processors": _counted({name: type(one.processor).__name__ for name, one in attention.items()}),
         "settings of attention processors": _counted(
-            {name: processors.settings(one.processor) for name, one in attention.items()}
+            {name: settings(one.processor) for name, one in attention.items()}
         ),
     }
 
 
 def _applied(layer: Any) -> str:
-    """Return the names of the adapters that a layer applies."""
     if layer.disable_adapters:
         return "disabled"
     return f"{'fused ' if layer.merged else ''}{' + '.join(layer.merged_adapters or active(layer)) or 'none active'}"
 
 
 def _scales(layer: Any) -> str:
-    scaling: Mapping[str, float] = getattr(layer, "scaling", {})
-    return " + ".join(f"{name} {value:.6g}" for name, value in scaling.items())
+    return " + ".join(f"{name} {value:.6g}" for name, value in getattr(layer, "scaling", {}).items())
 
 
 def _sums(adapted: Iterable[nn.Module]) -> list[int]:
-    """Return a sum of the bits of each tensor of adapters, in integers, whose sum is the same in any order.
-
-    The first factors of LoRA are left out: they may be random as long as the second ones are zero.
-    """
+    # Of the bits of each tensor, as integers, whose sum is the same in any order. The first factors of LoRA are left
+    # out: they may be random as long as the second ones are zero.
     every = [pair for layer in adapted for pair in layer.named_parameters()]
     values = [x.detach() for name, x in every if "base_layer" not in name and "lora_A" not in name]
     sums = [x.contiguous().view(_INTEGERS[x.itemsize]).sum(dtype=torch.int64) for x in values]
@@ -250,13 +241,34 @@ def _sums(adapted: Iterable[nn.Module]) -> list[int]:
 
 
 def _counted(texts: Mapping[str, str]) -> str:
-    """Return place -> text as one text: how often the most frequent ones are there, and a digest of all."""
     most = Counter(text for text in texts.values() if text).most_common(3)
     return f"{', '.join(f'{times} x {text}' for text, times in most)} ({_digest(texts)})" if most else "none"
 
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
+
+
+def settings(processor: Any) -> str:
+    """Return a processor's public attributes with plain values as a text, which is equal on all ranks."""
+    left_out = _OF_MODULES if isinstance(processor, nn.Module) else ()
+    every = {name: _shown(value) for name, value in getattr(processor, "__dict__", {}).items() if name not in left_out}
+    return ", ".join(f"{name} {text}" for name, text in every.items() if name[0] != "_" and text != "...")
+
+
+def _shown(value: Any) -> str:
+    """Return a text without addresses; "..." for what is neither a plain value nor a container."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
+    return str(value) if isinstance(value, _PLAIN) else "..."
 
 
 Wanted = tuple[tuple[str, float], ...]
@@ -293,7 +305,10 @@ class Merging:
     def __init__(self, module: Any, every: Mapping[str, Terms], keeps: bool) -> None:
         self._every = every
         self._layers: dict[str, Any] = {path: layer_at(module, path) for each in every.values() for path in each}
-        self._kept = {path: _copied(layer) for path, layer in self._layers.items()} if keeps else {}
+        self._kept = dict[str, tuple[Tensor, Tensor | None]]()
+        for path, layer in self._layers.items() if keeps else ():
+            bias = None if layer.bias is None else layer.bias.detach().clone()
+            self._kept[path] = layer.weight.detach().clone(), bias
         self.merged: Wanted = ()
 
     @torch.no_grad()
@@ -313,7 +328,6 @@ class Merging:
         return True
 
     def _write(self, path: str, wanted: Wanted) -> None:
-        """Write weight and bias of a layer, from those without LoRAs."""
         layer = self._layers[path]
         own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
         mine = [(self._every[name][path], scale) for name, scale in wanted if path in self._every[name]]
@@ -321,7 +335,3 @@ class Merging:
         layer.weight.copy_(weight)
         if own_bias is not None:
             layer.bias.copy_(own_bias if bias is None else bias)
-
-
-def _copied(layer: Any) -> tuple[Tensor, Tensor | None]:
-    return layer.weight.detach().clone(), None if layer.bias is None else layer.bias.detach().clone()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqpar.families._cuts import NOTE, Cuts
-from seqpar.families._masks import JOINED, Keys, drop_full, key_rows, keys_of
+from seqpar.families._masks import JOINED, Keys, Prepared, drop_full, key_rows, keys_of
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.shard import JointShard
 from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
@@ -24,40 +23,6 @@ from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 BITS = 16  # per number that is read; `Preparation` packs three into one that fits into 63 bits
 MOST = 3
 RANKS = 16  # on up to this many ranks exact mode computes the same padding
-
-
-@dataclass
-class Call:
-    """A call that `Cuts.prepare` changes; see `seqpar.families._masks.Prepared`.
-
-    number: returns what `read` returns next.
-    """
-
-    arguments: dict[str, Any]
-    ranks: int
-    moves_only: bool
-    number: Callable[[Tensor, Callable[[], int], Hashable], int]
-    note: Hashable = None
-    is_cut: bool = False
-    dropped: list[str] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-
-    def mask(self, name: str) -> Tensor | None:
-        mask = self.arguments.get(name)
-        return mask if isinstance(mask, Tensor) and mask.dim() > 1 else None
-
-    def read(self, tensor: Tensor, read: Callable[[], int], key: Hashable = None) -> int:
-        return self.number(tensor, read, key)
-
-    def cut(self, **arguments: Tensor) -> None:
-        self.arguments |= arguments
-        self.is_cut = True
-
-    def drop(self, name: str) -> None:
-        self.dropped.append(name)
-
-    def say(self, message: str) -> None:
-        self.messages.append(message)
 
 
 class Preparation:
@@ -104,8 +69,8 @@ class Preparation:
             changes[NOTE] = call.note
         return form_of(call.arguments) if call.is_cut else form, changes, call.messages
 
-    def _run(self, form: Form, number: Callable[[Tensor, Callable[[], int], Hashable], int]) -> Call:
-        call = Call(form.whole, self._ranks, self._moves_only, number)
+    def _run(self, form: Form, number: Callable[[Tensor, Callable[[], int], Hashable], int]) -> Prepared:
+        call = Prepared(form.whole, self._ranks, self._moves_only, number)
         if self._cuts.prepare is not None:
             self._cuts.prepare(call)
         else:
@@ -113,8 +78,8 @@ class Preparation:
         return call
 
     def _read(self, tensor: Tensor, read: Callable[[], int], key: Hashable) -> int:
-        """Return what `read` returned after the last write to a tensor; 0 for tensors whose writes are not counted."""
-        if tensor.is_inference():
+        # what `read` returned after the last write to a tensor
+        if tensor.is_inference():  # its writes are not counted
             return 0
         cached = self._cached.setdefault(tensor, {})
         writes, number = cached.get(key, (-1, 0))
@@ -150,7 +115,7 @@ def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) 
 def from_streams(
     masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the key bias in the order of the keys, of what `keys_of` returned for streams with padding, or None."""
+    """Return the key bias in the order of the keys, of masks of streams (`Keys.masks`), or None without any."""
     if (joined := masks.get(JOINED)) is not None:
         return from_whole(joined, len(joined), tokens, dtype)
     every = [masks.get(name) for name in streams]

@@ -8,7 +8,6 @@ config and adapters; only its `forward` is replaced (`seqpar.transformer.call`).
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -51,7 +50,7 @@ BASES = ("diffusers.pipelines.pipeline_utils", "diffusers.modular_pipelines.modu
 def choices(
     mesh: Mesh | str | None, preferences: Preferences, native: bool, cfg: bool
 ) -> tuple[Mesh | None, Preferences]:
-    """Return the caller's mesh and choices (`named_mesh`); ValueError for those that are none or contradict."""
+    """Return the caller's mesh and preferences (`named_mesh`); ValueError for unknown or contradictory ones."""
     own, preferences = named_mesh(mesh, preferences)
     check_names(preferences.strategy, preferences.local, preferences.transport)
     check_kind("native", native, bool, expected="True or False")
@@ -62,18 +61,7 @@ def choices(
     return own, preferences
 
 
-def all_checked(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], cuts: Cuts | Mapping[str, Any] | None, vae: VaeMode
-) -> dict[str, Cuts]:
-    """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
-    check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
-    takes_variances(pipe_or_transformer)
-    sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
-    return {name: _checked_cuts(module, cuts) for name, module in modules.items()}
-
-
 def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
-    """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
     refuse_compiled(module)
     if call_of(module) is not None:
@@ -93,9 +81,9 @@ def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> C
 
 
 def takes_variances(pipe: Any) -> bool:
-    """Return whether a pipeline cuts the variances off that its scheduler needs; ValueError if its model has none."""
-    named = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
-    if not named or not learns_range(pipe.scheduler):
+    """Return whether a pipeline cuts off the variances that its scheduler needs; ValueError if its model has none."""
+    is_dit = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
+    if not is_dit or not learns_range(pipe.scheduler):
         return False
     check_variances(pipe.transformer.config)
     return True
@@ -113,17 +101,6 @@ def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
     return isinstance(pipe_or_transformer, nn.Module) or any(home.startswith(PIPELINES) for home in homes)
 
 
-def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether two branches of guidance can be expected that may be computed apart from each other.
-
-    In exact mode they are not, because many pipelines make them one batch, whose rows stay together then.
-    """
-    perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
-    apart = all(look(module).coupled is None for module in modules.values())
-    default = cfg_by_default(pipe_or_transformer, next(iter(modules.values())))
-    return apart and not perturbed and not exact.is_on() and default
-
-
 def planned(
     pipe_or_transformer: Any,
     modules: Mapping[str, nn.Module],
@@ -132,16 +109,15 @@ def planned(
     native: bool,
     cfg: bool,
 ) -> Plan:
-    """Return the planner's plan for one picture of the first transformer's family.
-
-    native: whether functions of `seqpar.families` may compute.
-    """
-    axis = mesh.cfg.size if mesh is not None else preferences.axes.get("cfg")
-    guided = _guided(pipe_or_transformer, modules) and cfg if axis is None else axis > 1
-    module = next(iter(modules.values()))
-    dtype = estimate.dtype_of(module)
-    work = estimate.planned_work(module, native)
-    ranks = mesh or Mesh.joined()
+    # the plan for one picture of the first transformer's family
+    module, axis = next(iter(modules.values())), mesh.cfg.size if mesh is not None else preferences.axes.get("cfg")
+    if axis is not None:
+        guided = axis > 1
+    else:  # in exact mode the branches stay together, because many pipelines make them one batch
+        guided = cfg and not exact.is_on() and cfg_by_default(pipe_or_transformer, module)
+        guided = guided and not hasattr(pipe_or_transformer, "set_pag_applied_layers")  # PAG reads rows of all branches
+        guided = guided and all(look(part).coupled is None for part in modules.values())
+    dtype, work, ranks = dtype_of(module), estimate.planned_work(module, native), mesh or Mesh.joined()
     load = replace(estimate.load_of(module, dtype, guided, work.joined), images=preferred_images(preferences, ranks))
     return make(work, load, dtype, ranks, preferences, mesh)
 
@@ -150,38 +126,37 @@ BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch
 
 
 class Handle:
-    """What one `parallelize` has made, freed with its last transformer.
+    """What one `parallelize` has made, freed with its last transformer: process groups, and what `ends` undoes.
 
-    mesh: the mesh of the calls. groups: process groups that were made for it, without those of a caller's mesh.
+    mesh: the mesh of the calls. Raises ValueError from `settled`, the same on all ranks.
     """
 
-    def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
-        self.mesh, self._groups = mesh, groups
+    def __init__(self, plan: Plan, callers: Mesh | None) -> None:
+        _destroy_dropped(callers or Mesh.joined())
+        mesh = callers or Mesh.from_env(*plan.sizes.values())
+        if not _has_host(mesh):  # the comparison that each call begins with would wait for the GPU
+            group: Any = dist.new_group(backend=BACKENDS)
+            mesh = replace(mesh, world=replace(mesh.world, group=group))
+        # groups that were made here: not torch's default one, nor those of the caller
+        retained = [dist.group.WORLD, *_groups(callers)]
+        self._groups = [group for group in _groups(mesh) if not any(group is other for other in retained)]
+        self.mesh, self._users = mesh, 0
         self.ends = ExitStack()  # what is undone when the last transformer is released
-        self._users = 0
-        self._collected = finalize(self, _drop, groups, mesh.device.type, mesh.world.watch)
+        self._collected = finalize(self, _drop, self._groups, mesh.device.type, mesh.world.watch)
         self._collected.atexit = False
-
-    @staticmethod
-    def of(plan: Plan, mesh: Mesh | None) -> Handle:
-        """Make the mesh of a plan, or take the caller's; ValueError from `settled`, the same on all ranks."""
-        _destroy_dropped(mesh or Mesh.joined())
-        planned_mesh = _with_host_group(mesh or Mesh.from_env(*plan.sizes.values()))
-        handle = Handle(planned_mesh, _new_groups(planned_mesh, mesh))
         try:
-            settled(plan, planned_mesh)
+            settled(plan, mesh)
         except ValueError:
-            handle.leave()
+            self.leave()
             raise
-        return handle
 
     def join(self, call: ShardedCall) -> None:
-        """Count a transformer, whose release leaves."""
+        """Hold this until a transformer is released."""
         self._users += 1
         call.ends.callback(self.leave)
 
     def leave(self) -> None:
-        """Count a transformer's release; collective."""
+        """End one hold, and with the last one all; collective."""
         self._users = max(0, self._users - 1)  # it is 0 before any has joined
         if self._users:
             return
@@ -194,11 +169,8 @@ class Handle:
 
 
 def call_of(module: nn.Module) -> ShardedCall | None:
-    """Return the call of a transformer, or None if it is not parallelized.
-
-    It is held beside `module.forward`, because users wrap that.
-    """
-    return vars(module).get(CALL)
+    """Return the call of a transformer, or None if it is not parallelized."""
+    return vars(module).get(CALL)  # beside `module.forward`, because users wrap that
 
 
 def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
@@ -214,7 +186,7 @@ def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None)
 
 
 def _destroy_dropped(mesh: Mesh) -> None:
-    """Destroy the groups that all of their ranks have dropped; collective."""
+    # the groups that all of their ranks have dropped; collective
     if mesh.world.size == 1 or mesh.world.watch is None:
         return
     dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
@@ -231,30 +203,13 @@ def _destroy(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _with_host_group(mesh: Mesh) -> Mesh:
-    """Return a mesh whose ranks can compare small numbers on the host, where the process group has only NCCL.
-
-    Without it, the comparison that each call begins with would wait for the GPU.
-    """
-    if _has_host(mesh):
-        return mesh
-    group: Any = dist.new_group(backend=BACKENDS)
-    return replace(mesh, world=replace(mesh.world, group=group))
-
-
 def _has_host(mesh: Mesh) -> bool:
     return mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group)
 
 
-def _new_groups(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
-    """Return the process groups of a mesh that were made for it: not torch's default one, nor those of a caller."""
-    retained = [dist.group.WORLD, *((axis.group for axis in _axes(callers)) if callers else ())]
-    groups = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
-    return [group for group in groups.values() if not any(group is other for other in retained)]
-
-
-def _axes(mesh: Mesh) -> tuple[Axis, ...]:
-    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.replica, mesh.world
+def _groups(mesh: Mesh | None) -> list[dist.ProcessGroup]:
+    axes = [] if mesh is None else [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
+    return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
 
 
 @contextmanager
@@ -290,22 +245,21 @@ def keep_fp32(pipe: Any) -> str | None:
     Every rank must call this after `parallelize`, before the pipeline's first call.
     """
     modules = transformers_of(pipe)
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    others = [name for name in parts if name not in (*modules, "vae") and not name.startswith(ENCODERS)]
-    if others:
-        return f"{others[0]} may read the latents, too"
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module) and name not in (*modules, "vae") and not name.startswith(ENCODERS):
+            return f"{name} may read the latents, too"
     dtypes = {dtype_of(module) for module in modules.values()}
     if any(dtype.itemsize != HALF for dtype in dtypes):
         return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
     calls = [call for _, call in _calls_of(pipe)]
     for call in calls:
-        call.keep_fp32(dtype_of(call.sharded.module))
+        call.narrow = dtype_of(call.sharded.module)
     calls[0].ends.callback(_prepare_fp32(pipe))
     return None
 
 
 def _prepare_fp32(pipe: Any) -> Callable[[], None]:
-    """Convert the latents that a pipeline's loop begins with; return a function that undoes it."""
+    # converts the latents that a pipeline's loop begins with; the function that is returned undoes it
     theirs, before = getattr(pipe, PREPARES, None), vars(pipe).get(PREPARES)
     if theirs is None:
         return lambda: None
@@ -313,9 +267,9 @@ def _prepare_fp32(pipe: Any) -> Callable[[], None]:
     @wraps(theirs)
     def prepared(*args: Any, **kwargs: Any) -> Any:
         latents = theirs(*args, **kwargs)
-        if isinstance(latents, tuple):
-            return (_converted(latents[0]), *latents[1:])
-        return _converted(latents)
+        first, *others = latents if isinstance(latents, tuple) else (latents,)
+        first = first.to(torch.float32) if isinstance(first, Tensor) else first
+        return (first, *others) if isinstance(latents, tuple) else first
 
     def end() -> None:
         if vars(pipe).get(PREPARES) is prepared:  # otherwise someone has wrapped it since
@@ -323,13 +277,8 @@ def _prepare_fp32(pipe: Any) -> Callable[[], None]:
             if before is not None:
                 vars(pipe)[PREPARES] = before
 
-    prepared.__signature__ = inspect.signature(theirs)  # pyright: ignore[reportAttributeAccessIssue]
     vars(pipe)[PREPARES] = prepared
     return end
-
-
-def _converted(latents: Any) -> Any:
-    return latents.to(torch.float32) if isinstance(latents, Tensor) else latents
 
 
 PipeT = TypeVar("PipeT")
@@ -341,13 +290,8 @@ CHANGING = (
     *("set_attention_backend", "reset_attention_backend", "register_forward_hook", "register_forward_pre_hook"),
     *("load_state_dict", "train", "to"),
 )
-INSTALLED = (
-    "forward",
-    "__reduce_ex__",
-    "cache_context",
-    REFRESHES,
-    *CHANGING,
-)  # attributes of a parallelized transformer
+# attributes of a parallelized transformer
+INSTALLED = ("forward", "__reduce_ex__", "cache_context", REFRESHES, *CHANGING)
 
 
 def parallelize(
@@ -376,25 +320,46 @@ def parallelize(
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
 
     # all that can be wrong is found before anything changes
-    own, preferences = ranks.on_all_ranks(lambda: choices(mesh, Preferences(**names), native, cfg))
-    modules = ranks.on_all_ranks(lambda: transformers_of(pipe_or_transformer))
-    where = ranks.on_all_ranks(lambda: all_checked(pipe_or_transformer, modules, cuts, vae))
+    def checked() -> tuple[Mesh | None, Preferences, dict[str, nn.Module], dict[str, Cuts]]:
+        own, preferences = choices(mesh, Preferences(**names), native, cfg)
+        modules = transformers_of(pipe_or_transformer)
+        check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
+        takes_variances(pipe_or_transformer)
+        sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
+        return own, preferences, modules, {name: _checked_cuts(module, cuts) for name, module in modules.items()}
+
+    own, preferences, modules, where = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
-    handle = Handle.of(plan, own)
+    handle = Handle(plan, own)
     sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native)
 
-    # calls in place of the forwards, and the VAE
+    # calls in place of the forwards
     for module in sharded:
         call = install(module, handle)
         if handle.mesh.is_main:
             print(_summary(call), flush=True)
     if takes_variances(pipe_or_transformer):
         handle.ends.callback(pass_variances(pipe_or_transformer))
-    _share_vae(pipe_or_transformer, modules, handle, plan, vae)
+
+    # the VAE takes rank 0's input and, as asked for, computes on all ranks until the release
+    def calls() -> list[ShardedCall]:
+        return [call for module in modules.values() if (call := call_of(module)) is not None]
+
+    def check() -> None:
+        for call in calls():
+            call.check_delivered()
+        for call in calls()[:1]:
+            call.pass_boundary()
+
+    handle.ends.callback(sharing.share_vae(pipe_or_transformer, handle.mesh, plan.transport.name, vae, check))
+    if handle.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
+        same = sharing.same_vae(pipe_or_transformer)
+        for call in calls():
+            call.check = same
     return pipe_or_transformer
 
 
@@ -422,7 +387,6 @@ def release(pipe_or_transformer: Any) -> None:
 
 
 def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, ShardedCall]]:
-    """Return the transformers with their calls; ValueError if one is not parallelized."""
     modules = transformers_of(pipe_or_transformer).values()
     calls = [(module, call) for module in modules if (call := call_of(module)) is not None]
     if len(calls) < len(modules):
@@ -436,69 +400,44 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     The call's `ends` take all off again, except for what users have put around it.
     """
     module = sharded.module
-    before = {name: x for name, x in vars(module).items() if name in INSTALLED}
-    call = vars(module)[CALL] = ShardedCall(sharded, _capture(sharded), before)
+    attributes = vars(module)
+    before = {name: x for name, x in attributes.items() if name in INSTALLED}
+    call = attributes[CALL] = ShardedCall(sharded, _capture(sharded), before)
     handle.join(call)
 
     def refuse_copy(protocol: object) -> NoReturn:
         raise ValueError("A parallelized transformer cannot be copied or pickled; call seqpar.release first")
+
+    def settling(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def changing(*args: Any, **kwargs: Any) -> Any:
+            call.settle()  # a deferred call is computed with the module as it is now
+            return method(*args, **kwargs)
+
+        return changing
 
     theirs: Any = getattr(module, "cache_context", None)
 
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
+    def uninstall() -> None:
+        for name, value in ours.items():
+            if attributes.get(name) is value:  # what users have put around ours stays
+                del attributes[name]
+                if name in before:
+                    attributes[name] = before[name]
+        call.stand_aside(before.get("forward"))
+
     # a hook, because it is called where users have replaced the forward, too
     call.ends.callback(module.register_forward_hook(call.check_reached).remove)
-    ours: dict[str, Any] = {name: _settling(call, getattr(module, name)) for name in CHANGING if hasattr(module, name)}
+    ours: dict[str, Any] = {name: settling(getattr(module, name)) for name in CHANGING if hasattr(module, name)}
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
-    vars(module).update(ours)
-    call.ends.callback(_uninstall, call, ours)
+    attributes.update(ours)
+    call.ends.callback(uninstall)
     return call
-
-
-def _uninstall(call: ShardedCall, ours: Mapping[str, Any]) -> None:
-    """Put attributes back as they were before; what users have put around ours since then stays."""
-    attributes = vars(call.sharded.module)
-    for name, value in ours.items():
-        if attributes.get(name) is value:
-            del attributes[name]
-            attributes |= {name: call.before[name]} if name in call.before else {}
-    call.stand_aside(call.before.get("forward"))
-
-
-def _settling(call: ShardedCall, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a transformer that first computes a deferred call, with the module as it was then."""
-
-    @wraps(method)
-    def settled(*args: Any, **kwargs: Any) -> Any:
-        call.settle()
-        return method(*args, **kwargs)
-
-    return settled
-
-
-def _share_vae(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], handle: Handle, plan: Plan, mode: VaeMode
-) -> None:
-    """Let a pipeline's VAE take rank 0's input and, as wished, compute on all ranks until the release."""
-
-    def calls() -> list[ShardedCall]:
-        return [call for module in modules.values() if (call := call_of(module)) is not None]
-
-    def check() -> None:
-        for call in calls():
-            call.check_delivered()
-        for call in calls()[:1]:
-            call.pass_boundary()
-
-    handle.ends.callback(sharing.share_vae(pipe_or_transformer, handle.mesh, plan.transport.name, mode, check))
-    if handle.mesh.world.size > 1 and hasattr(pipe_or_transformer, "vae"):
-        same = sharing.same_vae(pipe_or_transformer)
-        for call in calls():
-            call.check = same
 
 
 def _sharded(
@@ -509,11 +448,8 @@ def _sharded(
     cuts: Mapping[str, Cuts],
     native: bool,
 ) -> list[ShardedModule]:
-    """Move a pipeline to this rank's device, and put hooks on its transformers.
-
-    If a ValueError is raised, the same on all ranks, all of it is freed. After other errors nothing is freed, because
-    the other ranks may not take part.
-    """
+    # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
+    # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
     mesh, sharded = handle.mesh, list[ShardedModule]()
 
     def check() -> None:
@@ -542,7 +478,6 @@ def _move(pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh
 
 
 def _capture(sharded: ShardedModule) -> Capture | None:
-    """Return what captures calls on a GPU; None, with the reason printed, where calls cannot be captured."""
     mesh = sharded.state.mesh
     if mesh.device.type != "cuda":
         return None

@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "attention of a user's block sees one rank's tokens",
-        "seqpar/transformer/watch.py",
+        "seqpar/transformer/attention.py",
         "if not self._running or self._running[-1] is None or queries != keys:",
         "if not self._running or self._running[-1] is None or queries != keys or queries:",
         "tests/transformer/test_joined.py::test_attention_of_users_blocks_is_refused[2]",
@@ -123,7 +123,7 @@ FAULTS = (
     Fault(
         "predictions round the state to 16 bits",
         "seqpar/transformer/call.py",
-        "return outputs if self._narrow is None else as_dtype(outputs, torch.float32)",
+        "return outputs if self.narrow is None else as_dtype(outputs, torch.float32)",
         "return outputs",
         "tests/transformer/test_state.py::test_latents_are_closer_to_the_truth",
         "an error of rounding at every step",

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.families._cuts import block_lists
 from seqpar.families._find import cuts_of
+from seqpar.transformer.attention import parts_of_users
 from seqpar.transformer.foreign import look
 from seqpar.transformer.parallelize import cfg_by_default
-from seqpar.transformer.watch import parts_of_users
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for

@@ -1,14 +1,16 @@
-"""Import paths of earlier versions: they still work, with one warning that names the new path."""
+"""Names of earlier versions: import paths still work, with a warning; arguments and flags raise, with the successor."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, TypeVar
 
 # old path -> (module that has the names now, path to import them from); packages that hold old paths have none
 MOVED = {
@@ -19,6 +21,35 @@ MOVED = {
     "seqpar.engine.boundary": ("seqpar.mesh.boundary", "seqpar.mesh.boundary"),
     "seqpar.pipelines.class_labels": ("seqpar.pipelines.classes", "seqpar.pipelines.classes"),
 }
+
+# function or class -> argument of earlier versions -> what to use
+HEADS = "seqpar convert FILE FOLDER --heads N: the folder stores them"
+DROPPED = {
+    "parallelize": {"plan": "cuts="},
+    "Cuts": dict.fromkeys(
+        ("kept", "weighed", "padding", "key_masks", "passed", "bools", "at_end"), "prepare= and keys= (docs/adapter.md)"
+    ),
+    "sample": {"segments": "seqpar.parallelize, which runs pipelines with two transformers"},
+    "DistributedDiT.from_pretrained": {"heads": HEADS},
+}
+FLAGS = {"--heads": HEADS}
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def successors(target: T) -> T:
+    """Let a function or class name the successor of an argument in `DROPPED`: a decorator."""
+    dropped, function = DROPPED[target.__qualname__], target.__init__ if isinstance(target, type) else target
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in dropped.keys() & kwargs.keys():
+            raise TypeError(f"{target.__name__}() has no argument {name}= any more; use {dropped[name]}")
+        return function(*args, **kwargs)
+
+    if not isinstance(target, type):
+        return checked  # pyright: ignore[reportReturnType]
+    target.__init__ = checked
+    return target
 
 
 class MovedModules(MetaPathFinder, Loader):

@@ -1,11 +1,15 @@
-"""Import paths of earlier versions work, and public functions are not hidden by rooms of their name."""
+"""Old import paths work, old arguments and flags name their successors, and rooms hide no public function."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+import seqpar
+from seqpar.families import Cuts
 
 OLD = {
     "seqpar.pipelines.class_labels": ("generate", "seqpar.pipelines.classes"),
@@ -27,6 +31,27 @@ def test_an_old_path_gives_the_same_object_with_one_warning(old: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.startswith(f"['{old} moved to {new}; the old path will go'] True"), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "successor"),
+    [
+        (seqpar.parallelize, "plan", "use cuts="),
+        *((Cuts, name, "use prepare= and keys=") for name in ("kept", "weighed", "padding", "key_masks", "passed")),
+        *((Cuts, name, "use prepare= and keys=") for name in ("bools", "at_end")),
+        (seqpar.sample, "segments", "use seqpar.parallelize"),
+        (seqpar.DistributedDiT.from_pretrained, "heads", "use seqpar convert FILE FOLDER --heads N"),
+    ],
+)
+def test_an_old_argument_names_its_successor(function: Any, argument: str, successor: str) -> None:
+    with pytest.raises(TypeError, match=f"has no argument {argument}= any more; {successor}"):
+        function(**{argument: None})
+
+
+@pytest.mark.parametrize("command", ["sample", "plan", "profile"])
+def test_an_old_flag_names_its_successor(command: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "seqpar.cli", command, "--heads=4"], capture_output=True, text=True)
+    assert ended.stderr.startswith("error: --heads was removed; use seqpar convert FILE FOLDER --heads N")
 
 
 def test_an_unknown_old_path_is_no_module() -> None:

@@ -18,6 +18,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from seqpar._moved import successors
 from seqpar.families._masks import Keys, Prepared
 
 NOTE = "seqpar_note"  # an argument besides the transformer's own: `Prepared.note`
@@ -103,6 +104,7 @@ def _no_reason(module: nn.Module) -> None:
     return None
 
 
+@successors
 @dataclass(frozen=True)
 class Cuts:
     """Where the tokens of one transformer class are cut and gathered, and which attention joins the ranks.

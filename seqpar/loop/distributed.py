@@ -18,6 +18,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from seqpar._moved import successors
 from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.interface import Encoded, SequenceModel, Split, checked_prompt
@@ -200,6 +201,7 @@ class DistributedDiT(nn.Module):
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
+    @successors
     def from_pretrained(
         cls,
         path: str | Path | Blueprint,

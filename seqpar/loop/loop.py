@@ -16,6 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from seqpar._moved import successors
 from seqpar.loading.schedulers import check_clean
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.interface import Prompt
@@ -37,6 +38,7 @@ from seqpar.types.arguments import check_kind
 from seqpar.types.protocols import state_dtype
 
 
+@successors
 def sample(
     dit: DistributedDiT,
     scheduler: Any,

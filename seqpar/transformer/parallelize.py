@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
 from seqpar.families._find import cuts_of, is_guided, is_known
 from seqpar.graphs.graphs import Capture, CudaCapture
@@ -73,10 +75,8 @@ def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> C
         raise ValueError(f"{name} with diffusers' enable_parallelism is not supported; load it without")
     if is_offloaded(module):
         raise ValueError(f"{name} has offloaded weights; parallelize needs them on the GPU: load it without offload")
-    if next(module.parameters(), None) is None:
-        raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
-    if next(module.parameters()).device.type == "meta":
-        raise ValueError(f"got {name} without weights (on the meta device), expected a loaded one")
+    if all(x.device.type == "meta" for x in islice(module.parameters(), 1)):
+        raise ValueError(f"got {name} without weights, expected a loaded diffusers transformer")
     return cuts_of(module, cuts)
 
 
@@ -294,6 +294,7 @@ CHANGING = (
 INSTALLED = ("forward", "__reduce_ex__", "cache_context", REFRESHES, *CHANGING)
 
 
+@successors
 def parallelize(
     pipe_or_transformer: PipeT,
     mesh: Mesh | str | None = None,

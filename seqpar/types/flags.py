@@ -10,6 +10,8 @@ from typing import Any
 
 import tyro
 
+from seqpar._moved import FLAGS
+
 BORDER = re.compile(r"\x1b\[[0-9;]*m|[│╭╮╰╯]")
 
 
@@ -44,6 +46,9 @@ def _line(box: str, words: Sequence[str]) -> str:
         return f"got {flag} {_value(words, flag)}, expected {expected}"
     if choice := re.match(r"invalid choice .* for argument '(--[\w-]+)'\. Expected one of \((.*)\)$", said):
         return f"got {choice[1]} {_value(words, choice[1])}, expected one of {choice[2].replace(chr(39), '')}"
+    if said.startswith("Unrec") and (old := [word for word in words if word.partition("=")[0] in FLAGS]):
+        flag = old[0].partition("=")[0]
+        return f"{flag} was removed; use {FLAGS[flag]}"
     near = re.search(r"^ +(--[\w-]+) ", more, re.MULTILINE) if said.startswith("Unrec") else None
     return f"{said}; did you mean {near[1]}?" if near else f"{said}{see}"
 

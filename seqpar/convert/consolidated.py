@@ -38,7 +38,7 @@ SPLIT: tuple[tuple[str, int | None], ...] = (
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all parts of the checkpoint in a folder, or of the one that a file is a part of, in order; [] for others.
+    """All parts of the checkpoint in a folder, or of the one that a file is a part of, in order; [] for others.
 
     Averaged weights (_ema) come before others. Raises ValueError if parts are missing.
     """
@@ -61,7 +61,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Return the whole tensors of all parts; each is put together when it is read.
+    """The whole tensors of all parts; each is put together when it is read.
 
     Raises ValueError if parts do not fit together, or have a key that is not known to be split or whole.
     """

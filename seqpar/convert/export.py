@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def tensors_of(blueprint: Blueprint, config: Mapping[str, Any]) -> Iterator[tupl
 
 
 def uncombined(parameter: Tensor, source: TensorSource, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the tensors from which a source makes this parameter."""
+    """The tensors from which a source makes this parameter."""
     sizes = [torch.Size(shapes[key]).numel() for key in source.keys]
     numbers = torch.arange(sum(sizes)).split(sizes)
     places = source.combine(*(part.view(shapes[key]) for part, key in zip(numbers, source.keys, strict=True)))
@@ -67,7 +66,7 @@ def uncombined(parameter: Tensor, source: TensorSource, shapes: Mapping[str, tup
 def _shapes(
     config: Mapping[str, Any], given: Mapping[str, tuple[int, ...]], target: KeyMap
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the target's keys: the file's, if it has them, or those of diffusers' class."""
+    # the shapes of the target's keys: the file's, if it has them, or those of diffusers' class
     expected = {key for source in target.sources.values() for key in source.keys}
     if expected <= given.keys():
         return given
@@ -78,16 +77,6 @@ def _shapes(
     return {**given, **{key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}}
 
 
-@contextmanager
-def _disk_named(folder: Path) -> Iterator[None]:
-    """Raise safetensors' error of a full disk as an OSError that names the folder."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
-        raise OSError(code, f"cannot write the weights: {error}", str(folder)) from error
-
-
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Write config.json and safetensors files with an index if there are several; return the number of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +85,11 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tupl
     written: list[list[str]] = []
 
     def write() -> None:
-        with _disk_named(folder):
+        try:
             save_file(held, folder / f"{len(written)}.part", metadata={"format": "pt"})
+        except SafetensorError as error:
+            code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+            raise OSError(code, f"cannot write the weights: {error}", str(folder)) from error
         written.append([*held])
         held.clear()
 
@@ -108,12 +100,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tupl
         held[key] = tensor.contiguous()
         held_bytes, total = held_bytes + tensor.nbytes, total + tensor.nbytes
     write()
-    _name(folder, written, total)
-    return total
 
-
-def _name(folder: Path, written: list[list[str]], total: int) -> None:
-    """Rename the parts, now that their number is known, and write the index if there are several."""
+    # now that the number of files is known, their names, and an index if there are several
     names = [f"{STEM}-{index:05d}-of-{len(written):05d}.safetensors" for index in range(1, len(written) + 1)]
     names = names if len(names) > 1 else [f"{STEM}.safetensors"]
     for index, name in enumerate(names):
@@ -122,3 +110,4 @@ def _name(folder: Path, written: list[list[str]], total: int) -> None:
         places = {key: name for name, keys in zip(names, written, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return total

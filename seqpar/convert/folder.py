@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.convert import consolidated, uvit, vae
+from seqpar.convert import consolidated
 from seqpar.convert.export import OURS, tensors_of, write_folder
-from seqpar.convert.originals import open_autoencoder, open_file, open_transformer
+from seqpar.convert.formats import is_uvit
+from seqpar.convert.originals import is_autoencoder, open_autoencoder, open_file, open_transformer
 from seqpar.loading.folder import check_single
 from seqpar.loading.single_file import as_diffusers
-from seqpar.loop.models._large_dit_files import CLASS
 from seqpar.loop.models.dit import LEARNED
+from seqpar.loop.models.large_dit import CLASS
 from seqpar.pipelines.unidiffuser_parts import DEFAULT, PREFIX
 
 # the text encoder of UniDiffuser: its repository under openai/ on the hub, and the files of that
@@ -69,7 +70,14 @@ def convert(source: Path, target: Path, heads: int | None = None, dtype: torch.d
             size = write_folder(unfinished / part.folder, part.config, tensors)
             print(f"{part.config['_class_name']}: {size} bytes{part.note and '; '}{part.note}", flush=True)
         if len(files) > 1:
-            _complete_unidiffuser(files["unet"].parent, unfinished)
+            # the index and the scheduler, and CLIP, which the authors do not publish again
+            (unfinished / "model_index.json").write_text(json.dumps(UNIDIFFUSER, indent=2))
+            (unfinished / "scheduler").mkdir()
+            (unfinished / "scheduler" / "scheduler_config.json").write_text(json.dumps(DEFAULT, indent=2))
+            for folder, patterns in (("text_encoder", ENCODER), ("clip_tokenizer", TOKENIZER)):
+                (unfinished / folder).mkdir()
+                for file in (file for pattern in patterns for file in (files["unet"].parent / CLIP).glob(pattern)):
+                    shutil.copyfile(file, unfinished / folder / file.name)
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -77,10 +85,10 @@ def convert(source: Path, target: Path, heads: int | None = None, dtype: torch.d
 
 
 def _single(path: Path, heads: int | None) -> Part:
-    """Return the one model of a source: an autoencoder, or a transformer under diffusers' or its authors' keys."""
+    # an autoencoder, or a transformer under diffusers' or its authors' keys
     if path.is_file() and not consolidated.parts_of(path):
         checkpoint, _ = open_file(path)
-        if vae.is_original(checkpoint.shapes):
+        if is_autoencoder(checkpoint.shapes):
             return _autoencoder("", path)
         if path.suffix == ".safetensors" and as_diffusers(checkpoint, path) is not None:
             single = check_single(path)
@@ -111,10 +119,8 @@ def _autoencoder(folder: str, path: Path) -> Part:
 
 
 def _unidiffuser(path: Path) -> dict[str, Path]:
-    """Return the files of UniDiffuser's parts, known by their keys; {} if there is no U-ViT.
-
-    path: a folder, or its U-ViT where the folder has several (v0 and v1).
-    """
+    # name of a part -> its file, recognised by its keys; {} without a U-ViT. path: a folder, or its U-ViT where the
+    # folder has several (v0 and v1)
     folder = path if path.is_dir() else path.parent
     if path.is_file() and (path.suffix not in LOOSE or _part_of(path) != "unet"):
         return {}
@@ -134,11 +140,11 @@ def _part_of(path: Path) -> str | None:
         shapes = open_file(path)[0].shapes
     except ValueError:  # a training script leaves other files, such as an optimizer's state
         return None
-    if uvit.is_original(shapes):
+    if is_uvit(shapes):
         return "unet"
     if f"{PREFIX}weight" in shapes:
         return "text_decoder"
-    return "vae" if vae.is_original(shapes) else None
+    return "vae" if is_autoencoder(shapes) else None
 
 
 def _unidiffuser_parts(files: Mapping[str, Path]) -> Iterator[Part]:
@@ -153,14 +159,3 @@ def _unidiffuser_parts(files: Mapping[str, Path]) -> Iterator[Part]:
     decoder, _ = open_file(files["text_decoder"])
     tensors = [(key, decoder.tensor(key)) for key in decoder.shapes if key.startswith(PREFIX)]
     yield Part("text_decoder", {"_class_name": "UniDiffuserTextDecoder"}, tensors, "the layer for prompts alone")
-
-
-def _complete_unidiffuser(source: Path, target: Path) -> None:
-    """Write the index and the scheduler, and copy CLIP, which the authors do not publish again."""
-    (target / "model_index.json").write_text(json.dumps(UNIDIFFUSER, indent=2))
-    (target / "scheduler").mkdir()
-    (target / "scheduler" / "scheduler_config.json").write_text(json.dumps(DEFAULT, indent=2))
-    for folder, names in (("text_encoder", ENCODER), ("clip_tokenizer", TOKENIZER)):
-        (target / folder).mkdir()
-        for file in (file for name in names for file in (source / CLIP).glob(name)):
-            shutil.copyfile(file, target / folder / file.name)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
 
-from seqpar.convert import consolidated, dit, large_dit, uvit, vae
+from seqpar.convert import consolidated
+from seqpar.convert.formats import FORMATS, Original, Shapes
 from seqpar.loading.checkpoint import Checkpoint, check, checkpoint_context, from_state_dict, open_checkpoint, stamp
-from seqpar.loading.keys import KeyMap
+from seqpar.loading.keys import KeyMap, TensorSource, count_layers, shape_of
 from seqpar.loading.pickles import load_pickle, tensors_in
 from seqpar.loop.blueprint import Blueprint
-from seqpar.loop.models import dit as dit_model
-from seqpar.loop.models import large_dit as large_dit_model
-from seqpar.loop.models import uvit as uvit_model
 
 T = TypeVar("T")
 NESTED = ("ema", "model", "state_dict")  # where training checkpoints keep their weights; the first one is taken
@@ -45,7 +45,7 @@ def open_file(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def open_transformer(path: Path, heads: int | None = None) -> tuple[Blueprint, dict[str, Any]]:
-    """Return an original checkpoint as a model of seqpar, and the config.json of the folder that holds it.
+    """An original checkpoint as a model of seqpar, and the config.json of the folder that holds it.
 
     path: a file, or a folder of consolidated parts. heads: the number of attention heads, where the file does not state
     it. Raises ValueError if no model of seqpar has these keys and shapes. Reads headers and tables of positions only.
@@ -61,56 +61,92 @@ def open_transformer(path: Path, heads: int | None = None) -> tuple[Blueprint, d
     else:
         checkpoint, args = open_file(path)
     with checkpoint_context(checkpoint):
-        blueprint, config = _recognised(checkpoint, args, heads, len(parts) or 1)
-        if heads not in (None, blueprint.config.num_attention_heads):
-            raise ValueError(f"--heads is {heads}, but this model has {blueprint.config.num_attention_heads}")
-        assert blueprint.keys is not None
-        check(blueprint.meta(), checkpoint, blueprint.keys)
-    return blueprint, config
-
-
-def _recognised(
-    checkpoint: Checkpoint, args: Mapping[str, Any], heads: int | None, parts: int
-) -> tuple[Blueprint, dict[str, Any]]:
-    name, shapes = checkpoint.name, checkpoint.shapes
-    if dit.is_original(shapes):
-        config = dit.config_of(checkpoint, args, heads)
-        return Blueprint(name, dit_model, config, checkpoint, dit.key_map(config)), dit.folder_config(config)
-    if large_dit.is_original(shapes):
-        config = large_dit.config_of(shapes, args, heads, parts)
-        keys = large_dit_model.key_map(config)
-        return Blueprint(name, large_dit_model, config, checkpoint, keys), large_dit.folder_config(config)
-    if uvit.is_original(shapes):
-        config = uvit.config_of(shapes)
-        return Blueprint(name, uvit_model, config, checkpoint, uvit.key_map(config)), uvit.folder_config(config)
-    keys = ", ".join(f"{key:.100}" for key in list(shapes)[:3])
-    raise ValueError(
-        f"keys like {keys} belong to no checkpoint of DiT, Large-DiT, UniDiffuser or a latent-diffusion VAE"
-    )
-
-
-def open_autoencoder(path: Path) -> tuple[dict[str, Any], Checkpoint, KeyMap]:
-    """Return diffusers' config of an original autoencoder, its checkpoint, and the key map to AutoencoderKL."""
-    checkpoint, _ = open_file(path)
-    with checkpoint_context(checkpoint):
-        config = vae.config_of(checkpoint.shapes)
-        with torch.device("meta"):
-            model: Any = AutoencoderKL.from_config(config)
-        keys = vae.key_map(model.state_dict(), checkpoint.shapes)
-        check(model, checkpoint, keys)
-    return config, checkpoint, keys
+        shapes = checkpoint.shapes
+        found = next((known for known in FORMATS if known.is_original(shapes)), None)
+        if found is None:
+            examples = ", ".join(f"{key:.100}" for key in list(shapes)[:3])
+            raise ValueError(
+                f"keys like {examples} belong to no checkpoint of DiT, Large-DiT, UniDiffuser or a latent-diffusion VAE"
+            )
+        config = found.config_of(Original(checkpoint, args, heads, len(parts) or 1))
+        if heads not in (None, config.num_attention_heads):
+            raise ValueError(f"--heads is {heads}, but this model has {config.num_attention_heads}")
+        keys = found.key_map(config)
+        blueprint = Blueprint(checkpoint.name, found.model, config, checkpoint, keys)
+        check(blueprint.meta(), checkpoint, keys)
+    return blueprint, found.folder_config(config)
 
 
 def _plain(args: Any) -> dict[str, Any]:
-    """Return arguments that are numbers, text or None; {} for anything but a Namespace or dict."""
+    # arguments that are numbers, text or None
     values = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
     kinds = (str, int, float, type(None))
     return {name: value for name, value in values.items() if isinstance(name, str) and isinstance(value, kinds)}
 
 
 def _unwrapped(state: Mapping[str, T]) -> dict[str, T]:
-    """Return a state dict without the prefixes of wrappers that all of its keys have."""
     for prefix in WRAPPERS:
         if all(key.startswith(prefix) for key in state):
             return _unwrapped({key.removeprefix(prefix): tensor for key, tensor in state.items()})
     return dict(state)
+
+
+# Autoencoders of the latent-diffusion code, as diffusers' AutoencoderKL -----------------------------------------------
+
+NAMES = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out", "group_norm": "norm"}  # of attention layers
+SCALE = 0.18215  # of Stable Diffusion's latents, which UniDiffuser and DiT use
+TRAINING = ("loss.", "model_ema.")  # prefixes of keys that only training uses
+
+
+def is_autoencoder(shapes: Iterable[str]) -> bool:
+    """Whether these are keys of an original autoencoder."""
+    return "decoder.up.0.block.0.conv1.weight" in shapes
+
+
+def open_autoencoder(path: Path) -> tuple[dict[str, Any], Checkpoint, KeyMap]:
+    """Diffusers' config of an original autoencoder, its checkpoint, and the key map to AutoencoderKL."""
+    checkpoint, _ = open_file(path)
+    with checkpoint_context(checkpoint):
+        config = _autoencoder_config(checkpoint.shapes)
+        with torch.device("meta"):
+            model: Any = AutoencoderKL.from_config(config)
+        levels = count_layers(checkpoint.shapes, "decoder.up")
+        sources = {key: TensorSource((_original(key, levels),), _combine(key)) for key in model.state_dict()}
+        keys = KeyMap(sources, frozenset(key for key in checkpoint.shapes if key.startswith(TRAINING)))
+        check(model, checkpoint, keys)
+    return config, checkpoint, keys
+
+
+def _autoencoder_config(shapes: Shapes) -> dict[str, Any]:
+    levels = count_layers(shapes, "encoder.down")
+    return {
+        "_class_name": "AutoencoderKL",
+        "in_channels": shape_of(shapes, "encoder.conv_in.weight", 4)[1],
+        "out_channels": shape_of(shapes, "decoder.conv_out.weight", 4)[0],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "block_out_channels": [
+            shape_of(shapes, f"encoder.down.{level}.block.0.conv1.weight", 4)[0] for level in range(levels)
+        ],
+        "layers_per_block": count_layers(shapes, "encoder.down.0.block"),
+        "latent_channels": shape_of(shapes, "post_quant_conv.weight", 4)[0],
+        "scaling_factor": SCALE,
+    }
+
+
+def _combine(key: str) -> Any:
+    def flat(tensor: Tensor) -> Tensor:  # attention layers are 1 x 1 convolutions in the original
+        return tensor.flatten(1) if tensor.shape[2:] == (1, 1) else tensor
+
+    return flat if ".attentions." in key and key.endswith(".weight") else lambda tensor: tensor
+
+
+def _original(key: str, levels: int) -> str:
+    key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
+    key = re.sub(r"mid_block\.attentions\.0\.(to_out\.0|\w+)", lambda m: f"mid.attn_1.{NAMES[m[1]]}", key)
+    key = re.sub(r"down_blocks\.(\d+)\.resnets\.(\d+)", r"down.\1.block.\2", key)
+    key = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", key)
+    key = re.sub(r"up_blocks\.(\d+)", lambda m: f"up.{levels - 1 - int(m[1])}", key)
+    key = re.sub(r"(up\.\d+)\.resnets\.(\d+)", r"\1.block.\2", key)
+    key = key.replace(".upsamplers.0", ".upsample").replace("conv_shortcut", "nin_shortcut")
+    return key.replace("conv_norm_out", "norm_out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,22 +40,22 @@ class Blueprint:
     path: Path | None = None
 
     def meta(self) -> SequenceModel:
-        """Return the model on the meta device, without memory for its weights: one object until it is built.
+        """The model on the meta device, without memory for its weights: one object until it is built.
 
         Raises ValueError if the sizes in a config are too large for any tensor.
         """
-        try:
-            return self._without_weights
-        except (RuntimeError, OverflowError) as error:
-            raise ValueError(f"got {self.name} with sizes of which no model can be made: {error}") from error
+        return self._without_weights
 
     @cached_property
     def _without_weights(self) -> SequenceModel:
-        with torch.device("meta"), WithoutValues():
-            return self.module.Model(self.config)
+        try:
+            with torch.device("meta"), WithoutValues():
+                return self.module.Model(self.config)
+        except (RuntimeError, OverflowError) as error:
+            raise ValueError(f"got {self.name} with sizes of which no model can be made: {error}") from error
 
     def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0, mesh: Mesh | None = None) -> SequenceModel:
-        """Return the model with its weights; random weights are equal on all ranks of one device type.
+        """Build the model with its weights; random weights are equal on all ranks of one device type.
 
         mesh: the ranks that build the same model at the same time, which share the reading of its file. Raises the same
         ValueError on all of them.
@@ -70,9 +70,9 @@ class Blueprint:
 
 
 def locate(name: str | Path | Blueprint) -> Blueprint:
-    """Return the blueprint for a name of `NAMES`, a preset, a folder or file of `open_model`, or a hub id.
+    """The blueprint for a name of `NAMES`, a preset, a folder or file of `open_model`, a hub id, or a blueprint.
 
-    name: a blueprint stands for itself. Raises ValueError if nothing has this name or its files do not fit, before any
+    Raises ValueError if nothing has this name or its files do not fit, before any
     weight is read.
     """
     if isinstance(name, Blueprint):
@@ -80,15 +80,14 @@ def locate(name: str | Path | Blueprint) -> Blueprint:
     path = resolve(name)
     if path is not None:
         return replace(_blueprint(*open_model(path)), path=path)
-    preset, known = preset_of(name), presets(_modules())
-    if preset not in known:
+    preset, presets = preset_of(name), {known: module for module in _modules() for known in module.PRESETS}
+    if preset not in presets:
         raise ValueError(f"got the preset {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
-    module, config = known[preset]
-    return Blueprint(preset, module, config)
+    return Blueprint(preset, presets[preset], presets[preset].PRESETS[preset])
 
 
 def from_diffusers(model: nn.Module) -> Blueprint:
-    """Return the blueprint for a diffusers transformer in memory."""
+    """The blueprint for a diffusers transformer in memory."""
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"got a {type(model).__name__}, expected a seqpar model or a diffusers transformer")
@@ -115,14 +114,3 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Blueprint:
 
 def _modules() -> list[ModuleType]:
     return [importlib.import_module(path) for path in plugins(seqpar.loop.models).values()]
-
-
-def presets(modules: Iterable[Any]) -> dict[str, tuple[Any, Any]]:
-    """Return name of a preset -> its model's module and config; RuntimeError if two models name the same one."""
-    known: dict[str, tuple[Any, Any]] = {}
-    for module in modules:
-        for name, config in module.PRESETS.items():
-            if name in known or name != name.lower():
-                raise RuntimeError(f"got preset {name!r} of {module.__name__}, expected a new name in small letters")
-            known[name] = (module, config)
-    return known

@@ -34,110 +34,7 @@ from seqpar.types.arguments import check_dense, check_dtype, check_floats, check
 from seqpar.types.protocols import Attend
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
-
-
-class Inputs:
-    """The inputs of a model's calls; caches which prompt was checked last."""
-
-    def __init__(self, mesh: Mesh, model: SequenceModel) -> None:
-        self._mesh, self._model = mesh, model
-        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was checked last
-
-    def of_rank_0(self, inputs: Mapping[str, Tensor | float | None]) -> dict[str, Tensor]:
-        """Rank 0's inputs on every rank, without arguments that are None. Collective: call on all ranks.
-
-        Raises the same ValueError on every rank for inputs that the model does not take.
-        """
-        tensors, refused = {}, {}
-        for name, value in inputs.items():
-            try:
-                tensors |= {} if value is None else {name: torch.as_tensor(value)}
-            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error
-                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
-        unusable, latents = _unusable(tensors), tensors.get("hidden_states")
-        wants_gradients = latents is not None and latents.requires_grad
-        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **unusable}
-        wrong = self._why_no_prompt(tensors) if self._mesh.is_main else None
-        wrong = self._mesh.share(wrong, str | None) if agree(self._mesh, form, vote=wrong is not None) else None
-        if refused:
-            name, got = next(iter(refused.items()))
-            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
-        if wants_gradients:
-            raise ValueError("hidden_states requires grad, but a sharded model supports inference only; detach it")
-        for reason in (*unusable.values(), wrong):
-            if reason is not None:
-                raise ValueError(reason)
-        shared = broadcast(self._mesh, tensors)
-        _check(self._model, shared)
-        return shared
-
-    def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Why the values of a prompt are invalid, or None. A pipeline passes the same labels at every step, and
-        reading them waits for the device, so unchanged tensors are checked once.
-        """
-        prompt = {name: x for name, x in tensors.items() if name in self._model.PROMPT}
-        if set(prompt) != set(self._model.PROMPT) or _unusable(prompt):
-            return None  # another check raises
-        seen = [x() for x, _ in self._right]
-        same = len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True))
-        if same and [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
-            return None
-        try:
-            self._model.check_prompt(prompt)
-        except ValueError as error:
-            return str(error)
-        self._right = [(weakref.ref(x), _version(x)) for x in prompt.values()]
-        return None
-
-
-def repeated(inputs: Mapping[str, Tensor], parts: int, device: torch.device) -> dict[str, Tensor]:
-    """Move inputs to a device with one row per image, and repeat rows until there are `parts`."""
-    rows, whole = len(inputs["hidden_states"]), {name: x.to(device) for name, x in inputs.items()}
-    whole |= {name: whole[name].reshape(-1).expand(rows) for name in SCALARS if name in whole}
-    if rows >= parts:
-        return whole
-    return {name: torch.cat([x] * -(-parts // rows))[:parts] for name, x in whole.items()}
-
-
-def _check(model: SequenceModel, inputs: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for inputs of other names or shapes than the model's."""
-    channels = model.config.in_channels
-    if "hidden_states" not in inputs:
-        raise ValueError(f"got no hidden_states, expected a tensor (B, {channels}, H, W)")
-    x, labels = inputs["hidden_states"], inputs.keys() - {"hidden_states", "timestep"}
-    if x.dim() not in (4, 5) or x.shape[1] != channels:
-        raise ValueError(f"got hidden_states of shape {tuple(x.shape)}, expected (B, {channels}, H, W)")
-    wanted = {*model.PROMPT}
-    if "timestep" not in inputs or labels != wanted:
-        names = ", ".join(("timestep", *sorted(wanted)))
-        raise ValueError(f"got arguments timestep={'timestep' in inputs}, {sorted(labels)}, expected {names}")
-    for name, value in inputs.items():
-        one = name in SCALARS and value.numel() == 1
-        if name in SCALARS and value.dim() > 1:
-            raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
-        if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
-            expected = f"{len(x) or 'some'} rows, one per image"
-            raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
-
-
-def _version(x: Tensor) -> object:
-    """A value that changes when a tensor is written to; inference tensors do not count writes."""
-    return object() if x.is_inference() else x._version
-
-
-def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Why tensors of a call are invalid, by name."""
-    reasons = {}
-    for name, x in tensors.items():
-        try:
-            (check_floats if name == "hidden_states" else check_dense)(name, x)
-            if x.is_complex():
-                reasons[name] = f"got {name} of {x.dtype}, expected real numbers"
-            if name in SCALARS and (x.dtype == torch.bool or is_not_finite(x)):
-                reasons[name] = f"got {name} {x.tolist()}, expected finite numbers"
-        except ValueError as error:
-            reasons[name] = str(error)
-    return {f"use of {name}": why for name, why in reasons.items()}
+SIZES = 8  # cached tables of positions: new sizes must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -160,44 +57,64 @@ def tokens_of(encoded: Encoded, split: Split, index_B: Tensor | None) -> dict[st
     return streams if index_B is None else {name: x[index_B].contiguous() for name, x in streams.items()}
 
 
-SIZES = 8  # cached tables of positions: new sizes must not fill the memory
-
-
 class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
 
-    model: a `seqpar` model or a diffusers transformer, whose weights are used unchanged. mesh, strategy, local,
-    transport: the caller's choices; the planner decides once on those that are None or "auto", for one guided picture
-    of the model's own size. mesh may be what `--mesh` takes, as "cfg=2,ulysses=2". plan: a plan that was made before
-    (`seqpar.planner.plan`), in place of names.
+    model: a `seqpar` model, a diffusers transformer, whose weights are used unchanged, or a `Blueprint`, loaded in
+    `dtype` (default fp32). mesh, strategy, local, transport: the caller's choices; the planner decides once on those
+    that are None or "auto", for one guided image of the model's own size. mesh may be what `--mesh` takes, as
+    "cfg=2,ulysses=2". plan: a plan that was made before (`seqpar.planner.plan`), in place of names.
     The attributes `plan`, `strategy`, `local` and `transport` hold the choices and their reasons.
     Raises ValueError if model, mesh, names and plan do not fit together.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Blueprint,
         mesh: Mesh | str | None = None,
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
         *,
         plan: Plan | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        preferences = Preferences(strategy=strategy, local=local, transport=transport)
-        own, preferences = _ranks_of(mesh, plan).on_all_ranks(lambda: _checked(mesh, preferences, plan))
         super().__init__()
-        blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
-        config = model.config if blueprint is None else blueprint.config
-        dtype = next(model.parameters()).dtype
-        plan = plan_of(config, model, dtype, own, preferences) if plan is None else alone(plan, preferences)
+
+        # 1. the same valid names on every rank
+        def checked() -> tuple[Mesh | None, Preferences]:
+            check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
+            check_names(strategy, local, transport)
+            own, named = named_mesh(mesh, Preferences(strategy=strategy, local=local, transport=transport))
+            if plan is not None and named != Preferences():
+                raise ValueError(
+                    "a plan contains mesh, strategy, local and transport; pass either the plan or these names"
+                )
+            return own, named
+
+        own, preferences = _ranks_of(mesh, plan).on_all_ranks(checked)
+
+        # 2. the plan and its mesh
+        unloaded = isinstance(model, Blueprint)
+        module = model.meta() if isinstance(model, Blueprint) else model
+        blueprint = model if isinstance(model, Blueprint) else None
+        if not isinstance(module, SequenceModel):
+            blueprint = from_diffusers(module)
+        config: Any = module.config if blueprint is None else blueprint.config
+        dtype = dtype or next(module.parameters()).dtype
+        if plan is None:
+            count = sum(x.numel() for x in module.parameters())
+            plan = for_library(config, count, dtype, own, preferences, TABLE_BYTES)
         self.mesh = settled(plan, own)
-        built = model if blueprint is None else blueprint.build(dtype, self.mesh.device)
-        assert isinstance(built, SequenceModel)
-        self.model, self.plan = built.to(self.mesh.device), plan
+
+        # 3. the weights; of a file each rank reads a share
+        if blueprint is not None:
+            module = blueprint.build(dtype, self.mesh.device, 0, self.mesh if unloaded else None)
+        assert isinstance(module, SequenceModel)
+        self.model, self.plan = module.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
         self.keeper, self._calls = ExchangeCache(self.mesh, plan), Calls()
-        self._inputs = Inputs(self.mesh, self.model)
+        self._checked_prompt: list[tuple[weakref.ref[Tensor], object]] = []  # the last one, with its versions
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
@@ -218,31 +135,26 @@ class DistributedDiT(nn.Module):
         The other arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        ranks, preferences = _ranks_of(mesh, plan), Preferences(strategy=strategy, local=local, transport=transport)
-        own, preferences = ranks.on_all_ranks(lambda: _checked(mesh, preferences, plan, path, dtype))
-        blueprint = path if isinstance(path, Blueprint) else ranks.on_all_ranks(lambda: locate(path))
-        plan = (
-            plan_of(blueprint.config, blueprint.meta(), dtype, own, preferences)
-            if plan is None
-            else alone(plan, preferences)
-        )
-        own = settled(plan, own)
-        model = blueprint.build(dtype, own.device, 0, own)
-        return cls(model, own, plan=plan)
+
+        def located() -> Blueprint:
+            check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
+            check_dtype(dtype)
+            return locate(path)
+
+        blueprint = _ranks_of(mesh, plan).on_all_ranks(located)
+        return cls(blueprint, mesh, strategy, local, transport, plan=plan, dtype=dtype)
 
     @property
     def config(self) -> Any:
-        """The config; it has sample_size, patch_size, in_channels and out_channels, as in diffusers."""
+        """It has sample_size, patch_size, in_channels and out_channels, as in diffusers."""
         return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank computes."""
         return next(self.model.parameters()).device
 
     @torch.no_grad()
@@ -260,22 +172,103 @@ class DistributedDiT(nn.Module):
         than such ranks, some of them compute the same row. Raises the same ValueError on every rank for inputs that do
         not fit.
         """
-        shared = self._inputs.of_rank_0({"hidden_states": hidden_states, "timestep": timestep, **labels})
-        self.check_size(*shared["hidden_states"].shape[2:])
+        # 1. rank 0's inputs, with one row per image and at least one row per rank of the data and cfg axes
+        shared = self.inputs_of_rank_0({"hidden_states": hidden_states, "timestep": timestep, **labels})
         (rows, _, *size), data, cfg = shared["hidden_states"].shape, self.mesh.data, self.mesh.cfg
-        parts = data.size * cfg.size
-        inputs = repeated(shared, parts, self.device)
+        self.check_size(*size)
+        model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
+        if others:
+            raise ValueError(
+                f"got a call of a model that denoises {', '.join(model.STATE)}, expected a single stream; use sample"
+            )
+        parts, inputs = data.size * cfg.size, {key: x.to(self.device) for key, x in shared.items()}
+        inputs |= {key: inputs[key].reshape(-1).expand(rows) for key in SCALARS if key in inputs}
+        if rows < parts:
+            inputs = {key: torch.cat([x] * -(-parts // rows))[:parts] for key, x in inputs.items()}
         batch = Shard(len(inputs["hidden_states"]), parts)
-        mine = batch.slice(data.rank * cfg.size + cfg.rank)
-        inputs = {name: value[mine] for name, value in inputs.items()}
-        is_first = self._calls.is_first(tuple((name, x.shape) for name, x in sorted(shared.items())))
+        local = batch.slice(data.rank * cfg.size + cfg.rank)
+        inputs = {key: x[local] for key, x in inputs.items()}
+
+        # 2. the prediction of this rank's rows and tokens, gathered
+        is_first = self._calls.is_first(tuple((key, x.shape) for key, x in sorted(shared.items())))
         with self.mesh.call(self.mesh.world, "a call of the transformer", is_first):
-            out = self._predict(inputs.pop("hidden_states"), inputs.pop("timestep"), inputs)
+            x, t_B = inputs.pop("hidden_states"), inputs.pop("timestep")
+            encoded, tokens = model.encode(**checked_prompt(model, inputs)), model.patchify(x)
+            share = self.share(encoded, {name: tokens.shape[1]}, tuple(size), len(x))
+            streams = {**share.constant, name: share.split.mine(name, tokens)}
+            conditioning = model.modulate(t_B, **encoded.pooled)
+            out = model.forward_tokens(streams, share.positions, conditioning, share.attend)[name]
+            self.check_delivered()
+            out = gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
             sizes = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
             out = gather(out, cfg, sizes[data.rank]) if cfg.size > 1 else out
             out = gather(out, data, tuple(map(sum, sizes))) if data.size > 1 else out
-        sample = self.model.unpatchify(out[:rows], *size).to(shared["hidden_states"].dtype)
+        sample = model.unpatchify(out[:rows], *size).to(shared["hidden_states"].dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def inputs_of_rank_0(self, inputs: Mapping[str, Tensor | float | None]) -> dict[str, Tensor]:
+        """Rank 0's inputs of a call on every rank, without arguments that are None. Collective: call on all ranks.
+
+        Raises the same ValueError on every rank for inputs that the model does not take.
+        """
+        tensors, refused = {}, {}
+        for name, value in inputs.items():
+            try:
+                tensors |= {} if value is None else {name: torch.as_tensor(value)}
+            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error
+                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
+
+        # compare the ranks; rank 0, whose values count, checks the prompt
+        unusable, latents = _unusable(tensors), tensors.get("hidden_states")
+        wants_gradients = latents is not None and latents.requires_grad
+        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **unusable}
+        wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
+        wrong = self.mesh.share(wrong, str | None) if agree(self.mesh, form, vote=wrong is not None) else None
+        if refused:
+            name, got = next(iter(refused.items()))
+            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
+        if wants_gradients:
+            raise ValueError("hidden_states requires grad, but a sharded model supports inference only; detach it")
+        for reason in (*unusable.values(), wrong):
+            if reason is not None:
+                raise ValueError(reason)
+        shared = broadcast(self.mesh, tensors)
+
+        # names and shapes
+        channels, labels = self.model.config.in_channels, shared.keys() - {"hidden_states", "timestep"}
+        if "hidden_states" not in shared:
+            raise ValueError(f"got no hidden_states, expected a tensor (B, {channels}, H, W)")
+        x = shared["hidden_states"]
+        if x.dim() not in (4, 5) or x.shape[1] != channels:
+            raise ValueError(f"got hidden_states of shape {tuple(x.shape)}, expected (B, {channels}, H, W)")
+        if "timestep" not in shared or labels != {*self.model.PROMPT}:
+            names = ", ".join(("timestep", *sorted(self.model.PROMPT)))
+            raise ValueError(f"got arguments timestep={'timestep' in shared}, {sorted(labels)}, expected {names}")
+        for name, value in shared.items():
+            one = name in SCALARS and value.numel() == 1
+            if name in SCALARS and value.dim() > 1:
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
+            if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
+                expected = f"{len(x) or 'some'} rows, one per image"
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
+        return shared
+
+    def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
+        # A pipeline passes the same labels at every step, and reading them waits for the device, so unchanged tensors
+        # are checked once.
+        prompt = {name: x for name, x in tensors.items() if name in self.model.PROMPT}
+        if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
+            return None  # another check raises
+        last = [x() for x, _ in self._checked_prompt]
+        same = len(last) == len(prompt) and all(x is y for x, y in zip(last, prompt.values(), strict=True))
+        if same and [_version(x) for x in prompt.values()] == [version for _, version in self._checked_prompt]:
+            return None
+        try:
+            self.model.check_prompt(prompt)
+        except ValueError as error:
+            return str(error)
+        self._checked_prompt = [(weakref.ref(x), _version(x)) for x in prompt.values()]
+        return None
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
         """This rank's rows of each stream's positions for a latent of this size, cached for the last sizes."""
@@ -332,24 +325,8 @@ class DistributedDiT(nn.Module):
             parts = self.mesh.sequence.size
             check_tokens(Shard(tokens, parts), parts)
 
-    def _predict(self, x: Tensor, t_B: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Predict all tokens of this batch, (B, L, C_out*p*p)."""
-        model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
-        if others:
-            raise ValueError(
-                f"got a call of a model that denoises {', '.join(model.STATE)}, expected a single stream; use sample"
-            )
-        encoded, tokens = model.encode(**checked_prompt(model, inputs)), model.patchify(x)
-        share = self.share(encoded, {name: tokens.shape[1]}, tuple(x.shape[2:]), len(x))
-        streams = {**share.constant, name: share.split.mine(name, tokens)}
-        conditioning = model.modulate(t_B, **encoded.pooled)
-        out = model.forward_tokens(streams, share.positions, conditioning, share.attend)[name]
-        self.check_delivered()
-        return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
-
 
 def _ranks_of(mesh: object, plan: object) -> Mesh:
-    """The mesh, or one of all ranks; ValueError if only some ranks pass a mesh or a plan."""
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     given = ranks.collect((mesh is None, plan is None), tuple[bool, bool])
     for name, have in zip(("mesh", "plan"), zip(*given, strict=True), strict=True):
@@ -358,25 +335,20 @@ def _ranks_of(mesh: object, plan: object) -> Mesh:
     return ranks
 
 
-def _checked(
-    mesh: Mesh | str | None, preferences: Preferences, plan: object, path: object = "", dtype: object = torch.float32
-) -> tuple[Mesh | None, Preferences]:
-    """The result of `named_mesh`; ValueError for an invalid mesh, plan, path, name or dtype."""
-    check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
-    check_dtype(dtype)
-    check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
-    check_names(preferences.strategy, preferences.local, preferences.transport)
-    return named_mesh(mesh, preferences)
+def _version(x: Tensor) -> object:
+    # changes when a tensor is written to; inference tensors do not count writes
+    return object() if x.is_inference() else x._version
 
 
-def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences) -> Plan:
-    """The planner's plan for a model with as many parameters as this one, the same on every rank."""
-    count = sum(x.numel() for x in model.parameters())
-    return for_library(config, count, dtype, mesh, preferences, TABLE_BYTES)
-
-
-def alone(plan: Plan, preferences: Preferences) -> Plan:
-    """The caller's plan; ValueError if names are given as well, because the plan decides them."""
-    if preferences != Preferences():
-        raise ValueError("a plan contains mesh, strategy, local and transport; pass either the plan or these names")
-    return plan
+def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    reasons = {}
+    for name, x in tensors.items():
+        try:
+            (check_floats if name == "hidden_states" else check_dense)(name, x)
+            if x.is_complex():
+                reasons[name] = f"got {name} of {x.dtype}, expected real numbers"
+            if name in SCALARS and (x.dtype == torch.bool or is_not_finite(x)):
+                reasons[name] = f"got {name} {x.tolist()}, expected finite numbers"
+        except ValueError as error:
+            reasons[name] = str(error)
+    return {f"use of {name}": why for name, why in reasons.items()}

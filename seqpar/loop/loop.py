@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from types import FunctionType
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +20,7 @@ from seqpar._moved import successors
 from seqpar.loading.schedulers import check_clean
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.interface import Prompt
-from seqpar.loop.request import (
-    Noise,
-    Request,
-    Settings,
-    check_model,
-    check_request,
-    check_settings,
-    course,
-    rank_0s,
-    why_not_captured,
-)
+from seqpar.loop.request import Noise, Request, check_request, check_settings, course, rank_0s, why_not_captured
 from seqpar.loop.run import Run
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.shard import Shard
@@ -47,12 +37,12 @@ def sample(
     *,
     graph: bool = True,
     on_step: Callable[[int], None] = lambda index: None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Tensor:
     """Denoise noise into latents (N, C, H, W) of the same shape, complete and equal on every rank.
 
-    scheduler, noise, prompt and settings (steps, guidance, eta, generator ...): see `Request`. Every rank uses rank 0's
-    values; those of other ranks must have the same shapes, dtypes and number of steps.
+    scheduler, noise, prompt, settings (steps, guidance, eta, generator ...): the fields of `Request`. Every rank uses
+    rank 0's values; those of other ranks must have the same shapes, dtypes and number of steps.
     graph: replay the step as a CUDA graph if possible (`Run.why_no_graph` gives the reason if not).
     on_step(index): called when a step has been queued; on a GPU the step may still be running.
     Raises ValueError for arguments that do not fit, and FloatingPointError, with the step, if the latents stop being
@@ -72,7 +62,7 @@ class Sampler:
     """
 
     def __init__(self, dit: DistributedDiT, *, graph: bool = True) -> None:
-        check_model(dit)
+        check_kind("dit", dit, DistributedDiT, expected="a seqpar.DistributedDiT; make one of the model")
         check_kind("graph", graph, bool, expected="True or False")
         self.dit = dit
         self._graph = graph
@@ -98,7 +88,7 @@ class Sampler:
         prompt: Prompt,
         *,
         on_step: Callable[[int], None] = lambda index: None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
         self._latents = None
@@ -121,11 +111,13 @@ class Sampler:
 
         # 3. the steps, on this rank's tokens
         for index in range(len(agreed.timesteps_S)):
-            with _checked_before(index):
+            try:
                 if captured:
                     run.capture()
                 before = run.tokens.clone() if index in self._previews else None
                 run.step()
+            except ValueError as error:  # arguments were checked, so it is not the caller's
+                raise RuntimeError(f"step {index + 1} failed: {error}") from error
             if before is not None:
                 self.dit.wait()  # before a collective, as below
                 self._on_clean(index, run.clean(before))
@@ -135,11 +127,15 @@ class Sampler:
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
         self._latents = {name: x.clone() for name, x in run.latents().items()}
-        check_finite(run.first_bad(), run.timesteps)
+        if (bad := run.first_bad()) < len(run.timesteps):
+            raise FloatingPointError(
+                f"latents stopped being finite at step {bad + 1} of {len(run.timesteps)} (timestep "
+                f"{run.timesteps[bad].item():g}); try dtype fp32, a lower guidance, or check the weights"
+            )
         return self._latents[self.dit.model.STATE[0]]
 
     def streams(self) -> dict[str, Tensor]:
-        """Every denoised stream after the last call, complete on every rank."""
+        """The denoised streams after the last call, complete on every rank."""
         if self._latents is None:
             raise ValueError("this sampler has no run yet; call it first")
         return dict(self._latents)
@@ -173,15 +169,6 @@ class Sampler:
         return self._decision[1]
 
 
-@contextmanager
-def _checked_before(index: int) -> Iterator[None]:
-    """Turn a ValueError of a step into a RuntimeError: arguments are checked before, and it is not the caller's."""
-    try:
-        yield
-    except ValueError as error:
-        raise RuntimeError(f"step {index + 1} failed: {error}") from error
-
-
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # equal if their repr is
 
 
@@ -199,15 +186,6 @@ def _value(value: Any) -> Any:
     if isinstance(value, FunctionType) and value.__closure__ is None:
         return value
     return (type(value), repr(value)) if type(value) in PLAIN else object()
-
-
-def check_finite(first_bad: int, timesteps: Tensor) -> None:
-    """Raise FloatingPointError if a step produced NaN or infinity. first_bad: its index, or the number of steps."""
-    if first_bad < len(timesteps):
-        raise FloatingPointError(
-            f"latents stopped being finite at step {first_bad + 1} of {len(timesteps)} (timestep "
-            f"{timesteps[first_bad].item():g}); try dtype fp32, a lower guidance, or check the weights"
-        )
 
 
 def digest(latents: Tensor) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Required, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,23 +22,6 @@ from seqpar.types.arguments import MOST_STEPS, check_floats, check_kind, check_n
 from seqpar.types.guidance import Guidance, check_layout
 
 Noise = Tensor | Mapping[str, Tensor]
-
-
-class Settings(TypedDict, total=False):
-    """The keyword arguments of `sample` besides scheduler, noise and prompt; see `Request`."""
-
-    steps: Required[int]
-    guidance: Required[Guidance]
-    eta: float | None
-    generator: torch.Generator | None
-    use_clipped_model_output: bool
-    respacing: str | None
-    clip_denoised: bool
-    begin: int
-    schedule: Mapping[str, Any]
-    negative: Prompt | None
-    drawn: Mapping[str, Tensor]
-    negative_drawn: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +67,6 @@ class Request:
 
 
 # Checks ------------------------------------------------------------------------------------------------------------
-
-
-def check_model(dit: object) -> None:
-    """Raise ValueError for anything but a `DistributedDiT`."""
-    check_kind("dit", dit, DistributedDiT, expected="a seqpar.DistributedDiT; make one of the model")
 
 
 def check_settings(dit: DistributedDiT, settings: Mapping[str, Any]) -> None:
@@ -210,51 +188,28 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
     if mesh.world.size == 1:
         return request
     generator = request.generator or torch.Generator().manual_seed(0)
-    several = isinstance(request.noise, Mapping)
-    noise: Any = request.noise
-    parts: dict[str, Mapping[str, Tensor]] = {
-        "noise": noise if several else {"": noise},
-        "prompt": request.prompt,
-        "negative": request.negative or {},
-        "drawn": request.drawn,
-        "negative_drawn": request.negative_drawn,
-        "generator": {"": generator.get_state()},
-    }
-    named = {f"{kind} {name}".strip(): x for kind, part in parts.items() for name, x in part.items()}
-    tensors = from_rank_0(mesh, named, _form(request))
-    guidance, eta = mesh.share((request.guidance, request.eta), tuple[Guidance, float | None])
-    generator.set_state(tensors["generator"].cpu().clone())  # torch reads the storage of a view from its beginning
-
-    def part(kind: str) -> dict[str, Tensor]:
-        return {name: tensors[f"{kind} {name}"] for name in parts[kind]}
-
-    return replace(
-        request,
-        noise=part("noise") if several else tensors["noise"],
-        prompt=part("prompt"),
-        negative=None if request.negative is None else part("negative"),
-        drawn=part("drawn"),
-        negative_drawn=part("negative_drawn"),
-        guidance=guidance,
-        eta=eta,
-        generator=generator,
-    )
-
-
-def _form(request: Request) -> dict[str, object]:
-    """The settings, besides tensors, that must be equal on all ranks."""
     config = {name: value for name, value in request.scheduler.config.items() if not name.startswith("_")}
-    return {
+    equal = ("steps", "begin", "use_clipped_model_output", "respacing", "clip_denoised")
+    form = {name: getattr(request, name) for name in equal} | {
         "scheduler": (type(request.scheduler).__name__, sorted(config.items())),
-        "steps": request.steps,
-        "begin": request.begin,
         "schedule": sorted(request.schedule.items()),
-        "use_clipped_model_output": request.use_clipped_model_output,
-        "respacing": request.respacing,
-        "clip_denoised": request.clip_denoised,
         "negative": request.negative is None,
         "generator": "cpu" if request.generator is None else request.generator.device.type,
     }
+    parts = {name: getattr(request, name) for name in ("noise", "prompt", "negative", "drawn", "negative_drawn")}
+    tensors: dict[str, Tensor] = {"generator": generator.get_state()}
+    for kind, part in parts.items():
+        tensors |= (
+            {kind: part} if isinstance(part, Tensor) else {f"{kind} {name}": x for name, x in (part or {}).items()}
+        )
+    tensors = from_rank_0(mesh, tensors, form)
+    guidance, eta = mesh.share((request.guidance, request.eta), tuple[Guidance, float | None])
+    generator.set_state(tensors["generator"].cpu().clone())  # torch reads the storage of a view from its beginning
+    shared: dict[str, Any] = {"guidance": guidance, "eta": eta, "generator": generator}
+    for kind, part in parts.items():
+        names = part.keys() if isinstance(part, Mapping) else ()
+        shared[kind] = tensors.get(kind, None if part is None else {name: tensors[f"{kind} {name}"] for name in names})
+    return replace(request, **shared)
 
 
 # Schedule ----------------------------------------------------------------------------------------------------------
@@ -276,12 +231,11 @@ class Course:
 
     @property
     def start_scale(self) -> float:
-        """The factor that multiplies the noise before the first step."""
+        # multiplies the noise before the first step
         return 1.0 if self.request.begin else float(getattr(self.scheduler, "init_noise_sigma", 1.0))
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The generator of noise within the run."""
         return self.request.generator or torch.Generator().manual_seed(0)
 
     @property

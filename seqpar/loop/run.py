@@ -17,16 +17,7 @@ from seqpar.kernels.ddim import guide
 from seqpar.loading.schedulers import clean_weights, input_scale
 from seqpar.loop.distributed import DistributedDiT, tokens_of
 from seqpar.loop.interface import Encoded, Split, checked_prompt, distinct, rows, stacked
-from seqpar.loop.request import (
-    Course,
-    Request,
-    check_course,
-    check_model,
-    check_request,
-    course,
-    rank_0s,
-    why_not_captured,
-)
+from seqpar.loop.request import Course, Request, check_course, check_request, course, rank_0s, why_not_captured
 from seqpar.loop.steppers import State, make_stepper
 from seqpar.mesh.shard import Shard
 from seqpar.mesh.watch import Calls
@@ -38,7 +29,6 @@ Branches = tuple[Tensor, Tensor | None]
 
 def begin(dit: DistributedDiT, request: Request) -> Run:
     """A new run of rank 0's request. Collective: call on all ranks."""
-    check_model(dit)
     check_request(dit, request)
     return Run(dit, course(rank_0s(dit.mesh, request)))
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 LEAST = 1e-20  # of a variance whose logarithm is taken, as in diffusers
@@ -39,25 +40,20 @@ class Coefficients:
     learned: bool = False
 
 
-def ddim_steps(scheduler: Any, options: Mapping[str, Any], begin: int) -> Coefficients:
-    """Return the steps from the scheduler's evaluation `begin` on; options: keyword arguments of its step."""
-    eta, clipped = options.get("eta", 0.0), bool(options.get("use_clipped_model_output"))
-    table = ddim_coefficients(scheduler, eta, clipped, begin)
-    return Coefficients(table, (eta > 0,) * len(table), clipped)
-
-
 def clip(scheduler: Any) -> float:
-    """Return the range to which the predicted x0 is clipped; infinity if it is not."""
+    """The range to which the predicted x0 is clipped; infinity if it is not."""
     return scheduler.config.clip_sample_range if scheduler.config.clip_sample else float("inf")
 
 
-def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: int = 0) -> Tensor:
-    """Return DDIM's coefficients c of the steps from the scheduler's evaluation `begin` on, (S, 8) fp64.
+def ddim_steps(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Coefficients:
+    """DDIM's steps from the scheduler's evaluation `begin` on, with 8 coefficients c each.
 
     For state x, model output m and noise z: x0 = c0 x + c1 m, clipped to +-c2, e = c3 x + c4 m, next x = c5 x0 + c6 e +
-    c7 z. clipped: e = c3 x + c4 x0 instead, from the clipped x0 (diffusers' use_clipped_model_output).
-    A step ends one stride earlier, as in diffusers, or at the next timestep of a respaced schedule (`respace`).
+    c7 z. options: keyword arguments of the scheduler's step; with use_clipped_model_output, e = c3 x + c4 x0 instead,
+    from the clipped x0. A step ends one stride earlier, as in diffusers, or at the next timestep of a respaced schedule
+    (`respace`).
     """
+    eta, clipped = options.get("eta", 0.0), bool(options.get("use_clipped_model_output"))
     rows, timesteps = [], scheduler.timesteps.tolist()
     stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
     respaced = getattr(scheduler, "respaced", None) is scheduler.timesteps
@@ -71,11 +67,11 @@ def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: 
         e_x, e_m = (1 / b, -a / b) if clipped else (e_x, e_m)
         keep, direction = before**0.5, max(0.0, 1 - before - sigma**2) ** 0.5
         rows.append((x0_x, x0_m, clip(scheduler), e_x, e_m, keep, direction, sigma))
-    return torch.tensor(rows, dtype=torch.float64)
+    return Coefficients(torch.tensor(rows, dtype=torch.float64), (eta > 0,) * len(rows), clipped)
 
 
 def prediction_weights(kind: str, a: float, b: float) -> tuple[float, float, float, float]:
-    """Return the weights (x0/x, x0/m, e/x, e/m) that give x0 and noise e from state x = a x0 + b e and output m."""
+    """The weights (x0/x, x0/m, e/x, e/m) that give x0 and noise e from state x = a x0 + b e and output m."""
     if kind == "epsilon":
         if a == 0:
             raise ValueError(
@@ -90,18 +86,12 @@ def prediction_weights(kind: str, a: float, b: float) -> tuple[float, float, flo
     raise ValueError(f"got a scheduler with prediction_type {kind!r}, expected epsilon, sample or v_prediction")
 
 
-def ddpm_steps(scheduler: Any, begin: int) -> Coefficients:
-    """Return the steps from the scheduler's evaluation `begin` on; one at timestep 0 adds no noise, as in diffusers."""
-    noisy = tuple(t > 0 for t in scheduler.timesteps[begin:].tolist())
-    return Coefficients(ddpm_coefficients(scheduler, begin), noisy, learned=True)
-
-
-def ddpm_coefficients(scheduler: Any, begin: int = 0) -> Tensor:
-    """Return DDPM's coefficients c of the steps from the scheduler's evaluation `begin` on, (S, 7) fp64.
+def ddpm_steps(scheduler: Any, begin: int = 0) -> Coefficients:
+    """DDPM's steps from the scheduler's evaluation `begin` on, with 7 coefficients c each.
 
     They come from fp64 products of the scheduler's betas. For state x, model output m, its v and noise z: x0 = c0 x +
     c1 m, clipped to +-c2, next x = c3 x0 + c4 x + exp(c5 + c6 v) z. A step ends at the next timestep of the schedule,
-    the last one at x0.
+    the last one at x0. A step at timestep 0 adds no noise, as in diffusers.
     """
     rows, timesteps = [], scheduler.timesteps.tolist()
     alphas = torch.cumprod(1 - scheduler.betas.double(), 0).tolist()
@@ -113,13 +103,14 @@ def ddpm_coefficients(scheduler: Any, begin: int = 0) -> Tensor:
         # the logarithm of sigma is half that of the variance, and v = -1 and 1 stand for its bounds
         low, high = log(max((1 - before) / (1 - alpha) * beta, LEAST)) / 2, log(beta) / 2
         rows.append((x0_x, x0_m, clip(scheduler), keep, stay, (high + low) / 2, (high - low) / 2))
-    return torch.tensor(rows, dtype=torch.float64)
+    return Coefficients(torch.tensor(rows, dtype=torch.float64), tuple(t > 0 for t in timesteps[begin:]), learned=True)
 
 
 MOST = 4  # maximum number of states or outputs that a step may need, including the current one
 CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals that rounding alone causes, and that a row may have at most
 SHAPE = (2, 4, 4, 4)  # shape of the vectors, like small latents: 128 equations for at most about 20 weights
-MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' channels: a linear step is linear at each of them
+# of the vectors' channels: a linear step is linear at each of them
+MAGNITUDES = torch.tensor((1.0, 1e-2, 1e3, 30.0), dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
 CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type}
 RANDOM = {
     torch.rand,
@@ -184,7 +175,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one of torch's functions, or its replacement: a cast keeps fp64, a random draw is recorded."""
+        # a cast keeps fp64, and a random draw is recorded
         kwargs = kwargs or {}
         if func in RANDOM:
             raise NotLinearError(f"it draws random numbers by torch's {func.__name__}")
@@ -206,7 +197,7 @@ class Recorder(TorchFunctionMode):
 
 
 def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedule:
-    """Return the coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
+    """The coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
 
     options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
     Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
@@ -222,8 +213,8 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
         noise[index, record.drawn[index + 1] - len(row[2]) : record.drawn[index + 1]] = row[2]
     return Schedule(
         torch.tensor(record.scales, dtype=torch.float64),
-        torch.stack([padded(row[0], width[0]) for row in rows]),
-        torch.stack([padded(row[1], width[1]) for row in rows]),
+        pad_sequence([row[0] for row in rows], batch_first=True),
+        pad_sequence([row[1] for row in rows], batch_first=True),
         noise,
         drawn_dtypes(scheduler, options, begin) if record.draws else (),
         max(row[3] for row in rows),
@@ -244,7 +235,7 @@ def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
 
 
 def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
-    """Return the dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first."""
+    """The dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first."""
     generator = torch.Generator().manual_seed(0)
     state, output, recorder = vector(generator), vector(generator), Recorder(generator, casts=True)
     with recorder:
@@ -289,7 +280,7 @@ def stepped(
 
 
 def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return (state weights, output weights, noise weights, residual) of one step, with the shortest history that fits.
+    """(state weights, output weights, noise weights, residual) of one step, with the shortest history that fits.
 
     width: the numbers of states and outputs that other rows need; a history within these is tried first.
     """
@@ -320,13 +311,12 @@ def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, T
 
 
 def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
-    """Return the weights of the columns whose sum is closest to `wanted`, and the relative residual.
+    """The weights of the columns whose sum is closest to `wanted`, and the relative residual.
 
     Negligible weights are set to 0.
     """
-    scale = magnitudes()
-    matrix = torch.stack([(column / scale).flatten() for column in columns], dim=1)
-    target = (wanted / scale).flatten()
+    matrix = torch.stack([(column / MAGNITUDES).flatten() for column in columns], dim=1)
+    target = (wanted / MAGNITUDES).flatten()
     norms = matrix.norm(dim=0).clamp_min(1e-300)
     weights = torch.linalg.lstsq(matrix / norms, target[:, None], driver="gelsd").solution[:, 0]
     size = float(target.norm()) or 1.0
@@ -335,7 +325,7 @@ def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
 
 
 def scale_of(seen: Tensor, state: Tensor) -> float:
-    """Return the factor by which `scale_model_input` multiplies the state; NotLinearError if it does anything else."""
+    """The factor by which `scale_model_input` multiplies the state; NotLinearError if it does anything else."""
     scale = float((seen / state).median())
     if not torch.allclose(seen, scale * state, rtol=ENOUGH, atol=0):
         raise NotLinearError("its scale_model_input is not a multiplication by a number")
@@ -343,7 +333,7 @@ def scale_of(seen: Tensor, state: Tensor) -> float:
 
 
 def step_options(scheduler: Any, **options: Any) -> dict[str, Any]:
-    """Return the options that are not None and that this scheduler's step accepts."""
+    """The options that are not None and that this scheduler's step accepts."""
     accepted = inspect.signature(scheduler.step).parameters
     return {name: value for name, value in options.items() if value is not None and name in accepted}
 
@@ -351,7 +341,7 @@ def step_options(scheduler: Any, **options: Any) -> dict[str, Any]:
 def mixed_noise(
     schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
-    """Return the noise term of every step, whole and on the CPU, from the same draws in the same order as diffusers."""
+    """The noise term of every step, whole and on the CPU, from the same draws in the same order as diffusers."""
     draws = [randn_tensor(shape, generator=generator, dtype=own or dtype).to(dtype) for own in schedule.draws]
     mixed = []
     for weights in schedule.noise_SK:
@@ -363,15 +353,5 @@ def mixed_noise(
 
 
 def vector(generator: torch.Generator) -> Tensor:
-    """Return a random vector of `SHAPE`, whose channels have several magnitudes."""
-    return torch.randn(SHAPE, generator=generator, dtype=torch.float64) * magnitudes()
-
-
-def magnitudes() -> Tensor:
-    """Return the magnitude of each channel of a vector."""
-    return torch.tensor(MAGNITUDES, dtype=torch.float64).view(1, -1, 1, 1)
-
-
-def padded(row: Tensor, width: int) -> Tensor:
-    """Return a row of coefficients, padded with zeros for the history that it does not need."""
-    return torch.nn.functional.pad(row, (0, width - len(row)))
+    """A random vector of `SHAPE`, whose channels have several magnitudes."""
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64) * MAGNITUDES

@@ -86,9 +86,9 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
         raise ValueError(f"got scheduler {name!r}, which {reason}; use a scheduler such as DDIMScheduler")
     accepted = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
-        return Decision(None, None, accepted, begin, ddim_steps(scheduler, accepted, begin))
+        return Decision(options=accepted, begin=begin, one_step=ddim_steps(scheduler, accepted, begin))
     if learns_range(scheduler):
-        return Decision(None, None, accepted, begin, ddpm_steps(scheduler, begin))
+        return Decision(options=accepted, begin=begin, one_step=ddpm_steps(scheduler, begin))
     drawn = accepted | step_options(scheduler, generator=torch.Generator())
     try:
         try:
@@ -164,7 +164,7 @@ class Stepper:
         raise NotImplementedError
 
     def latents(self) -> Tensor:
-        """The current full latents on every rank."""
+        """The full latents on every rank."""
         return self.state.gather()
 
 

@@ -28,7 +28,6 @@ from seqpar.loading.schedulers import set_timesteps
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.loop import draw_noise, draw_steps
 from seqpar.loop.models.uvit import Config, Mode, Model
-from seqpar.loop.request import Settings
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop
@@ -193,7 +192,7 @@ class Pipeline(FromTexts):
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
         drawn = self._others(given, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
-        settings: Settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}
+        settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}
         self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
         return self.sampler.streams()
 
@@ -284,7 +283,7 @@ def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     return {name: x.detach().cpu() for name, x in (streams or {}).items()}
 
 
-def _settings(asked: Asked, generator: torch.Generator) -> Settings:
+def _settings(asked: Asked, generator: torch.Generator) -> dict[str, Any]:
     return {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta, "generator": generator}
 
 

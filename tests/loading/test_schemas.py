@@ -11,7 +11,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.loading import parts
-from seqpar.loop import blueprint as find
 from seqpar.loop.models import dit, large_dit, uvit
 
 Read = Callable[[Mapping[str, Any]], object]
@@ -187,11 +185,3 @@ def test_an_index_that_leaves_its_folder_or_names_itself_is_refused(tmp_path: Pa
             parts.read_index(path)
     path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "model-1.safetensors"}}))
     assert parts.read_index(path) == {"a": "model-1.safetensors"}
-
-
-def test_a_preset_that_two_models_name_is_an_error_of_the_developer() -> None:
-    models = [SimpleNamespace(__name__=name, PRESETS={preset: 0}) for name, preset in (("a", "x"), ("b", "y"))]
-    assert [*find.presets(models)] == ["x", "y"]
-    for taken in ("x", "Y"):
-        with pytest.raises(RuntimeError, match=f"got preset '{taken}' of c, expected a new name in small letters"):
-            find.presets([*models, SimpleNamespace(__name__="c", PRESETS={taken: 0})])

@@ -22,7 +22,7 @@ from seqpar.loop import steppers as one_step
 from seqpar.loop.loop import Sampler, draw_noise
 from seqpar.loop.request import Request
 from seqpar.loop.run import begin
-from seqpar.loop.schedules import ddim_coefficients, ddpm_coefficients
+from seqpar.loop.schedules import ddim_steps, ddpm_steps
 from seqpar.loop.steppers import OneStep
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
@@ -82,11 +82,11 @@ def test_respaced_ddim_has_an_integer_stride() -> None:
 def test_respacing_ends_when_timesteps_are_set_again() -> None:
     scheduler, fresh = DDIMScheduler(**LINEAR), DDIMScheduler(**LINEAR)
     respace(scheduler, "7")
-    ends = ddim_coefficients(copy.deepcopy(scheduler), 0.0)[:, 5]
+    ends = ddim_steps(copy.deepcopy(scheduler), {}).table_SK[:, 5]
     assert torch.equal(ends[:-1], scheduler.alphas_cumprod[scheduler.timesteps[1:]].double() ** 0.5)
     for each in (scheduler, fresh):
         each.set_timesteps(7)
-    assert torch.equal(ddim_coefficients(scheduler, 0.0), ddim_coefficients(fresh, 0.0))
+    assert torch.equal(ddim_steps(scheduler, {}).table_SK, ddim_steps(fresh, {}).table_SK)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_all_coefficients_are_the_originals() -> None:
     scheduler.set_timesteps(timesteps=spaced("250", 1000))  # pyright: ignore[reportAttributeAccessIssue]
     process = Process(spaced("250", 1000)[::-1])
     x, m, v, z = (torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4))
-    for i, c in zip(range(249, -1, -1), ddpm_coefficients(scheduler), strict=True):
+    for i, c in zip(range(249, -1, -1), ddpm_steps(scheduler).table_SK, strict=True):
         got = c[3] * (c[0] * x + c[1] * m) + c[4] * x + (torch.exp(c[5] + c[6] * v) * z if i else 0)
         want = process.p_sample(torch.cat((m, v), 1), x, i, z)
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)

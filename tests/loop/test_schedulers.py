@@ -9,7 +9,7 @@ import torch
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.loading.schedulers import steps_locally
-from seqpar.loop.schedules import ddim_coefficients
+from seqpar.loop.schedules import ddim_steps
 from seqpar.mesh.mesh import Mesh
 from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local
@@ -29,13 +29,13 @@ def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int
     if zero_snr and prediction == "epsilon":
         sched.set_timesteps(steps)
         with pytest.raises(ValueError, match="'epsilon' with zero terminal SNR"):
-            ddim_coefficients(sched, eta)
+            ddim_steps(sched, {"eta": eta})
         return
     sched.alphas_cumprod = sched.alphas_cumprod.double()
     sched.final_alpha_cumprod = sched.final_alpha_cumprod.double()
     sched.set_timesteps(steps)
     x, m, z = (random((2, 4, 4, 4), seed) for seed in range(3))
-    for t, c in zip(sched.timesteps, ddim_coefficients(sched, eta), strict=True):
+    for t, c in zip(sched.timesteps, ddim_steps(sched, {"eta": eta}).table_SK, strict=True):
         ours = c[5] * (c[0] * x + c[1] * m) + c[6] * (c[3] * x + c[4] * m) + c[7] * z
         theirs: Any = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)  # pyright: ignore
         assert torch.allclose(ours, theirs.prev_sample, rtol=1e-10, atol=1e-10)

@@ -398,7 +398,7 @@ def left_alone(rank: int, world: int, device: torch.device, transport: str, port
             store.set("ended", "1")
             return str(caught.value), time.monotonic() - start
         if way == "calls":
-            dit._inputs.of_rank_0({"hidden_states": x, "timestep": t, "class_labels": t})
+            dit.inputs_of_rank_0({"hidden_states": x, "timestep": t, "class_labels": t})
         store.wait(["ended"], timedelta(seconds=50))  # a rank that leaves is noticed before the deadline
         return "nothing", 0.0
     finally:

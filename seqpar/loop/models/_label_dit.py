@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.loading.keys import shape_of
 from seqpar.loop.interface import Condition, SequenceModel
-from seqpar.loop.models import _layers
+from seqpar.loop.models._layers import sinusoid, through
 from seqpar.types.arguments import check_labels
 from seqpar.types.protocols import state_dtype
 
@@ -46,41 +46,36 @@ class LabelDiT(SequenceModel):
         raise NotImplementedError
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
-        """The position rows of the only stream."""
         return {"image": self.positions(*size)}
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """Return {"blocks": (R, layers, 6, E), "final": (R, 2, E)}, fp32 (fp64 for an fp64 model).
+        """Compute {"blocks": (R, layers, 6, E), "final": (R, 2, E)}, fp32 (fp64 for an fp64 model).
 
         The six rows of a block are shift, scale and gate of its attention, then of its MLP; the two final rows are
         shift and scale.
         """
         wide = state_dtype(self.x_embedder.weight.dtype)
         first, _, second = self.t_embedder
-        sines = _layers.sinusoid(t_R, FREQUENCIES, self._freq_shift)
-        t = _layers.linear(F.silu(_layers.linear(sines, first, wide)), second, wide)
+        sines = sinusoid(t_R, FREQUENCIES, self._freq_shift)
+        t = through(F.silu(through(sines, wide)(first)), wide)(second)
         c_RC = F.silu(t + self.y_embedder(pooled["class_labels"]).to(wide))
         # one layer at a time, because fp32 copies of all weights would need twice their memory
-        modulated, blocks = (
-            _layers.through(c_RC, wide),
-            c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width),
-        )
+        modulated = through(c_RC, wide)
+        blocks = c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
         for index, block in enumerate(self.blocks):
             blocks[:, index] = modulated(block.get_submodule("modulation")).unflatten(-1, (6, -1))
         return {"blocks": blocks, "final": modulated(self.final_modulation).unflatten(-1, (2, -1))}
 
     def check_prompt(self, prompt: Mapping[str, Tensor]) -> None:
-        """Raise `ValueError` for labels that are no classes."""
         for name, labels in prompt.items():
             check_labels(name, labels, self.config.num_classes)
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the label that means "no class"."""
         return {name: torch.full_like(label, self.config.num_classes) for name, label in prompt.items()}
 
 
 def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of classes of a checkpoint with the authors' keys; ValueError if it has none."""
+    """The number of classes of a checkpoint with the authors' keys; ValueError if it has none."""
     rows = shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0]
     if rows < 2:
         raise ValueError(
@@ -90,7 +85,7 @@ def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def check_outputs(kind: str, inputs: int, outputs: int) -> None:
-    """Raise ValueError if a final layer predicts no value for each input channel, with or without its variance."""
+    """Raise ValueError unless a final layer predicts a value for each input channel, with or without its variance."""
     if outputs not in (inputs, 2 * inputs):
         expected = f"{inputs}, or {2 * inputs} with variances"
         raise ValueError(
@@ -98,13 +93,10 @@ def check_outputs(kind: str, inputs: int, outputs: int) -> None:
         )
 
 
-def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config, or the arguments of training, state another size than the tensors have.
-
-    said, found: name -> value; names that only one of them has are not compared.
-    """
-    for name in said.keys() & found.keys():
-        if said[name] is not None and said[name] != found[name]:
+def confirm(kind: str, by_files: Mapping[str, Any], by_tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if a config, or the arguments of training, state another size than the tensors have."""
+    for name in by_files.keys() & by_tensors.keys():
+        if by_files[name] is not None and by_files[name] != by_tensors[name]:
             raise ValueError(
-                f"{name} of this {kind} is {said[name]!r} by its files, but {found[name]!r} by its tensors"
+                f"{name} of this {kind} is {by_files[name]!r} by its files, but {by_tensors[name]!r} by its tensors"
             )

@@ -10,7 +10,7 @@ Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.linear import linear_gelu
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.interface import Condition
-from seqpar.loop.models import _dit_keys, _layers
+from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import LabelDiT, check_outputs
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Attend, Prepare, Projected
@@ -52,7 +52,7 @@ class Config:
 
     @property
     def width(self) -> int:
-        """Return E, the width of the model."""
+        """E, the width of the model."""
         return self.num_attention_heads * self.attention_head_dim
 
 
@@ -81,7 +81,7 @@ class Block(nn.Module):
         *,
         keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Return the stream x and its normalised, modulated form h after this block.
+        """The stream x and its normalised, modulated form h after this block.
 
         after: shift, scale and norm of the next block or final layer, because one kernel adds this block's gated branch
         to the stream and normalises it for the next one. keep: whether x is needed afterwards; the last block passes
@@ -108,7 +108,6 @@ class Model(LabelDiT):
             self.pos_embed = nn.Parameter(torch.empty(1, tokens, config.width))
 
     def check_size(self, *size: int) -> None:
-        """Raise `ValueError` for a latent that is no whole patches, or whose size a learned table does not have."""
         super().check_size(*size)
         trained = self.config.sample_size
         if self.config.pos_scaling == "refuse" and size != (trained, trained):
@@ -118,20 +117,24 @@ class Model(LabelDiT):
             )
 
     def positions(self, *size: int) -> Tensor:
-        """Return the position rows (L, E) of a latent (height, width): sine-cosine, or the stored ones.
+        """The position rows (L, E) of a latent (height, width): sine-cosine, or the stored ones.
 
         At sizes other than the trained one, "interpolate" scales positions to the trained range, and "none" continues
         them past it.
         """
         self.check_size(*size)
-        if self.config.pos_stored and size == (self.config.sample_size,) * 2:
+        config = self.config
+        if config.pos_stored and size == (config.sample_size,) * 2:
             return self.pos_embed.detach()[0]
-        return _sincos(self.config, size, self.x_embedder.weight.device)
+        base, indices = config.sample_size // config.patch_size, []
+        for side in size:
+            index = torch.arange(side // config.patch_size, dtype=torch.float32, device=self.x_embedder.weight.device)
+            indices.append(index / (len(index) / base) if config.pos_scaling == "interpolate" else index)
+        return _layers.sincos_2d(indices[0], indices[1], config.width)
 
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
         dtype = self.x_embedder.weight.dtype
         x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
         blocks_BN6E, final_B2E = conditioning["blocks"], conditioning["final"]
@@ -143,20 +146,8 @@ class Model(LabelDiT):
         return {"image": self.final(h)}
 
 
-def _sincos(config: Config, size: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the sine-cosine position rows (L, E) of a latent (height, width); see `Model.positions`."""
-    base = config.sample_size // config.patch_size
-
-    def axis(size: int) -> Tensor:
-        index = torch.arange(size // config.patch_size, dtype=torch.float32, device=device)
-        return index / (len(index) / base) if config.pos_scaling == "interpolate" else index
-
-    height, width = size
-    return _layers.sincos_2d(axis(height), axis(width), config.width)
-
-
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: two gated norms (4 E each) and bias + GELU (8 E) a block, widest inside the MLP."""
+    # passes: two gated norms (4 E each), bias and GELU (8 E) per block; live: the MLP
     width, area = config.width, config.patch_size**2
     blocks = Blocks(
         count=config.num_layers,
@@ -221,25 +212,60 @@ class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
-    """Return the config of a DiT's folder, or None for another model's; ValueError for a variant not implemented."""
-    names = ("DiTTransformer2DModel", "Transformer2DModel", LEARNED)
-    return _from_diffusers(config) if config.get("_class_name") in names else None
+    """The config of a DiT's folder, or None for another model's; ValueError for a variant not implemented."""
+    if config.get("_class_name") not in ("DiTTransformer2DModel", "Transformer2DModel", LEARNED):
+        return None
+    read = schemas.checked("a DiT config", config, Fields)
+    names = {f.name for f in fields(Config)} & {*Fields.__struct_fields__}
+    values = {name: value for name in names if (value := getattr(read, name)) is not None}
+    values.setdefault("out_channels", values.get("in_channels", Config.in_channels))
+    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": read.norm_eps}
+    found = Config(**theirs | values | {"num_classes": read.num_embeds_ada_norm})
+    if found.width % 4 or found.sample_size % found.patch_size:
+        sizes = f"width {found.width}, sample_size {found.sample_size} and patch_size {found.patch_size}"
+        raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
+    check_outputs("DiT", found.in_channels, found.out_channels)
+    return found
 
 
 def key_map(config: Config) -> KeyMap:
-    """Return the key map of diffusers' folders."""
-    return _dit_keys.key_map(config)
+    """The keys of diffusers' folders. Each block has a copy of the embedders: the first is read, all must be equal."""
+    emb = "transformer_blocks.{}.norm1.emb."
+    copied = {
+        "t_embedder.0": "timestep_embedder.linear_1",
+        "t_embedder.2": "timestep_embedder.linear_2",
+        "y_embedder": "class_embedder.embedding_table",
+    }
+    first = {ours: emb.format(0) + theirs for ours, theirs in copied.items()}
+    ends = {"x_embedder": "pos_embed.proj", **first, "final_modulation": "proj_out_1", "final": "proj_out_2"}
+    block = {
+        "modulation": "norm1.linear",
+        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+        "proj": "attn1.to_out.0",
+        "fc1": "ff.net.0.proj",
+        "fc2": "ff.net.2",
+    }
+    repeats = {}
+    for i in range(1, config.num_layers):
+        for theirs in copied.values():
+            kinds = ("weight",) if "table" in theirs else ("weight", "bias")
+            repeats |= {f"{emb.format(i)}{theirs}.{kind}": f"{emb.format(0)}{theirs}.{kind}" for kind in kinds}
+    sources = sources_of(config, ends, "transformer_blocks", block)
+    return KeyMap(sources, frozenset({"pos_embed.pos_embed"}), repeats)
 
 
-def _from_diffusers(config: Mapping[str, Any]) -> Config:
-    found = schemas.checked("a DiT config", config, Fields)
-    known = {f.name for f in fields(Config)} & {*Fields.__struct_fields__}
-    read = {key: value for key in known if (value := getattr(found, key)) is not None}
-    read.setdefault("out_channels", read.get("in_channels", Config.in_channels))
-    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": found.norm_eps}
-    made = replace(Config(**theirs | read), num_classes=found.num_embeds_ada_norm)
-    if made.width % 4 or made.sample_size % made.patch_size:
-        sizes = f"width {made.width}, sample_size {made.sample_size} and patch_size {made.patch_size}"
-        raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
-    check_outputs("DiT", made.in_channels, made.out_channels)
-    return made
+def sources_of(
+    config: Config, ends: Mapping[str, str], blocks: str, block: Mapping[str, str | tuple[str, ...]]
+) -> dict[str, TensorSource]:
+    """The sources of all parameters, from name of our layer -> theirs, outside the blocks and inside each."""
+    sources = _layers.layers({ours: ends[ours] for ours in ("t_embedder.0", "t_embedder.2", "final_modulation")})
+    sources |= _layers.convolution("x_embedder", ends["x_embedder"])
+    sources |= _layers.last("final", ends["final"], config.out_channels, config.patch_size)
+    sources |= _layers.layers({"y_embedder": ends["y_embedder"]}, kinds=("weight",))
+    for i in range(config.num_layers):
+        sources |= _layers.layers(block, f"blocks.{i}.", f"{blocks}.{i}.")
+        if not config.attention_bias:
+            del sources[f"blocks.{i}.qkv.bias"]
+    if config.pos_stored:  # a key that `seqpar convert` adds and diffusers does not read
+        sources["pos_embed"] = TensorSource(("pos_embed",))
+    return sources

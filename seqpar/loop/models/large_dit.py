@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.linear import gated_linear
-from seqpar.loading.keys import KeyMap
+from seqpar.loading import schemas
+from seqpar.loading.keys import KeyMap, count_layers, shape_of
 from seqpar.loop.interface import Condition
-from seqpar.loop.models import _large_dit_files, _layers
-from seqpar.loop.models._label_dit import LabelDiT
+from seqpar.loop.models import _layers
+from seqpar.loop.models._label_dit import LabelDiT, check_outputs, confirm, count_classes
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
 
@@ -53,12 +54,12 @@ class Config:
 
     @property
     def attention_head_dim(self) -> int:
-        """Return D, the width of a head."""
+        """D, the width of a head."""
         return self.width // self.num_attention_heads
 
     @property
     def condition_width(self) -> int:
-        """Return the width of the condition from which adaLN computes its modulation."""
+        """The width of the condition from which adaLN computes its modulation."""
         return min(self.width, CONDITION)
 
 
@@ -83,14 +84,14 @@ class Block(nn.Module):
         self.groups = config.qk_norm_groups
 
     def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
-        """Return the preparation of q and k: LayerNorm over the whole width, then rotary on neighbouring pairs."""
+        """The preparation of q and k: LayerNorm over the whole width, then rotary on neighbouring pairs."""
         if self.q_norm is None or self.k_norm is None or self.groups > 1:
             return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
         q, k = self.q_norm, self.k_norm
         return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
 
     def stream(self, h_BlE: Tensor, rotary: tuple[Tensor, Tensor]) -> Stream:
-        """Return the tokens on their way to attention; norms over groups of heads are applied here, by torch."""
+        """The tokens on their way to attention; norms over groups of heads are applied here, by torch."""
         (heads, kv_heads, _), prepare = self.heads, self.prepare(*rotary)
         if self.groups == 1 or self.q_norm is None or self.k_norm is None:
             return Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, prepare)
@@ -100,12 +101,12 @@ class Block(nn.Module):
         return Given(q, k, v, prepare)
 
     def _grouped(self, x_BlE: Tensor, norm: nn.LayerNorm) -> Tensor:
-        """Return LayerNorm over each group of heads."""
+        # LayerNorm over each group of heads
         x = x_BlE.unflatten(-1, (self.groups, -1))
         return torch.addcmul(norm.bias, F.layer_norm(x, x.shape[-1:], eps=QK_EPS).flatten(-2), norm.weight)
 
     def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
-        """Return the shift, scale and norm that come before attention."""
+        """The shift, scale and norm that come before attention."""
         return modulation_B6E[:, 0], modulation_B6E[:, 1], Norm(*self.norm, self.attention_norm.weight)
 
     def forward(
@@ -119,7 +120,7 @@ class Block(nn.Module):
         *,
         keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Return the stream x and its normalised, modulated form h after this block; see `dit.Block`."""
+        """The stream x and its normalised, modulated form h after this block; see `dit.Block`."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         (out,) = attend((self.stream(h_BlE, rotary),))
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
@@ -137,7 +138,7 @@ class Model(LabelDiT):
         super().__init__(config, config.condition_width, lambda: Block(config))
 
     def positions(self, *size: int) -> Tensor:
-        """Return the rotary rows (L, D): cosines, then sines, of the raster index.
+        """The rotary rows (L, D): cosines, then sines, of the raster index.
 
         They have the bits of the original's table, which is computed in fp32 by `torch.polar` on the CPU: `torch.cos`
         and other devices round differently, by up to 6e-8.
@@ -152,7 +153,6 @@ class Model(LabelDiT):
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
         blocks: list[Any] = list(self.blocks)
         modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
         starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
@@ -166,7 +166,7 @@ class Model(LabelDiT):
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: two gated norms (4 E each) and SwiGLU (3 F) a block, widest there or at QKV."""
+    # passes: two gated norms (4 E each) and SwiGLU (3 F) per block; live: SwiGLU or QKV
     width, ffn, area = config.width, config.feed_forward, config.patch_size**2
     kv_width = config.num_key_value_heads * config.attention_head_dim
     blocks = Blocks(
@@ -195,14 +195,100 @@ PRESETS: dict[str, Config] = {
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
 
+CHANNELS = 4  # of the latent; the patch size follows
+CLASS = "DiTLLaMA2DModel"  # in config.json; diffusers has no such model
+
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
+    """The fields of config.json."""
+
+    num_attention_heads: schemas.Heads
+    attention_head_dim: schemas.HeadDim
+    num_layers: schemas.Layers | None = None
+    patch_size: schemas.Patch | None = None
+    in_channels: schemas.Channels | None = None
+    out_channels: schemas.Channels | None = None
+    sample_size: schemas.Side | None = None
+    n_kv_heads: schemas.Heads | None = None
+    num_classes: schemas.Classes | None = None
+    norm_eps: schemas.Epsilon | None = None
+    qk_norm: bool | None = None
+    learn_sigma: bool | None = None
+    qk_norm_groups: schemas.Heads | None = None
+
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
-    """Return the config of a folder that `seqpar convert` wrote, or None for another model's."""
-    if config.get("_class_name") != _large_dit_files.CLASS:
+    """The config of a folder that `seqpar convert` wrote, or None for another model's.
+
+    Raises ValueError if config.json and tensors contradict each other.
+    """
+    if config.get("_class_name") != CLASS:
         return None
-    return Config(**_large_dit_files.sizes(shapes, config))
+    sizes, read = from_shapes(shapes), schemas.checked("a Large-DiT config", config, Fields)
+    heads, dim = read.num_attention_heads, read.attention_head_dim
+    if heads * dim != sizes["width"]:
+        raise ValueError(
+            f"a Large-DiT config has {heads} heads of width {dim}, but the tensors are {sizes['width']} wide"
+        )
+    confirm("Large-DiT", config, {key: value for key, value in sizes.items() if key != "num_key_value_heads"})
+    complete = with_heads(sizes, heads)
+    confirm("Large-DiT", {"n_kv_heads": read.n_kv_heads}, {"n_kv_heads": complete["num_key_value_heads"]})
+    stated = ("sample_size", "norm_eps", "qk_norm_groups")
+    return Config(**complete | {name: config[name] for name in stated if config.get(name) is not None})
+
+
+def from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The sizes that shapes state; num_key_value_heads is a width until `with_heads`."""
+    width, inputs = shape_of(shapes, "x_embedder.weight", 2)
+    patch, final = round((inputs / CHANNELS) ** 0.5), "final_layer.linear.weight"
+    if CHANNELS * patch**2 != inputs:
+        expected = f"{CHANNELS} x patch x patch columns"
+        raise ValueError(f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected {expected}")
+    outputs = _layers.output_channels(final, shape_of(shapes, final, 2)[0], patch)
+    check_outputs("Large-DiT", CHANNELS, outputs)
+    return {
+        "width": width,
+        "num_layers": count_layers(shapes, "layers"),
+        "num_key_value_heads": shape_of(shapes, "layers.0.attention.wk.weight", 2)[0],
+        "feed_forward": shape_of(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
+        "patch_size": patch,
+        "in_channels": CHANNELS,
+        "out_channels": outputs,
+        "num_classes": count_classes(shapes),
+        "qk_norm": any(".attention.q_norm." in key or ".attention.k_norm." in key for key in shapes),
+    }
+
+
+def with_heads(sizes: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """Sizes with the numbers of heads; ValueError if keys and values have no whole number of them."""
+    width, kv_width = sizes["width"], sizes["num_key_value_heads"]
+    kv_heads = kv_width * heads // width
+    if width % heads or width // heads % 2 or kv_heads * (width // heads) != kv_width or heads % max(kv_heads, 1):
+        raise ValueError(f"got {heads} heads for a Large-DiT whose queries are {width} and keys {kv_width} wide")
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 def key_map(config: Config) -> KeyMap:
-    """Return the key map of the folder, which has the authors' keys."""
-    return _large_dit_files.key_map(config.num_layers, config.qk_norm, config.out_channels, config.patch_size)
+    """The authors' keys, which the folder has; q, k and v become one matrix, and so do w1 and w3."""
+    ends = {
+        "x_embedder": "x_embedder",
+        "t_embedder.0": "t_embedder.mlp.0",
+        "t_embedder.2": "t_embedder.mlp.2",
+        "final_modulation": "final_layer.adaLN_modulation.1",
+    }
+    matrices = {
+        "qkv": ("attention.wq", "attention.wk", "attention.wv"),
+        "wo": "attention.wo",
+        "w13": ("feed_forward.w1", "feed_forward.w3"),
+        "w2": "feed_forward.w2",
+        "attention_norm": "attention_norm",
+        "ffn_norm": "ffn_norm",
+    }
+    others = {"modulation": "adaLN_modulation.1"}
+    others |= {"q_norm": "attention.q_norm", "k_norm": "attention.k_norm"} if config.qk_norm else {}
+    sources = _layers.layers(ends) | _layers.layers({"y_embedder": "y_embedder.embedding_table"}, kinds=("weight",))
+    sources |= _layers.last("final", "final_layer.linear", config.out_channels, config.patch_size)
+    for i in range(config.num_layers):
+        sources |= _layers.layers(matrices, f"blocks.{i}.", f"layers.{i}.", ("weight",))
+        sources |= _layers.layers(others, f"blocks.{i}.", f"layers.{i}.")
+    return KeyMap(sources)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from seqpar.kernels.linear import linear_gelu
 from seqpar.kernels.post_norm import Affine, post_norm
-from seqpar.loading.keys import KeyMap
+from seqpar.loading import schemas
+from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.interface import Condition, Encoded, SequenceModel
-from seqpar.loop.models import _layers, _uvit_files
+from seqpar.loop.models import _layers
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Attend, Prepare, Projected, state_dtype
 
@@ -72,17 +73,17 @@ class Config:
 
     @property
     def width(self) -> int:
-        """Return E, the width of the model."""
+        """E, the width of the model."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def time_tokens(self) -> int:
-        """Return the tokens of the stream "time": one a timestep, and one for the kind of data."""
+        """The tokens of the stream "time": one a timestep, and one for the kind of data."""
         return 2 + self.data_type
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Return the tokens of each stream at the trained image size, in the order of the sequence."""
+        """The tokens of each stream at the trained image size, in the order of the sequence."""
         patches = (self.sample_size // self.patch_size) ** 2
         return {"time": self.time_tokens, "text": self.text_tokens, "clip": 1, "image": patches}
 
@@ -104,16 +105,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BlE: Tensor, attend: Attend, out_BlE: Tensor | None) -> Tensor:
-        """Return this rank's tokens after the block, written into `out_BlE` if that is given."""
+        """This rank's tokens after the block, written into `out_BlE` if that is given."""
         stream = Projected(x_BlE, self.qkv.weight, self.qkv.bias, self.heads, self.heads, Prepare())
         (attended,) = attend((stream,))
         h_BlE = post_norm(x_BlE, self.proj(attended.flatten(2)), _affine(self.attention_norm))
         branch = self.fc2(linear_gelu(h_BlE, self.fc1.weight, self.fc1.bias, exact=True))
         return post_norm(h_BlE, branch, _affine(self.mlp_norm), out_BlE)
-
-    def joined(self, pair_Bl2E: Tensor) -> Tensor:
-        """Return the block's input from the previous block's output and the skip connection, side by side."""
-        return post_norm(self.skip(pair_Bl2E), None, _affine(self.skip_norm))
 
 
 class Model(SequenceModel):
@@ -147,7 +144,7 @@ class Model(SequenceModel):
         self.final_norm = nn.LayerNorm(width)
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the learned rows of each stream, (L, E); for another image size, its rows are resized (bilinear).
+        """The learned rows of each stream, (L, E); for another image size, its rows are resized (bilinear).
 
         size: (height, width) of the latent; any other tuple means the trained size.
         """
@@ -165,13 +162,13 @@ class Model(SequenceModel):
         return rows
 
     def encode(self, **prompt: Tensor) -> Encoded:
-        """Return the stream "time": the number of each of its tokens, (R, 2 or 3), by which a rank finds its own."""
+        """The stream "time": the number of each of its tokens, (R, 2 or 3), by which a rank finds its own."""
         count = len(next(iter(prompt.values()))) if prompt else 1
         numbers = torch.arange(self.config.time_tokens, device=self.pos_embed.device)
         return Encoded({"time": numbers.expand(count, -1)}, pooled=prompt)
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """Return {"time": (R, 2 or 3, E)}, the tokens of the image's and the text's timestep and of the kind of data.
+        """Compute {"time": (R, 2 or 3, E)}, the tokens of the image's and the text's timestep and of the kind of data.
 
         In fp32 (fp64 for an fp64 model), without positions. There is no MLP.
         """
@@ -186,15 +183,32 @@ class Model(SequenceModel):
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """Return the predictions of the streams of the state; see `SequenceModel.forward_tokens`."""
-        x_BlE = self._blocks(self._embedded(streams, positions, conditioning["time"]), attend)
-        parts = x_BlE.split([streams[name].shape[1] for name in self.STREAMS], dim=1)
-        found = {name: part for name, part in zip(self.STREAMS, parts, strict=True) if name in self.STATE}
-        # the norm of a part makes it contiguous, as the product needs it
-        return {name: self.final[name](post_norm(x, None, _affine(self.final_norm))) for name, x in found.items()}
+        # 1. this rank's tokens of all streams, with their positions
+        dtype, numbers_Bl = self.pos_embed.dtype, streams["time"]
+        time = conditioning["time"].gather(1, numbers_Bl[..., None].expand(-1, -1, self.config.width)).to(dtype)
+        tokens = [time, *(self.into[name](streams[name].to(dtype)) for name in self.STREAMS[1:])]
+        x_BlE = torch.cat(tokens, dim=1) + torch.cat([positions[name].to(dtype) for name in self.STREAMS])
+        del time, tokens  # the blocks need their memory
+
+        # 2. the blocks. A pair holds the input of a block of the second half, on the left, and the skip connection.
+        # Blocks write their outputs there, and those of the first half read their inputs from there.
+        pairs_Bl2E: list[Tensor] = []
+        for block in self.first:
+            pairs_Bl2E.append(x_BlE.new_empty(*x_BlE.shape[:2], 2 * self.config.width))
+            x_BlE = block(x_BlE, attend, pairs_Bl2E[-1][..., self.config.width :])
+        x_BlE = self.middle(x_BlE, attend, _left(pairs_Bl2E))
+        second: list[Any] = list(self.second)
+        for block in second:
+            h_BlE = post_norm(block.skip(pairs_Bl2E.pop()), None, _affine(block.skip_norm))
+            x_BlE = block(h_BlE, attend, _left(pairs_Bl2E))
+
+        # 3. predictions of the state; the norm of a part makes it contiguous, as the product needs it
+        parts = zip(self.STREAMS, x_BlE.split([streams[name].shape[1] for name in self.STREAMS], dim=1), strict=True)
+        norm = _affine(self.final_norm)
+        return {name: self.final[name](post_norm(x, None, norm)) for name, x in parts if name in self.STATE}
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the prompt of the unconditional branch, in which the other modality is noise."""
+        # in the unconditional branch, the other modality is noise
         if not self._conditional:
             raise ValueError(f"got guidance in mode {self.config.mode}, expected text2img or img2text; use scale 1")
         return {**prompt, "other_timestep": torch.full_like(prompt["other_timestep"], NOISE)}
@@ -203,35 +217,9 @@ class Model(SequenceModel):
     def _conditional(self) -> bool:
         return self.config.mode in ("text2img", "img2text")
 
-    def _embedded(self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], time_BnE: Tensor) -> Tensor:
-        """Return this rank's tokens of all streams with their positions, (B, l, E)."""
-        dtype, numbers_Bl = self.pos_embed.dtype, streams["time"]
-        tokens = time_BnE.gather(1, numbers_Bl[..., None].expand(-1, -1, self.config.width))
-        others = [self.into[name](streams[name].to(dtype)) for name in self.STREAMS[1:]]
-        x_BlE = torch.cat([tokens.to(dtype), *others], dim=1)
-        return x_BlE + torch.cat([positions[name].to(dtype) for name in self.STREAMS])
-
-    def _blocks(self, x_BlE: Tensor, attend: Attend) -> Tensor:
-        """Run all blocks.
-
-        A pair holds the input of a block of the second half, on the left, beside the skip connection. The blocks write
-        their outputs there, and those of the first half read theirs from there.
-        """
-        batch, tokens, width = x_BlE.shape
-        pairs_Bl2E: list[Tensor] = []
-        for block in self.first:
-            pairs_Bl2E.append(x_BlE.new_empty(batch, tokens, 2 * width))
-            x_BlE = block(x_BlE, attend, pairs_Bl2E[-1][..., width:])
-        x_BlE = self.middle(x_BlE, attend, _left(pairs_Bl2E))
-        blocks: Sequence[Any] = list(self.second)
-        for block in blocks:
-            h_BlE = block.joined(pairs_Bl2E.pop())
-            x_BlE = block(h_BlE, attend, _left(pairs_Bl2E))
-        return x_BlE
-
 
 def _left(pairs_Bl2E: Sequence[Tensor]) -> Tensor | None:
-    """Return the place of the next output: the left half of the last pair, or None after all of them."""
+    # the place of the next output
     return pairs_Bl2E[-1].chunk(2, dim=-1)[0] if pairs_Bl2E else None
 
 
@@ -240,7 +228,7 @@ def _affine(norm: nn.LayerNorm) -> Affine:
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: a norm moves 3 E a token (2 E without a sum), bias and GELU 8 E."""
+    # passes: a norm moves 3 E per token (2 E without a sum), bias and GELU 8 E
     width, area, half = config.width, config.patch_size**2, config.num_layers // 2
     gemms = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
     passes = (3 * width, 3 * width, 8 * width)
@@ -264,11 +252,100 @@ def work(config: Config) -> Work:
 PRESETS: dict[str, Config] = {"unidiffuser-v0": Config(), "unidiffuser-v1": Config(data_type=True)}
 
 
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+DATA_TYPE = "use_data_type_embedding"
+
+COPIED = {  # diffusers' name of a size -> ours
+    "num_attention_heads": "num_attention_heads",
+    "attention_head_dim": "attention_head_dim",
+    "num_layers": "num_layers",
+    "in_channels": "in_channels",
+    "sample_size": "sample_size",
+    "patch_size": "patch_size",
+    "num_text_tokens": "text_tokens",
+    "text_dim": "text_width",
+    "clip_img_dim": "clip_width",
+    DATA_TYPE: "data_type",
+}
+UNUSED = ("out_channels", "norm_num_groups", "num_embeds_ada_norm", "ff_final_dropout")
+
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of diffusers' config, with its defaults, and with the values that the model implements."""
+
+    num_attention_heads: schemas.Heads = 16
+    attention_head_dim: schemas.HeadDim = 88
+    num_layers: schemas.Layers = 1
+    in_channels: schemas.Channels
+    sample_size: schemas.Side
+    patch_size: schemas.Patch
+    num_text_tokens: schemas.Tokens = 77
+    text_dim: schemas.Width = 768
+    clip_img_dim: schemas.Width = 512
+    use_data_type_embedding: bool = False
+    activation_fn: Literal["gelu"]  # diffusers' default is another one
+    out_channels: schemas.Channels | None = None
+    attention_bias: schemas.No = False
+    block_type: Literal["unidiffuser"] = "unidiffuser"
+    cross_attention_dim: None = None
+    dropout: schemas.Zero = 0.0
+    norm_elementwise_affine: schemas.Yes = True
+    norm_type: Literal["layer_norm"] = "layer_norm"
+    num_vector_embeds: None = None
+    only_cross_attention: schemas.No = False
+    pre_layer_norm: schemas.No = False
+    upcast_attention: schemas.No = False
+    use_linear_projection: schemas.No = False
+    use_patch_pos_embed: schemas.No = False
+    use_timestep_embedding: schemas.No = False
+    # these have no effect
+    norm_num_groups: schemas.Width | None = None
+    num_embeds_ada_norm: schemas.Classes | None = None
+    ff_final_dropout: bool | None = None
+
+
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Config | None:
-    """Return the config of diffusers' folder, or None for another model's; ValueError for another variant."""
-    return Config(**_uvit_files.sizes(config)) if config.get("_class_name") == "UniDiffuserModel" else None
+    """The config of diffusers' folder, or None for another model's; ValueError for another variant."""
+    if config.get("_class_name") != "UniDiffuserModel":
+        return None
+    read = schemas.checked("a UniDiffuser config", config, Fields)
+    sizes = {ours: getattr(read, theirs) for theirs, ours in COPIED.items()}
+    return Config(**sizes, out_channels=read.out_channels or read.in_channels)
 
 
 def key_map(config: Config) -> KeyMap:
-    """Return the key map of diffusers' folders."""
-    return _uvit_files.key_map(config.num_layers // 2, config.out_channels, config.patch_size, config.data_type)
+    """The keys of diffusers' folders, which have an unused copy of the patch convolution."""
+    ends = {"final_norm": "transformer.norm_out", "into.image": "vae_img_in.proj", "final.image": "vae_img_out"}
+    ends |= {"into.text": "text_in", "final.text": "text_out", "into.clip": "clip_img_in", "final.clip": "clip_img_out"}
+    sources = ends_of(config, ends, ("data_type_pos_embed_token", "data_type_token_embedding"))
+    block = {"proj": "attn1.to_out.0", "attention_norm": "norm1", "mlp_norm": "norm3"}
+    block |= {"fc1": "ff.net.0.proj", "fc2": "ff.net.2"}
+    prefixes = {"middle.": "transformer.transformer_mid_block."}
+    for i in range(config.num_layers // 2):
+        second = f"transformer.transformer_out_blocks.{i}."
+        prefixes |= {f"first.{i}.": f"transformer.transformer_in_blocks.{i}.", f"second.{i}.": f"{second}block."}
+        sources |= _layers.layers({"skip": "skip.skip_linear", "skip_norm": "skip.norm"}, f"second.{i}.", second)
+    for ours, theirs in prefixes.items():
+        sources |= _layers.layers({"qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v")}, ours, theirs, ("weight",))
+        sources |= _layers.layers(block, ours, theirs)
+    unused = frozenset(f"transformer.pos_embed.proj.{kind}" for kind in ("weight", "bias"))
+    return KeyMap(sources, ignored=unused)
+
+
+def ends_of(config: Config, ends: Mapping[str, str], data_type: tuple[str, str]) -> dict[str, TensorSource]:
+    """The sources of the parameters outside the blocks, from name of our layer -> theirs.
+
+    data_type: the position of the data-type token, which version 1 keeps apart, and its table.
+    """
+    sources = _layers.layers(ends) | _layers.convolution("into.image", ends["into.image"])
+    sources |= _layers.last("final.image", ends["final.image"], config.out_channels, config.patch_size)
+    if not config.data_type:
+        return sources | {"pos_embed": TensorSource(("pos_embed",), lambda positions: positions[0])}
+
+    def with_data_type(positions_1LE: Tensor, token_11E: Tensor) -> Tensor:  # after the two timesteps
+        return torch.cat((positions_1LE[0, :2], token_11E[0], positions_1LE[0, 2:]))
+
+    position, table = data_type
+    sources["pos_embed"] = TensorSource(("pos_embed", position), with_data_type)
+    return sources | _layers.layers({"data_types": table}, kinds=("weight",))

@@ -143,21 +143,21 @@ def test_three_bf16_parts_are_all_of_an_fp32_number() -> None:
 
 def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer, truth = wide_layer("cpu")
-    usual = (_layers.linear(x, layer, torch.float32) - truth).norm()
+    usual = (_layers.through(x, torch.float32)(layer) - truth).norm()
     monkeypatch.setattr(_layers, "in_parts", lambda *_: True)
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # missing on CPUs
-    assert (_layers.linear(x, layer, torch.float32) - truth).norm() < 2 * usual
+    assert (_layers.through(x, torch.float32)(layer) - truth).norm() < 2 * usual
     monkeypatch.setattr(
         _layers, "bf16_parts", lambda x: torch.cat((x.bfloat16(), *2 * [torch.zeros_like(x).bfloat16()]))
     )
-    assert (_layers.linear(x, layer, torch.float32) - truth).norm() > 1e3 * usual
+    assert (_layers.through(x, torch.float32)(layer) - truth).norm() > 1e3 * usual
 
 
 @pytest.mark.gpu
 def test_gpu_a_wide_product_with_narrow_weights_is_as_good_in_parts() -> None:
     x, layer, truth = wide_layer("cuda")
     usual = F.linear(x, layer.weight.float(), layer.bias.float())
-    made = _layers.linear(x, layer, torch.float32)
+    made = _layers.through(x, torch.float32)(layer)
     assert made.dtype == torch.float32
     assert not torch.equal(made, usual)  # the product was computed in parts
     # tensor cores truncate where they accumulate: 2.3 x was seen; without the lowest part it would be over 1000 x

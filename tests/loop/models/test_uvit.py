@@ -23,9 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.cli.main import command
-from seqpar.convert import uvit as original_uvit
+from seqpar.convert.formats import FORMATS, TEXT_TOKENS, Original
 from seqpar.convert.originals import open_transformer
-from seqpar.convert.uvit import TEXT_TOKENS
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.local import reference
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
@@ -216,8 +215,8 @@ def test_in_bf16_the_error_is_not_larger_than_diffusers() -> None:
 def from_original(state: Mapping[str, Tensor], mode: uvit.Mode = "joint") -> tuple[uvit.Model, uvit.Config]:
     """Return our model with the weights of an original file, and the config that its shapes tell."""
     checkpoint = from_state_dict("original", state)
-    config = original_uvit.config_of(checkpoint.shapes)
-    keys = original_uvit.key_map(config)
+    config = FORMATS[2].config_of(Original(checkpoint, {}, None, 1))
+    keys = FORMATS[2].key_map(config)
     blueprint = Blueprint("original", uvit, replace(config, mode=mode), checkpoint, keys)  # pyright: ignore
     model: Any = blueprint.build(torch.float64, torch.device("cpu"))
     return model, config
@@ -258,8 +257,9 @@ def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
         torch.save(state | {"decoder_pred.weight": torch.ones(rows, 128)}, tmp_path / "odd.pt")
         with pytest.raises(ValueError, match=said):
             open_transformer(tmp_path / "odd.pt")
+    odd = {name: torch.empty([96 if n == 128 else n for n in x.shape]) for name, x in state.items()}
     with pytest.raises(ValueError, match=r"a UniDiffuser of width 96 with 16 image tokens; expected a multiple"):
-        original_uvit.config_of({name: tuple(96 if n == 128 else n for n in x.shape) for name, x in state.items()})
+        from_original(odd)
     (tmp_path / "odd.pt").unlink()
     command(["convert", str(tmp_path / "uvit_v1.pth"), str(tmp_path / "new")])
     again: Any = UniDiffuserModel.from_pretrained(tmp_path / "new")  # a missing or unknown key would warn

@@ -40,7 +40,7 @@ class Original:
 
 
 @dataclass(frozen=True)
-class Format:
+class PublishedFormat:
     """A published format. config_of: from shapes, confirmed by the arguments of training where they are stored."""
 
     model: ModuleType
@@ -259,7 +259,7 @@ def _is_large_dit(shapes: Shapes) -> bool:  # the text-to-image variant (cap_emb
 
 
 FORMATS = (
-    Format(dit, _is_dit, _dit_config, _dit_keys, _dit_folder),
-    Format(large_dit, _is_large_dit, _large_dit_config, large_dit.key_map, _large_dit_folder),
-    Format(uvit, is_uvit, _uvit_config, _uvit_keys, _uvit_folder),
+    PublishedFormat(dit, _is_dit, _dit_config, _dit_keys, _dit_folder),
+    PublishedFormat(large_dit, _is_large_dit, _large_dit_config, large_dit.key_map, _large_dit_folder),
+    PublishedFormat(uvit, is_uvit, _uvit_config, _uvit_keys, _uvit_folder),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import Any
 
 import diffusers
@@ -12,15 +10,12 @@ import torch
 from diffusers.schedulers.scheduling_ipndm import IPNDMScheduler
 from torch import Tensor
 
-from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar import Guidance, Sampler
 from seqpar.loading.schedulers import check_clean, clean_weights, input_scale
-from seqpar.loop.loop import draw_noise
-from tests.conftest import DEVICE
-from tests.graphs.test_distributed import local
-from tests.loop.test_sampling import LABELS, STEPS, scheduler
-from tests.support.meshes import counted_calls, mesh_for
+from seqpar.loop.schedules import step_options
+from tests.loop.test_sampling import ALONE, LABELS, STEPS, Case, Layout, by_diffusers, engine, scheduler, settings
+from tests.support.meshes import counted_calls
 from tests.support.pool import Pool
-from tests.support.tiny import CLASSES, diffusers_dit, shared_dit
 
 FLOW: dict[str, Any] = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
 CLOSE = 1e-6  # relative; diffusers' tables are fp32
@@ -48,42 +43,35 @@ END: list[tuple[str, dict[str, Any]]] = [
 
 
 def built(name: str, config: dict[str, Any]) -> Any:
-    """Return a scheduler; those of flow matching alone know no betas."""
-    made = getattr(diffusers, name)(**config) if name.startswith("Flow") else scheduler(name, **config)
+    made = scheduler(name, **config)
     made.set_timesteps(10)
     return made
 
 
 def stepped(made: Any) -> list[tuple[Tensor, Any, Tensor]]:
-    """Return of each step on random numbers: the estimate, what the scheduler returns, and the state before."""
+    """Of each step on random numbers: the estimate, what the scheduler returns, and the state before."""
     generator, found = torch.Generator().manual_seed(0), []
     x = torch.randn(1, 4, 4, 4, generator=generator, dtype=torch.float64) * float(getattr(made, "init_noise_sigma", 1))
     for t in made.timesteps:
         m = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         of_state, of_output = clean_weights(made, t)
-        draws = "generator" in inspect.signature(made.step).parameters
-        out = made.step(m, t, x, **({"generator": generator} if draws else {}))
+        out = made.step(m, t, x, **step_options(made, generator=generator))
         found.append((of_state * x + of_output * m, out, x))
         x = out.prev_sample.double()
     return found
 
 
 def apart(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference, of the largest number."""
+    """The largest difference, relative to the largest number."""
     return float((x - y).abs().max() / y.abs().max())
 
 
-@pytest.mark.parametrize(("name", "config"), TELL, ids=str)
-def test_estimates_are_those_that_schedulers_tell(name: str, config: dict[str, Any]) -> None:
-    for clean, out, state in stepped(built(name, config)):
-        own = out.pred_original_sample.double()
+@pytest.mark.parametrize(("name", "config"), [*TELL, *END], ids=str)
+def test_estimates_are_those_that_schedulers_tell_or_end_at(name: str, config: dict[str, Any]) -> None:
+    tells, steps = (name, config) in TELL, stepped(built(name, config))
+    for clean, out, state in steps if tells else steps[-1:]:
+        own = (out.pred_original_sample if tells else out.prev_sample).double()
         assert apart(clean, own) < CLOSE < apart(state, own)
-
-
-@pytest.mark.parametrize(("name", "config"), END, ids=str)
-def test_the_last_step_ends_at_the_estimate(name: str, config: dict[str, Any]) -> None:
-    *_, (clean, out, state) = stepped(built(name, config))
-    assert apart(clean, out.prev_sample.double()) < CLOSE < apart(state, out.prev_sample.double())
 
 
 @pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "HeunDiscreteScheduler", "DDIMScheduler"])
@@ -107,92 +95,67 @@ def test_other_schedulers_are_refused(name: str) -> None:
         check_clean(getattr(diffusers, name)())
 
 
-# our loop ------------------------------------------------------------------------------------------------------------
+# Our loop ------------------------------------------------------------------------------------------------------------
 
-GUIDANCE = Guidance(3.0)
-WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("DDIMScheduler", {}),  # one step, by its kernel
-    ("EulerDiscreteScheduler", {}),  # traced, with scaled inputs
-    ("DDPMScheduler", {"clip_sample": True, "clip_sample_range": 1.5}),  # on whole latents
+WAYS = [
+    Case(),  # one step, by its kernel
+    Case("EulerDiscreteScheduler"),  # traced, with scaled inputs
+    Case("DDPMScheduler", (("clip_sample", True), ("clip_sample_range", 1.5))),  # on whole latents
 ]
+Run = tuple[Tensor, Tensor, dict[int, Tensor], list[dict[str, int]]]
 
 
-def run(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], way: int
-) -> tuple[Tensor, Tensor, dict[int, Tensor], list[dict[str, int]]]:
-    """Return the latents without and with estimates, the estimates, and the calls of torch.distributed of both runs."""
-    name, config = WAYS[way]
-    dit = DistributedDiT(shared_dit(device), mesh_for(layout[0], world, device, *layout[1:]), layout[0], local(device))
-    noise = draw_noise((3, 4, 8, 8), torch.Generator().manual_seed(2))
-    found, calls, clean = list[Tensor](), list[dict[str, int]](), dict[int, Tensor]()
-    with Sampler(dit) as sampler:
+def runs(rank: int, world: int, device: torch.device, layout: Layout) -> list[Run]:
+    """For each way: latents without and with estimates, the estimates, and the calls of torch.distributed per run."""
+    results = []
+    for case in WAYS:
+        found, calls, clean = list[Tensor](), list[dict[str, int]](), dict[int, Tensor]()
+        with Sampler(engine(world, device, layout, case)) as sampler:
 
-        def sampled() -> None:
-            settings: Any = {"steps": STEPS, "guidance": GUIDANCE, "generator": torch.Generator().manual_seed(5)}
-            found.append(sampler(scheduler(name, **config), noise, {"class_labels": torch.tensor(LABELS)}, **settings))
+            def sampled(case: Case = case, sampler: Sampler = sampler, found: list[Tensor] = found) -> None:
+                labels = {"class_labels": torch.tensor(LABELS)}
+                found.append(sampler(case.scheduler(), case.noise(), labels, **settings(case)))
 
-        sampled()  # makes exchanges, which later runs have
-        calls.append(counted_calls(sampled))
-        with sampler.estimating((), lambda index, latents: None):
+            sampled()  # makes exchanges, which later runs have
             calls.append(counted_calls(sampled))
-        with sampler.estimating({0, STEPS - 2}, lambda index, latents: clean.update({index: latents.cpu()})):
-            calls.append(counted_calls(sampled))
-        sampled()
-    assert torch.equal(found[0], found[-1])
-    return found[1], found[3], clean, calls
+            with sampler.estimating((), lambda index, latents: None):
+                calls.append(counted_calls(sampled))
+            keep = lambda index, latents, clean=clean: clean.update({index: latents.cpu()})  # noqa: E731
+            with sampler.estimating({0, STEPS - 2}, keep):
+                calls.append(counted_calls(sampled))
+            sampled()
+        assert torch.equal(found[0], found[-1])
+        results.append((found[1], found[3], clean, calls))
+    return results
 
 
-@cache
-def by_hand(way: int) -> list[Tensor]:
-    """Return the estimates of diffusers' model and scheduler in one process."""
-    name, config = WAYS[way]
-    model, made, generator = diffusers_dit().to(DEVICE), scheduler(name, **config), torch.Generator().manual_seed(5)
-    x = draw_noise((3, 4, 8, 8), torch.Generator().manual_seed(2)).double().to(DEVICE) * made.init_noise_sigma
-    made.set_timesteps(STEPS)
-    labels, found = torch.tensor(LABELS, device=DEVICE), list[Tensor]()
-    for t in made.timesteps:
-        seen = made.scale_model_input(x, t)
-        c, u = (
-            model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
-            for y in (labels, torch.full_like(labels, CLASSES))
-        )
-        out = made.step(u + GUIDANCE.scale * (c - u), t, x, generator=generator)
-        x = out.prev_sample
-        found.append(out.pred_original_sample.cpu())
-    return found
-
-
-@pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [(1, ("ulysses", 1, 1)), (2, ("ulysses", 2, 1)), (3, ("kv_gather", 1, 1)), (2, ("ulysses", 1, 2))],
+    ("world", "layout"), [(1, ALONE), (2, ("ulysses", 2, 1)), (3, ("kv_gather", 1, 1)), (2, ("ulysses", 1, 2))]
 )
-def test_our_loop_estimates_what_diffusers_does(
-    ranks: Pool, world: int, layout: tuple[str, int, int], way: int
-) -> None:
-    clipped = WAYS[way][1].get("clip_sample_range", float("inf"))
-    for plain, watched, clean, (without, none, some) in ranks.run(world, run, layout, way):
-        assert torch.equal(plain, watched)
-        assert without == none
-        assert (without != some) == (world > 1)
-        assert sorted(clean) == [0, STEPS - 2]
-        for index, latents in clean.items():
-            truth = by_hand(way)[index]
-            assert apart(latents.clamp(-clipped, clipped), truth.double()) < 1e-4
-            assert apart(latents.clamp(-clipped, clipped), by_hand(way)[1].double()) > 1e-3
+def test_our_loop_estimates_what_diffusers_does(ranks: Pool, world: int, layout: Layout) -> None:
+    for found in ranks.run(world, runs, layout):
+        for case, (plain, watched, clean, (without, none, some)) in zip(WAYS, found, strict=True):
+            clipped, truths = dict(case.config).get("clip_sample_range", float("inf")), by_diffusers(case)
+            assert torch.equal(plain, watched)
+            assert without == none
+            assert (without != some) == (world > 1)
+            assert sorted(clean) == [0, STEPS - 2]
+            for index, latents in clean.items():
+                got = latents.clamp(-clipped, clipped)
+                assert apart(got, truths[index].pred_original_sample.cpu()) < 1e-4
+                assert apart(got, truths[1].pred_original_sample.cpu()) > 1e-3
 
 
 def test_our_loop_refuses_a_scheduler_that_tells_of_none() -> None:
-    dit = DistributedDiT(shared_dit(torch.device("cpu")), mesh_for("ulysses", 1, torch.device("cpu")), "ulysses")
-    noise, steps = draw_noise((1, 4, 8, 8), torch.Generator()), list[int]()
-    settings: Any = {"steps": 4, "guidance": Guidance(1.0), "on_step": steps.append}
-    made, prompt = IPNDMScheduler(), {"class_labels": torch.tensor([1])}
-    with Sampler(dit) as sampler:
+    steps = list[int]()
+    how: Any = {"steps": 4, "guidance": Guidance(1.0), "on_step": steps.append}
+    made, labels = IPNDMScheduler(), {"class_labels": torch.tensor(LABELS)}
+    with Sampler(engine(1, torch.device("cpu"), ALONE, Case())) as sampler:
         with (
             sampler.estimating({1}, lambda index, latents: None),
             pytest.raises(ValueError, match="previews are not supported with this scheduler"),
         ):
-            sampler(made, noise, prompt, **settings)
+            sampler(made, Case().noise(), labels, **how)
         assert steps == []
-        sampler(made, noise, prompt, **settings)
+        sampler(made, Case().noise(), labels, **how)
         assert len(steps) == 4

@@ -17,62 +17,84 @@ from seqpar.loop import loop
 from seqpar.loop.loop import draw_noise
 from seqpar.loop.request import Request
 from seqpar.loop.run import begin
+from seqpar.loop.steppers import Traced
+from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local
-from tests.loop.test_sampling import STEPS, scheduler
+from tests.loop.test_sampling import ALONE, NAMED, NOISY, STEPS, Layout, engine, scheduler
+from tests.loop.test_sampling import settings as settings_of
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
 # noise seed, labels, guidance, the scheduler's beta_end; another schedule changes only numbers
-FIRST = (2, (3, 7, 3), Guidance(3.0), 0.02)
-SAME_KIND = [(5, (1, 1, 4), Guidance(2.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
-OTHER_KINDS = [
+Order = tuple[int, tuple[int, ...], Guidance, float]
+FIRST: Order = (2, (3, 7, 3), Guidance(3.0), 0.02)
+SAME_KIND: list[Order] = [(5, (1, 1, 4), Guidance(2.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
+OTHERS: list[Order] = [
     (2, (3, 7, 1), Guidance(3.0), 0.02),
     (2, (3, 7, 3), Guidance(3.0, 3), 0.02),
     (2, (3, 7), Guidance(3.0), 0.02),
 ]
 
 
-def order(seed: int, labels: tuple[int, ...], guidance: Guidance, beta_end: float) -> tuple[tuple[Any, ...], Any]:
+def arguments(order: Order, eta: float = 0.0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    seed, labels, guidance, beta_end = order
     noise = draw_noise((len(labels), 4, 6, 10), torch.Generator().manual_seed(seed))
-    return (scheduler(beta_end=beta_end), noise, {"class_labels": torch.tensor(labels)}), guidance
+    generator = torch.Generator().manual_seed(seed)
+    settings = {"steps": STEPS, "guidance": guidance, "eta": eta, "generator": generator}
+    return (scheduler(beta_end=beta_end), noise, {"class_labels": torch.tensor(labels)}), settings
 
 
 def run(
-    rank: int, world: int, device: torch.device, strategy: str, cfg: int, eta: float, orders: list[Any]
+    rank: int, world: int, device: torch.device, layout: Layout, eta: float, orders: list[Order]
 ) -> list[tuple[bool, Tensor, Tensor]]:
-    """Return for each order: whether the kept run served it, its latents, and the latents of a new run."""
+    """For each order: whether the kept run served it, its latents, and the latents of a new run."""
     model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
-    dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, local(device))
+    dit = DistributedDiT(model, mesh_for(layout[0], world, device, layout[1]), layout[0], local(device))
     found = []
     with Sampler(dit) as sampler:
-        for one in orders:
-            (positional, guidance), before = order(*one), sampler._run
-            options = {"steps": STEPS, "guidance": guidance, "eta": eta}
-            got = sampler(*positional, **options, generator=torch.Generator().manual_seed(one[0]))
-            alone = sample(dit, *positional, **options, generator=torch.Generator().manual_seed(one[0]))
-            found.append((sampler._run is before, got, alone))
+        for order in orders:
+            before = sampler._run
+            (given, settings), (same, again) = arguments(order, eta), arguments(order, eta)
+            got = sampler(*given, **settings)
+            found.append((sampler._run is before, got, sample(dit, *same, **again)))
     assert sampler._run is None  # the end of the `with` block releases the run
     return found
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy", "cfg", "eta"),
-    [(1, "ulysses", 1, 1.0), (2, "ulysses", 2, 1.0), (3, "kv_gather", 1, 1.0), (4, "usp", 1, 0.0)],
+    ("world", "layout", "eta"),
+    [(1, ALONE, 1.0), (2, ("ulysses", 2, 1), 1.0), (3, ("kv_gather", 1, 1), 1.0), (4, ("usp", 1, 1), 0.0)],
 )
-def test_a_kept_run_has_the_bits_of_a_new_one(ranks: Pool, world: int, strategy: str, cfg: int, eta: float) -> None:
-    for found in ranks.run(world, run, strategy, cfg, eta, [FIRST, *SAME_KIND]):
+def test_a_kept_run_has_the_bits_of_a_new_one(ranks: Pool, world: int, layout: Layout, eta: float) -> None:
+    for found in ranks.run(world, run, layout, eta, [FIRST, *SAME_KIND]):
         assert [kept for kept, _, _ in found] == [False, True, True, True]
         assert all(torch.equal(got, alone) for _, got, alone in found)
         first, *others = (got for _, got, _ in found)
         assert [torch.equal(first, other) for other in others] == [False, False, True]
 
 
-@pytest.mark.parametrize("other", OTHER_KINDS, ids=["labels", "guidance", "images"])
-def test_a_run_of_another_kind_begins_anew(ranks: Pool, other: tuple[Any, ...]) -> None:
-    found = ranks.run(1, run, "ulysses", 1, 0.0, [FIRST, other, FIRST])[0]
-    assert [kept for kept, _, _ in found] == [False, False, False]
+def test_a_run_of_another_kind_begins_again(ranks: Pool) -> None:
+    """Of other distinct labels, guidance or number of images."""
+    found = ranks.run(1, run, ALONE, 0.0, [order for other in OTHERS for order in (FIRST, other)])[0]
+    assert not any(kept for kept, _, _ in found)
     assert all(torch.equal(got, alone) for _, got, alone in found)
+
+
+@pytest.mark.parametrize("name", ["UniPC", "DPM++ 2M", "Heun", "SDE-DPM++ 2M", "Euler"])
+def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: str) -> None:
+    case, found = (NAMED | NOISY)[name], []
+    with Sampler(engine(1, torch.device(DEVICE), ALONE, case)) as sampler:
+        for _ in range(2):
+            labels = {"class_labels": torch.tensor([3, 7])}
+            found.append(sampler(case.scheduler(), case.noise(), labels, **settings_of(case)))
+            assert sampler._run is not None
+            stepper = sampler._run.steppers["image"]
+            assert isinstance(stepper, Traced)
+            for ring in (stepper.history.states_PnlC, stepper.history.outputs_QnlC):
+                if ring is not None:
+                    ring.fill_(float("nan"))
+    assert torch.equal(*found)
 
 
 def test_a_schedule_is_traced_again_where_its_scheduler_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +118,7 @@ def test_a_schedule_is_traced_again_where_its_scheduler_may_have_changed(monkeyp
 
 
 def latents(rank: int, world: int, device: torch.device, pictures: slice) -> Tensor:
-    """Return latents in fp32 of some of two pictures of one token each, which the ranks share."""
+    """Latents in fp32 of some of two images of one token each, which the ranks share."""
     dit = DistributedDiT(diffusers_dit().to(device), mesh_for("ulysses", world, device, data=world), "ulysses")
     noise = draw_noise((2, 4, 2, 2), torch.Generator().manual_seed(1))[pictures]
     prompt = {"class_labels": torch.full((len(noise),), 3)}
@@ -114,22 +136,66 @@ def test_pictures_of_one_token_have_the_bits_of_one_rank_that_computes_as_many_r
 
 def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:
     dit = DistributedDiT(diffusers_dit(), mesh_for("ulysses", 1, torch.device("cpu")))
-    (_, noise, labels), guidance = order(*FIRST)
+    (_, noise, labels), settings = arguments(FIRST)
     with Sampler(dit) as sampler:
         runs = []
         for _ in range(2):
-            sampler(scheduler(thresholding=True), noise, labels, steps=STEPS, guidance=guidance)
+            sampler(scheduler(thresholding=True), noise, labels, **settings)
             runs.append(sampler._run)
     assert runs[0] is not runs[1]
 
 
 def test_a_graph_is_not_replayed_after_its_buffers_were_freed() -> None:
     dit = DistributedDiT(diffusers_dit())
-    (schedule, noise, prompt), guidance = order(*FIRST)
-    run = begin(dit, Request(schedule, noise, prompt, STEPS, guidance))
+    given, settings = arguments(FIRST)
+    run = begin(dit, Request(*given, **settings))
     run._graph = graph = Mock()
     run.step()
     dit.release()
     with pytest.raises(ValueError, match=r"cannot step after DistributedDiT\.release"):
         run.step()
     assert graph.replay.call_count == 1
+
+
+# Noise ---------------------------------------------------------------------------------------------------------------
+
+TEXT: loop.Shapes = {"text": (1, 77, 64)}
+ODD: loop.Shapes = {"odd": (3, 77, 63)}
+
+
+def turns(shapes: loop.Shapes, count: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    rows = [{name: draw_noise(shape, generator, dtype) for name, shape in shapes.items()} for _ in range(count)]
+    return {name: torch.stack([row[name] for row in rows]) for name in shapes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("shapes", "splits"), [(TEXT, True), ({"image": (1, 4, 32, 32), "clip": (1, 1, 512)}, True), (ODD, False)]
+)
+def test_parts_have_the_bits_of_one_draw_after_the_other(
+    shapes: loop.Shapes, splits: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop.os, "cpu_count", lambda: 8)
+    in_parts = Mock(side_effect=loop._in_parts)
+    monkeypatch.setattr(loop, "_in_parts", in_parts)
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    for generator in (one, other):
+        torch.randn(3, generator=generator)  # an odd number: the generator keeps a value for the next draw
+    noise, truth = loop.draw_steps(shapes, 23, one, dtype), turns(shapes, 23, other, dtype)
+    assert in_parts.call_count == (splits and dtype != torch.float32)
+    assert all(torch.equal(noise[name], truth[name]) for name in shapes)
+    assert torch.equal(one.get_state(), other.get_state())
+
+
+@pytest.mark.parametrize("shapes", [ODD, TEXT])
+def test_noise_is_the_same_where_parts_do_not_join(shapes: loop.Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.os, "cpu_count", lambda: 8)
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    if shapes is ODD:
+        monkeypatch.setattr(loop, "BLOCK", 1)  # these counts draw some values again, which the check must see
+        assert loop._in_parts(shapes, loop.Shard(8, 2), one, torch.bfloat16) is None
+    else:
+        monkeypatch.setattr(loop, "_in_parts", lambda *given: None)
+    noise, truth = loop.draw_steps(shapes, 8, one, torch.bfloat16), turns(shapes, 8, other, torch.bfloat16)
+    assert all(torch.equal(noise[name], truth[name]) for name in shapes)
+    assert torch.equal(one.get_state(), other.get_state())

@@ -1,14 +1,17 @@
-"""Tests of the loop against diffusers' steps in one process: DDIM, guidance, every mesh, any scheduler."""
+"""Tests of the loop against diffusers' model and schedulers in one process: guidance, any scheduler, every mesh."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.loop.loop import draw_noise
@@ -20,130 +23,270 @@ from tests.conftest import DEVICE
 from tests.graphs.test_distributed import local
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
-from tests.support.pairs import covering
+from tests.support.original import exact
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit, shared_dit
 
 STEPS, LABELS = 4, [3, 7, 3]
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-TOLERANCE = 1e-9  # of fp64; diffusers' coefficients are fp32, so tests of their own compare those
+TOLERANCE = 1e-9  # of fp64
+GUIDED = Guidance(3.0)
+Layout = tuple[str, int, int]  # strategy, cfg, data
+ALONE: Layout = ("ulysses", 1, 1)
 
 
-# (world, (strategy, cfg, data))
-MESHES = [
+def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
+    """A scheduler with the betas of the tests' model, if it has betas."""
+    kind, config = getattr(diffusers, name), LINEAR | ({"clip_sample": False} if "DDIM" in name else {}) | config
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{key: value for key, value in config.items() if key in known})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. options: further settings of `sample`. exact: tables of the scheduler in fp64. layers: of the model."""
+
+    name: str = "DDIMScheduler"
+    config: tuple[tuple[str, Any], ...] = ()
+    guidance: Guidance = GUIDED
+    options: tuple[tuple[str, Any], ...] = ()
+    images: int = 3
+    size: tuple[int, int] = (8, 8)
+    steps: int = STEPS
+    exact: bool = False
+    layers: int = 3
+    dtype: torch.dtype = torch.float64
+    seed: int = 2
+
+    def scheduler(self) -> Any:
+        made = scheduler(self.name, **dict(self.config))
+        return exact(made) if self.exact else made
+
+    def noise(self) -> Tensor:
+        return draw_noise((self.images, 4, *self.size), torch.Generator().manual_seed(self.seed)).to(self.dtype)
+
+
+def guided(model: nn.Module, x: Tensor, t: Any, labels: Tensor, guidance: Guidance, index: int = 0) -> Tensor:
+    """The output of diffusers' model: the first channels are guided, the others conditional."""
+    when = torch.as_tensor(t).to(x.device).expand(len(x))
+    c, u = (model(x, timestep=when, class_labels=y).sample for y in (labels, torch.full_like(labels, CLASSES)))
+    channels, scale = guidance.channels or 4, guidance.scales[index] if guidance.scales else guidance.scale
+    mixed = u[:, :channels] + scale * (c - u)[:, :channels] if guidance.on else c[:, :channels]
+    return torch.cat((mixed, c[:, channels:]), dim=1)
+
+
+@cache
+def by_diffusers(case: Case) -> list[Any]:
+    """What the scheduler returns at each step of diffusers' model in one process."""
+    model, made, options = diffusers_dit(num_layers=case.layers), case.scheduler(), dict(case.options)
+    model, start = model.to(DEVICE, case.dtype), options.pop("begin", 0)
+    # LTX alone computes with its sigmas on the latents' device, the others with numbers
+    made.set_timesteps(case.steps, **({"device": DEVICE} if "LTX" in case.name else {}))
+    if start:
+        made.set_begin_index(start)
+    x = case.noise().to(DEVICE) * (1.0 if start else float(getattr(made, "init_noise_sigma", 1.0)))
+    labels, outputs = torch.tensor(LABELS[: case.images], device=DEVICE), []
+    if "generator" in inspect.signature(made.step).parameters:
+        options["generator"] = torch.Generator().manual_seed(5)
+    learned = made.config.get("variance_type") == "learned_range"
+    for index, t in enumerate(made.timesteps[start:]):
+        seen = made.scale_model_input(x, t) if hasattr(made, "scale_model_input") else x
+        out = guided(model, seen.to(case.dtype), t, labels, case.guidance, index)
+        outputs.append(made.step(out if learned else out[:, :4], t, x, **options))
+        x = outputs[-1].prev_sample
+    return outputs
+
+
+def engine(world: int, device: torch.device, layout: Layout, case: Case) -> DistributedDiT:
+    whole = case.dtype == torch.float64
+    model = shared_dit(device, case.layers) if whole else diffusers_dit(num_layers=case.layers).to(device, case.dtype)
+    return DistributedDiT(model, mesh_for(layout[0], world, device, *layout[1:]), layout[0], local(device))
+
+
+def settings(case: Case) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {"steps": case.steps, "guidance": case.guidance, "generator": generator, **dict(case.options)}
+
+
+def sampled(rank: int, world: int, device: torch.device, *rows: tuple[Layout, Case]) -> list[Tensor]:
+    """The latents of each row: a layout and a case."""
+    found = []
+    for layout, case in rows:
+        dit, labels = engine(world, device, layout, case), {"class_labels": torch.tensor(LABELS[: case.images])}
+        found.append(sample(dit, case.scheduler(), case.noise(), labels, **settings(case)).cpu())
+    return found
+
+
+def afresh(case: Case) -> Tensor:
+    """What one rank samples, computed again."""
+    return sampled(0, 1, torch.device(DEVICE), (ALONE, case))[0]
+
+
+alone = cache(afresh)
+
+
+def off(got: Tensor, truth: Tensor) -> float:
+    return float((got.cpu().double() - truth.cpu().double()).norm() / truth.cpu().double().norm())
+
+
+# One rank against diffusers ------------------------------------------------------------------------------------------
+
+# diffusers' solvers take other last steps in runs below 15; these rows are about steps, so the model has two blocks
+LONG = Case(images=2, steps=16, layers=2)
+FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
+NAMED: dict[str, Case] = {
+    "DPM++ 2M": replace(LONG, name="DPMSolverMultistepScheduler"),
+    "DPM++ 2M Karras": replace(LONG, name="DPMSolverMultistepScheduler", config=(("use_karras_sigmas", True),)),
+    "DPM++ 2M flow": replace(LONG, name="DPMSolverMultistepScheduler", config=FLOW),
+    "UniPC": replace(LONG, name="UniPCMultistepScheduler"),
+    "UniPC flow": replace(LONG, name="UniPCMultistepScheduler", config=FLOW),
+    "Euler": replace(LONG, name="EulerDiscreteScheduler"),
+    "Heun": replace(LONG, name="HeunDiscreteScheduler"),
+    "FlowMatchEuler": replace(LONG, name="FlowMatchEulerDiscreteScheduler", config=(("shift", 3.0),)),
+    "DEIS": replace(LONG, name="DEISMultistepScheduler"),
+}
+SDE = (("algorithm_type", "sde-dpmsolver++"),)
+STOCHASTIC = (("stochastic_sampling", True),)
+NOISY: dict[str, Case] = {
+    "SDE-DPM++ 2M": replace(LONG, name="DPMSolverMultistepScheduler", config=SDE),
+    "Euler ancestral": replace(LONG, name="EulerAncestralDiscreteScheduler"),
+    "KDPM2 ancestral": replace(LONG, name="KDPM2AncestralDiscreteScheduler"),
+    "DDPM": replace(LONG, name="DDPMScheduler", config=(("clip_sample", False),)),
+    "LCM": replace(LONG, name="LCMScheduler", config=(("clip_sample", False),)),
+    "TCD": replace(LONG, name="TCDScheduler"),  # its default eta is 0.3
+    "SA-Solver": replace(LONG, name="SASolverScheduler"),
+    # these make the state fp32 before they draw like it
+    "FlowMatchEuler stochastic": replace(LONG, name="FlowMatchEulerDiscreteScheduler", config=STOCHASTIC),
+    "LTX ancestral": replace(LONG, name="LTXEulerAncestralRFScheduler"),
+}
+WHOLE: dict[str, Case] = {
+    "PNDM": replace(LONG, name="PNDMScheduler"),
+    "DPM++ thresholds": replace(LONG, name="DPMSolverMultistepScheduler", config=(("thresholding", True),)),
+}
+SOME = Guidance(3.0, 3)
+GUIDANCES = {"alone": Guidance(1.0), "guided": Guidance(3.0), "channels": SOME}
+LEARNED = Case("DDPMScheduler", (("variance_type", "learned_range"), ("clip_sample", False)), SOME, images=2, steps=5)
+LEARNED = replace(LEARNED, exact=True)
+CLIP = (("clip_sample", True), ("clip_sample_range", 0.5))
+
+
+def scales(count: int, turn: int = 0) -> Guidance:
+    return Guidance(scales=tuple(1.0 + 0.25 * ((index + turn) % count % 9) for index in range(count)))
+
+
+# row -> (case, largest error, a case whose latents are others or None); tables of diffusers that are not exact are fp32
+TRUTHS: dict[str, tuple[Case, float, Case | None]] = {
+    **{
+        f"DDIM {name} {eta}": (Case(guidance=how, options=(("eta", eta),), exact=True), TOLERANCE, None)
+        for name, how in GUIDANCES.items()
+        for eta in (0.0, 1.0)
+    },
+    **{
+        f"DDIM clipped {eta} {clipped}": (
+            Case(config=CLIP, guidance=Guidance(1.0), options=(("eta", eta), ("use_clipped_model_output", clipped))),
+            1e-5,
+            Case(guidance=Guidance(1.0), options=(("eta", eta),)),
+        )
+        for eta in (0.0, 0.7)
+        for clipped in (False, True)
+    },
+    "DDIM drawn fp64": (replace(LONG, options=(("eta", 0.7),)), 3e-6, LONG),
+    "DDIM drawn fp32": (replace(LONG, options=(("eta", 0.7),), dtype=torch.float32), 3e-6, LONG),
+    # an offset, so that the last step adds noise, too, and clipping
+    **{
+        f"learned {kind}": (
+            replace(LEARNED, config=(*LEARNED.config[:1], *CLIP, ("prediction_type", kind), ("steps_offset", 1))),
+            TOLERANCE,
+            LEARNED,
+        )
+        for kind in ("epsilon", "v_prediction", "sample")
+    },
+    **{f"learned {name}": (replace(LEARNED, guidance=how), TOLERANCE, None) for name, how in GUIDANCES.items()},
+    **{name: (case, 1e-6, None) for name, case in (NAMED | NOISY).items()},
+    # random draws depend on the dtype, so fp32 is compared with fp32
+    **{f"{name} fp32": (replace(case, dtype=torch.float32), 3e-6, None) for name, case in NOISY.items()},
+    # image-to-image begins in the middle; Heun evaluates twice per step
+    **{
+        f"{name} from 7": (replace(case, options=(("begin", 7),)), 1e-6, case)
+        for name, case in (NAMED | WHOLE).items()
+        if name in ("DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds")
+    },
+    **{
+        f"{name} scales": (replace(case, guidance=scales(count)), 1e-6, replace(case, guidance=scales(count, 1)))
+        for name, case, count in (
+            ("DPM++ 2M", NAMED["DPM++ 2M"], 16),
+            ("FlowMatchEuler", NAMED["FlowMatchEuler"], 16),
+            ("PNDM", WHOLE["PNDM"], 25),
+        )
+    },
+    "TCD default eta": (NOISY["TCD"], 1e-6, replace(NOISY["TCD"], options=(("eta", 0.0),))),
+}
+
+
+@pytest.mark.parametrize("row", TRUTHS)
+def test_one_rank_computes_what_diffusers_does(row: str) -> None:
+    case, tolerance, other = TRUTHS[row]
+    truth = by_diffusers(case)[-1].prev_sample
+    assert off(alone(case), truth) <= tolerance
+    if other is not None:
+        assert off(truth, by_diffusers(other)[-1].prev_sample) > 1e-2
+
+
+def test_in_fp32_steps_and_model_are_as_near_to_fp64_as_diffusers() -> None:
+    """Over several noises: of one noise the two errors are 0.7 to 1.3 times each other, by luck."""
+    ours, theirs = [], []
+    for seed in range(6):
+        case = replace(NAMED["DPM++ 2M"], seed=seed)
+        truth, narrow = afresh(case), replace(case, dtype=torch.float32)
+        ours.append(off(afresh(narrow), truth))
+        theirs.append(off(by_diffusers(narrow)[-1].prev_sample, truth))
+    assert torch.tensor(ours).norm() <= 1.25 * torch.tensor(theirs).norm()
+
+
+# Every mesh against one rank -----------------------------------------------------------------------------------------
+
+MESHES: list[tuple[int, Layout]] = [
     *((2, layout) for layout in (("ulysses", 1, 1), ("ulysses", 2, 1), ("ring", 1, 1), ("ulysses", 1, 2))),
     *((3, layout) for layout in (("ulysses", 1, 1), ("kv_gather", 1, 1), ("ring", 1, 1))),
     *((4, layout) for layout in (("usp", 1, 1), ("ulysses", 2, 1), ("ulysses", 2, 2), ("kv_gather", 2, 1))),
     (4, ("ulysses", 1, 1)),
 ]
-
-
-def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
-    return getattr(diffusers, name)(**{**LINEAR, **({"clip_sample": False} if "DDIM" in name else {}), **config})
-
-
-def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: float = 0.0) -> Tensor:
-    """Return the latents of diffusers' model and scheduler in one process, with guidance as in the papers."""
-    model, x = diffusers_dit().to(DEVICE), noise.double().to(DEVICE) * sched.init_noise_sigma
-    labels = torch.tensor(LABELS[: len(noise)], device=DEVICE)
-    sched.set_timesteps(steps)
-    generator = torch.Generator().manual_seed(5)
-    for t in sched.timesteps:
-        seen = sched.scale_model_input(x, t)
-        c, u = (
-            model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
-            for y in (labels, torch.full_like(labels, CLASSES))
-        )
-        channels = guidance.channels or 4
-        out = torch.cat((u[:, :channels] + guidance.scale * (c - u)[:, :channels], c[:, channels:]), 1)
-        out = out if guidance.on else c
-        options = {"eta": eta, "generator": generator} if eta else {}
-        x = sched.step(out, t, x, **options).prev_sample
-    return x.cpu()
-
-
-def run(
-    rank: int,
-    world: int,
-    device: torch.device,
-    layout: tuple[str, int, int],
-    guidance: Guidance,
-    images: int = 3,
-    size: tuple[int, int] = (8, 8),
-    name: str = "DDIMScheduler",
-    eta: float = 0.0,
-    config: tuple[tuple[str, Any], ...] = (),
-    steps: int = STEPS,
-) -> Tensor:
-    strategy, cfg, data = layout
-    mesh = mesh_for(strategy, world, device, cfg, data)
-    dit = DistributedDiT(shared_dit(device), mesh, strategy, local(device))
-    noise = draw_noise((images, 4, *size), torch.Generator().manual_seed(2))
-    labels = {"class_labels": torch.tensor(LABELS[:images])}
-    generator = torch.Generator().manual_seed(5)
-    sched = scheduler(name, **dict(config))
-    return sample(dit, sched, noise, labels, steps=steps, guidance=guidance, eta=eta, generator=generator)
-
-
-@cache
-def alone(ranks: Pool, guidance: Guidance, *more: Any) -> Tensor:
-    """Return what one rank samples; it is the truth for all meshes and computed once."""
-    return ranks.run(1, run, ("ulysses", 1, 1), guidance, *more)[0]
-
-
-def noise(images: int = 3) -> Tensor:
-    return draw_noise((images, 4, 8, 8), torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-@pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0), Guidance(3.0, 3)], ids=str)
-def test_sampling_equals_diffusers_by_hand(ranks: Pool, guidance: Guidance, eta: float) -> None:
-    got = ranks.run(1, run, ("ulysses", 1, 1), guidance, 3, (8, 8), "DDIMScheduler", eta)[0]
-    truth = by_hand(noise(), STEPS, guidance, scheduler(), eta)
-    assert (got - truth).abs().max() < 1e-4 * truth.abs().max()  # diffusers' coefficients are fp32
-
-
-GUIDANCES = {"alone": Guidance(1.0), "guided": Guidance(3.0), "channels": Guidance(3.0, 3)}
-# every mesh with guidance on some channels and uneven tokens, which is the most general; some meshes with the others
-GUIDED = [
-    *((world, layout, "channels") for world, layout in MESHES),
-    *((world, layout, "guided") for world, layout in MESHES if layout[1] == 2),
-    *((world, (strategy, 1, data), "alone") for world, (strategy, _, data) in MESHES[2:9:3]),
+UNEVEN = Case(size=(6, 10))  # 15 tokens
+STILL, DRAWN = (replace(UNEVEN, options=(("eta", eta),)) for eta in (0.0, 0.7))
+REPLICATED = replace(DRAWN, config=(("thresholding", True),))
+OTHERS = [Case(name) for name in ("DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler")]
+RESCALED = replace(LEARNED, guidance=Guidance(3.0, rescale=0.7))
+# guidance on some channels with 1 to 3 images is the most general, and has every mesh; the others have some
+ROWS: list[tuple[int, Layout, Case]] = [
+    *((*mesh, replace(UNEVEN, guidance=SOME, images=max(mesh[1][2], 1 + i % 3))) for i, mesh in enumerate(MESHES)),
+    *((*mesh, Case()) for mesh in MESHES if mesh[1][1] == 2),
+    *((*mesh, replace(UNEVEN, guidance=Guidance(1.0))) for mesh in MESHES[2:9:3] if mesh[1][1] == 1),
+    *((*mesh, DRAWN) for mesh in MESHES),
+    *((*mesh, REPLICATED) for mesh in MESHES[::3]),
+    (2, ALONE, OTHERS[0]),
+    (3, ("kv_gather", 1, 1), OTHERS[1]),
+    *((4, ("usp", 2, 1), case) for case in OTHERS),
+    *((3, ("kv_gather", 1, 1), NAMED[name]) for name in ("UniPC", "Heun")),
+    (3, ("kv_gather", 1, 1), NOISY["SDE-DPM++ 2M"]),
+    *((*mesh, LEARNED) for mesh in MESHES if mesh[1] != ("ring", 1, 1)),
+    *((*mesh, replace(LEARNED, guidance=Guidance(1.0))) for mesh in (MESHES[5], MESHES[7])),
+    *((*mesh, RESCALED) for mesh in (MESHES[5], MESHES[9])),
 ]
 
 
-@pytest.mark.parametrize(("world", "layout", "how"), GUIDED, ids=str)
-def test_sampling_is_the_same_on_every_mesh(ranks: Pool, world: int, layout: tuple[str, int, int], how: str) -> None:
-    guidance, size = GUIDANCES[how], (8, 8) if how == "guided" else (6, 10)
-    truth = alone(ranks, guidance, 3, size)
-    for got in ranks.run(world, run, layout, guidance, 3, size):
-        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sampling_is_the_same_on_every_mesh(ranks: Pool, world: int) -> None:
+    rows = [(layout, case) for size, layout, case in ROWS if size == world]
+    for found in ranks.run(world, sampled, *rows):
+        for (layout, case), got in zip(rows, found, strict=True):
+            truth = alone(case)
+            assert (got - truth).abs().max() < TOLERANCE * truth.abs().max(), (layout, case)
 
 
-# DDIM with noise: on local tokens, and with whole images replicated on every rank
-NOISY: dict[str, tuple[Any, ...]] = {
-    "local": (3, (6, 10), "DDIMScheduler", 0.7, ()),
-    "replicated": (3, (6, 10), "DDIMScheduler", 0.7, (("thresholding", True),)),
-}
+def test_negative_control_noise_and_rescaling_change_the_latents() -> None:
+    assert (alone(DRAWN) - alone(STILL)).abs().max() > 1e-2
+    assert off(alone(RESCALED), alone(replace(RESCALED, guidance=Guidance(3.0)))) > 1e-3
 
-
-@pytest.mark.parametrize(
-    ("world", "layout", "name"),
-    [*((*mesh, "local") for mesh in MESHES), *((*mesh, "replicated") for mesh in MESHES[::3])],
-    ids=str,
-)
-def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
-    ranks: Pool, world: int, layout: tuple[str, int, int], name: str
-) -> None:
-    noisy = NOISY[name]
-    truth = alone(ranks, Guidance(3.0), *noisy)
-    for got in ranks.run(world, run, layout, Guidance(3.0), *noisy):
-        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
-    still = alone(ranks, Guidance(3.0), *noisy[:3], 0.0, noisy[4])
-    assert (truth - still).abs().max() > 1e-2
-
-
-FEW: tuple[Any, ...] = (*NOISY["local"], 2)  # steps
 
 # errors that one rank makes with its part of a step's noise
 WRONG_NOISE = {
@@ -156,92 +299,54 @@ WRONG_NOISE = {
 }
 
 
-def wrong_noise(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], how: str, bad: int
-) -> Tensor:
-    right = State.slice
+def wrong_noise(rank: int, world: int, device: torch.device, layout: Layout) -> list[Tensor]:
+    """The latents with each of the errors, which the ranks make in turn."""
+    right, found = State.slice, []
+    for index, how in enumerate(WRONG_NOISE.values()):
 
-    def wrong(self: State, whole: Tensor) -> Tensor:
-        # the first slice is of the state itself, before `tokens` exists
-        return right(self, WRONG_NOISE[how](whole) if hasattr(self, "tokens") and rank == bad else whole)
+        def wrong(self: State, whole: Tensor, how: Any = how, index: int = index) -> Tensor:
+            # the first slice is of the state itself, before `tokens` exists
+            return right(self, how(whole) if hasattr(self, "tokens") and rank == index // 2 % world else whole)
 
-    State.slice = wrong  # pyright: ignore
-    try:
-        return run(rank, world, device, layout, Guidance(3.0), *FEW)
-    finally:
-        State.slice = right
-
-
-@pytest.mark.parametrize(
-    ("how", "world", "layout"),
-    covering(WRONG_NOISE, turns=[pytest.param(2, ("ulysses", 1, 2)), pytest.param(3, ("ring", 1, 1))]),
-    ids=str,
-)
-def test_negative_control_one_ranks_wrong_noise_is_noticed(
-    ranks: Pool, world: int, layout: tuple[str, int, int], how: str
-) -> None:
-    """Each rank of each mesh makes some of the errors."""
-    truth = alone(ranks, Guidance(3.0), *FEW)
-    bad = [*WRONG_NOISE].index(how) // 2 % world
-    for got in ranks.run(world, wrong_noise, layout, how, bad):
-        assert (got - truth).abs().max() > 1e-2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(State, "slice", wrong)
+            found += sampled(rank, world, device, (layout, replace(DRAWN, steps=2)))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "name"),
-    [
-        (1, ("ulysses", 1, 1), "EulerDiscreteScheduler"),
-        (2, ("ulysses", 1, 1), "DPMSolverMultistepScheduler"),
-        (3, ("kv_gather", 1, 1), "EulerAncestralDiscreteScheduler"),
-        (4, ("usp", 2, 1), "DPMSolverMultistepScheduler"),
-        (4, ("usp", 2, 1), "EulerAncestralDiscreteScheduler"),
-    ],
-    ids=str,
-)
-def test_any_other_scheduler_is_the_same_on_every_mesh(
-    ranks: Pool, name: str, world: int, layout: tuple[str, int, int]
-) -> None:
-    truth = alone(ranks, Guidance(3.0), 3, (8, 8), name)
-    for got in ranks.run(world, run, layout, Guidance(3.0), 3, (8, 8), name):
-        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
-    if "Ancestral" not in name:
-        by = by_hand(noise(), STEPS, Guidance(3.0), scheduler(name))
-        assert (truth - by).abs().max() < 1e-4 * by.abs().max()
+@pytest.mark.parametrize(("world", "layout"), [(2, ("ulysses", 1, 2)), (3, ("ring", 1, 1))], ids=str)
+def test_negative_control_one_ranks_wrong_noise_is_noticed(ranks: Pool, world: int, layout: Layout) -> None:
+    truth = alone(replace(DRAWN, steps=2))
+    for found in ranks.run(world, wrong_noise, layout):
+        for how, got in zip(WRONG_NOISE, found, strict=True):
+            assert (got - truth).abs().max() > 1e-2, how
 
 
 def swapped_branches(rank: int, world: int, device: torch.device) -> Tensor:
     right = Run._parted
-    Run._parted = lambda self, name, out: right(self, name, out)[::-1]  # pyright: ignore
-    try:
-        return run(rank, world, device, ("ulysses", 2, 1), Guidance(3.0))
-    finally:
-        Run._parted = right
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_parted", lambda self, name, out: right(self, name, out)[::-1])
+        return sampled(rank, world, device, (("ulysses", 2, 1), Case()))[0]
 
 
 def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> None:
-    truth = alone(ranks, Guidance(3.0))
     for got in ranks.run(2, swapped_branches):
-        assert (got - truth).abs().max() > 1e-2
+        assert (got - alone(Case())).abs().max() > 1e-2
+
+
+# One run -------------------------------------------------------------------------------------------------------------
 
 
 def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
+    whole, counts = alone(Case()), []
     rows = 3 * (3 * 6 + 2) * 24 * 8  # bytes: distinct labels (two and null) x modulation of one row
     monkeypatch.setattr("seqpar.loop.run.TABLE_BYTES", 2 * rows + 1)
-    made = []
-    modulate = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.modulate
+    modulate = shared_dit(torch.device(DEVICE)).__class__.modulate
     monkeypatch.setattr(
-        "seqpar.loop.models.dit.Model.modulate", lambda self, t, **y: made.append(len(t)) or modulate(self, t, **y)
+        "seqpar.loop.models.dit.Model.modulate", lambda self, t, **y: counts.append(len(t)) or modulate(self, t, **y)
     )
-    chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
-    assert made[1:] == [6, 6]  # two steps x three labels each; the first row only measures the size
-    assert (chunked - whole).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_latents_that_stop_being_finite_are_reported_with_their_step(ranks: Pool, world: int) -> None:
-    for message in ranks.run(world, not_finite):
-        assert "stopped being finite at step 3 of 4 (timestep 250)" in message
+    assert (afresh(Case()) - whole).abs().max() < TOLERANCE
+    assert counts[1:] == [6, 6]  # two steps x three labels each; the first row only measures the size
 
 
 def not_finite(rank: int, world: int, device: torch.device) -> str:
@@ -256,62 +361,51 @@ def not_finite(rank: int, world: int, device: torch.device) -> str:
         return out
 
     dit.model.forward_tokens = breaks_at_third  # pyright: ignore
-    try:
-        sample(
-            dit,
-            scheduler(),
-            noise().to(device),
-            {"class_labels": torch.tensor(LABELS)},
-            steps=STEPS,
-            guidance=Guidance(3.0),
-        )
-    except FloatingPointError as error:
-        return str(error)
-    return "nothing"
+    with pytest.raises(FloatingPointError) as raised:
+        sample(dit, scheduler(), Case().noise(), {"class_labels": torch.tensor(LABELS)}, **settings(Case()))
+    return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"guidance": Guidance(1.0), "cfg": 2}, r"got cfg=2 with guidance 1\.0, expected guidance > 1"),
-        ({"guidance": Guidance(3.0, 9)}, "got guidance on 9 channels, expected 1 to 4"),
-        ({"shape": (3, 5, 8, 8)}, r"got noise of shape \(3, 5, 8, 8\), expected \(N, 4, H, W\)"),
-        ({"data": 2, "shape": (1, 4, 8, 8)}, r"got 1 image\(s\) for data=2"),
-        ({"labels": {}}, r"got prompt \[\], expected \['class_labels'\]"),
-    ],
-    ids=["cfg", "channels", "noise", "data", "labels"],
-)
-def test_a_run_that_cannot_be_is_refused(ranks: Pool, change: dict[str, object], message: str) -> None:
-    world = 2 if {"cfg", "data"} & set(change) else 1
-    import re
-
-    for text in ranks.run(world, refused, change):
-        assert re.search(message, text)
+@pytest.mark.parametrize("world", [1, 2])
+def test_latents_that_stop_being_finite_are_reported_with_their_step(ranks: Pool, world: int) -> None:
+    for message in ranks.run(world, not_finite):
+        assert "stopped being finite at step 3 of 4 (timestep 250)" in message
 
 
-def refused(rank: int, world: int, device: torch.device, change: dict[str, Any]) -> str:
-    mesh = make_mesh(device, cfg=change.get("cfg", 1), data=change.get("data", 1))
-    dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
-    shape = change.get("shape", (3, 4, 8, 8))
-    labels = change.get("labels", {"class_labels": torch.zeros(shape[0], dtype=torch.int64)})
-    try:
-        guidance = change.get("guidance", Guidance(1.0))
-        begin(dit, Request(scheduler(), torch.zeros(shape), labels, steps=1, guidance=guidance))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"guidance": Guidance(1.0), "cfg": 2}, r"got cfg=2 with guidance 1\.0, expected guidance > 1"),
+    ({"guidance": Guidance(3.0, 9)}, "got guidance on 9 channels, expected 1 to 4"),
+    ({"guidance": Guidance(scales=(2.0, 3.0))}, "got 2 guidance scales, expected 1, one per evaluation"),
+    ({"shape": (3, 5, 8, 8)}, r"got noise of shape \(3, 5, 8, 8\), expected \(N, 4, H, W\)"),
+    ({"data": 2, "shape": (1, 4, 8, 8)}, r"got 1 image\(s\) for data=2"),
+    ({"labels": {}}, r"got prompt \[\], expected \['class_labels'\]"),
+]
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_guidance_that_is_no_number_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="expected a finite number"):
-        Guidance(scale)
+def refused(rank: int, world: int, device: torch.device) -> list[str]:
+    found = []
+    for change, _ in REFUSED:
+        mesh = make_mesh(device, cfg=change.get("cfg", 1), data=change.get("data", 1))
+        dit, shape = DistributedDiT(shared_dit(device), mesh, local=local(device)), change.get("shape", (3, 4, 8, 8))
+        labels = change.get("labels", {"class_labels": torch.zeros(shape[0], dtype=torch.int64)})
+        with pytest.raises(ValueError, match="expected") as raised:
+            begin(dit, Request(scheduler(), torch.zeros(shape), labels, 1, change.get("guidance", Guidance(1.0))))
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_run_that_cannot_be_is_refused(ranks: Pool) -> None:
+    for found in ranks.run(2, refused):
+        for (_, message), text in zip(REFUSED, found, strict=True):
+            assert re.search(message, text)
+    for scale in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected a finite number"):
+            Guidance(scale)
 
 
 def test_a_run_never_writes_into_the_callers_noise() -> None:
     """With one token the patches are a view of the picture."""
-    dit = DistributedDiT(diffusers_dit(), Mesh.single())
-    start = draw_noise((1, 4, 2, 2), torch.Generator().manual_seed(2)).double()
+    dit, start = DistributedDiT(diffusers_dit(), Mesh.single()), replace(Case(), images=1, size=(2, 2)).noise()
     before = start.clone()
     for name in ("DDIMScheduler", "EulerDiscreteScheduler"):
         labels = {"class_labels": torch.tensor([3])}

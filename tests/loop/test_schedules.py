@@ -1,11 +1,11 @@
-"""Tests of traced schedulers on local tokens against diffusers' steps: all steps, fp64 and fp32, sharded, any start."""
+"""Tests of the coefficients of steps: DDIM's, DDPM's and traced ones against diffusers', and what is not traced."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,143 +16,70 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from seqpar import DistributedDiT, Guidance
+from docs.tools.schedulers_page import missing, page, row
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.loading.schedulers import respace, spaced, steps_locally
 from seqpar.loop import steppers
-from seqpar.loop.loop import Sampler, draw_noise
-from seqpar.loop.request import Course, Request, course, why_not_captured
+from seqpar.loop.loop import draw_noise
+from seqpar.loop.request import Request, course, why_not_captured
 from seqpar.loop.run import Run
-from seqpar.loop.schedules import Schedule
-from seqpar.loop.steppers import OneStep, Replicated, Traced, decide, traced_steps
+from seqpar.loop.schedules import Schedule, ddim_steps, ddpm_steps
+from seqpar.loop.steppers import Replicated, Traced, decide, traced_steps
 from seqpar.mesh.mesh import Mesh
 from tests.conftest import DEVICE
-from tests.graphs.test_distributed import local
-from tests.support.meshes import mesh_for
-from tests.support.pool import Pool
-from tests.support.tiny import CLASSES, diffusers_dit, shared_dit
+from tests.loop.test_sampling import NAMED, NOISY, WHOLE, Case, afresh, by_diffusers, off, scheduler
+from tests.support.meshes import random
+from tests.support.original import Process, exact
+from tests.support.tiny import diffusers_dit
 
-STEPS, LABELS, GUIDANCE = 16, [3, 7], Guidance(3.0)  # diffusers' solvers take other last steps in runs below 15
-NOISES = 6  # of which errors in fp32 are averaged
-LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
-Config = tuple[tuple[str, Any], ...]
-Case = tuple[str, Config]
-NAMED: dict[str, Case] = {
-    "DPM++ 2M": ("DPMSolverMultistepScheduler", ()),
-    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", (("use_karras_sigmas", True),)),
-    "DPM++ 2M flow": ("DPMSolverMultistepScheduler", FLOW),
-    "UniPC": ("UniPCMultistepScheduler", ()),
-    "UniPC flow": ("UniPCMultistepScheduler", FLOW),
-    "Euler": ("EulerDiscreteScheduler", ()),
-    "Heun": ("HeunDiscreteScheduler", ()),
-    "FlowMatchEuler": ("FlowMatchEulerDiscreteScheduler", (("shift", 3.0),)),
-    "DEIS": ("DEISMultistepScheduler", ()),
-}
-NOISY: dict[str, Case] = {
-    "SDE-DPM++ 2M": ("DPMSolverMultistepScheduler", (("algorithm_type", "sde-dpmsolver++"),)),
-    "Euler ancestral": ("EulerAncestralDiscreteScheduler", ()),
-    "KDPM2 ancestral": ("KDPM2AncestralDiscreteScheduler", ()),
-    "DDPM": ("DDPMScheduler", (("clip_sample", False),)),
-    "LCM": ("LCMScheduler", (("clip_sample", False),)),
-    "TCD": ("TCDScheduler", ()),  # its default eta is 0.3
-    "SA-Solver": ("SASolverScheduler", ()),
-    # these make the state fp32 before they draw like it
-    "FlowMatchEuler stochastic": ("FlowMatchEulerDiscreteScheduler", (("stochastic_sampling", True),)),
-    "LTX ancestral": ("LTXEulerAncestralRFScheduler", ()),
-}
-WHOLE: dict[str, Case] = {
-    "PNDM": ("PNDMScheduler", ()),
-    "DPM++ thresholds": ("DPMSolverMultistepScheduler", (("thresholding", True),)),
-}
-CASES = NAMED | NOISY | WHOLE | {"DDIM": ("DDIMScheduler", (("clip_sample", False),))}
+# DDIM and DDPM -------------------------------------------------------------------------------------------------------
 
 
-def scheduler(name: str) -> Any:
-    """Return a new scheduler of a case above, with the betas of the tests' model if it has betas."""
-    kind, config = getattr(diffusers, CASES[name][0]), dict(CASES[name][1])
-    known = inspect.signature(kind.__init__).parameters
-    return kind(**{key: value for key, value in (LINEAR | config).items() if key in known})
+@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_ddim_coefficients_are_diffusers(prediction: str, zero_snr: bool) -> None:
+    """With zero terminal SNR the first state is pure noise, for which an epsilon prediction is meaningless."""
+    options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if zero_snr else {}
+    sched = scheduler(prediction_type=prediction, **options)
+    sched.alphas_cumprod, sched.final_alpha_cumprod = sched.alphas_cumprod.double(), sched.final_alpha_cumprod.double()
+    x, m, z = (random((2, 4, 4, 4), seed) for seed in range(3))
+    for steps, eta in ((1, 0.7), (7, 0.0), (25, 0.7)):
+        sched.set_timesteps(steps)
+        if zero_snr and prediction == "epsilon":
+            with pytest.raises(ValueError, match="'epsilon' with zero terminal SNR"):
+                ddim_steps(sched, {"eta": eta})
+            continue
+        for t, c in zip(sched.timesteps, ddim_steps(sched, {"eta": eta}).table_SK, strict=True):
+            ours = c[5] * (c[0] * x + c[1] * m) + c[6] * (c[3] * x + c[4] * m) + c[7] * z
+            theirs: Any = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)
+            assert torch.allclose(ours, theirs.prev_sample, rtol=1e-10, atol=1e-10)
 
 
-def small_dit() -> Any:
-    """Return a DiT of two blocks: these tests are about steps."""
-    return diffusers_dit(num_layers=2)
+def test_all_coefficients_of_ddpm_are_the_originals() -> None:
+    """All 250 steps, without a model: x, its output and noise are random."""
+    sched: Any = exact(scheduler("DDPMScheduler", variance_type="learned_range", clip_sample=False))
+    sched.set_timesteps(timesteps=spaced("250", 1000))
+    process = Process(spaced("250", 1000)[::-1])
+    x, m, v, z = (random((1, 4, 4, 4), seed) for seed in range(4))
+    for i, c in zip(range(249, -1, -1), ddpm_steps(sched).table_SK, strict=True):
+        got = c[3] * (c[0] * x + c[1] * m) + c[4] * x + (torch.exp(c[5] + c[6] * v) * z if i else 0)
+        want = process.p_sample(torch.cat((m, v), 1), x, i, z)
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
-def noise(seed: int = 2) -> Tensor:
-    return draw_noise((2, 4, 8, 8), torch.Generator().manual_seed(seed))
+def test_respacing_ends_when_timesteps_are_set_again() -> None:
+    respaced, fresh = scheduler(), scheduler()
+    respace(respaced, "7")
+    ends = ddim_steps(copy.deepcopy(respaced), {}).table_SK[:, 5]
+    assert torch.equal(ends[:-1], respaced.alphas_cumprod[respaced.timesteps[1:]].double() ** 0.5)
+    for each in (respaced, fresh):
+        each.set_timesteps(7)
+    assert torch.equal(ddim_steps(respaced, {}).table_SK, ddim_steps(fresh, {}).table_SK)
 
 
-@cache
-def diffusers_own(
-    name: str,
-    dtype: torch.dtype = torch.float64,
-    begin: int = 0,
-    scales: tuple[float, ...] | None = None,
-    eta: float | None = None,
-) -> Tensor:
-    """Return the latents of diffusers' model and scheduler in one process."""
-    sched, model = scheduler(name), small_dit().to(DEVICE, dtype)
-    # this one alone computes with its sigmas on the latents' device, the others with numbers
-    placed = {"device": DEVICE} if name == "LTX ancestral" else {}
-    sched.set_timesteps(STEPS, **placed)
-    if begin:
-        sched.set_begin_index(begin)
-    x = noise().to(DEVICE, dtype) * (1.0 if begin else float(getattr(sched, "init_noise_sigma", 1.0)))
-    labels, generator = torch.tensor(LABELS, device=DEVICE), torch.Generator().manual_seed(5)
-    options: dict[str, Any] = {} if eta is None else {"eta": eta}
-    options |= {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
-    for i, t in enumerate(sched.timesteps[begin:]):
-        seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
-        c, u = (
-            model(seen.to(dtype), timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
-            for y in (labels, torch.full_like(labels, CLASSES))
-        )
-        x = sched.step(u + (scales[i] if scales else GUIDANCE.scale) * (c - u), t, x, **options).prev_sample
-    return x.double().cpu()
+# Traced steps --------------------------------------------------------------------------------------------------------
 
-
-def ours(
-    rank: int,
-    world: int,
-    device: torch.device,
-    layout: tuple[str, int],
-    name: str,
-    dtype: torch.dtype = torch.float64,
-    options: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Return the engine's latents on this mesh."""
-    model = shared_dit(device, 2) if dtype == torch.float64 else small_dit().to(device, dtype)
-    dit = DistributedDiT(model, mesh_for(layout[0], world, device, layout[1]), layout[0], local(device))
-    run = Run(dit, ordered(name, dtype, **(options or {})))
-    for _ in run.timesteps:
-        run.step()
-    assert run.first_bad() == len(run.timesteps)
-    return run.latents()["image"].double().cpu()
-
-
-def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Course:
-    labels = {"class_labels": torch.tensor(LABELS)}
-    options = {"guidance": GUIDANCE, "generator": torch.Generator().manual_seed(5), **options}
-    return course(Request(scheduler(name), noise().to(dtype), labels, STEPS, **options))
-
-
-@cache
-def alone(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
-    """Return what one rank samples."""
-    return ours(0, 1, torch.device(DEVICE), ("ulysses", 1), name, dtype, options)
-
-
-def stepper(run: Run) -> steppers.Stepper:
-    (only,) = run.steppers.values()
-    return only
-
-
-def off(got: Tensor, truth: Tensor) -> float:
-    return float((got - truth).norm() / truth.norm())
-
-
-def norm(values: list[float]) -> float:
-    return sum(value**2 for value in values) ** 0.5
+TOKENS = draw_noise((1, 512, 16), torch.Generator().manual_seed(3))  # enough that errors are averages
 
 
 def smooth(seen: Tensor, index: int) -> Tensor:
@@ -160,164 +87,51 @@ def smooth(seen: Tensor, index: int) -> Tensor:
     return torch.cos(seen.double() + 0.1 * index).to(seen.dtype)
 
 
-def stepped_here(name: str, dtype: torch.dtype) -> Tensor:
-    """All steps on one rank's tokens, without a model."""
-    sched = scheduler(name)
-    sched.set_timesteps(STEPS)
-    schedule = decide(sched).schedule
+def stepped(case: Case, dtype: torch.dtype, theirs: bool) -> Tensor:
+    """All steps on one rank's tokens, without a model: by traced coefficients or the scheduler itself."""
+    sched = case.scheduler()
+    sched.set_timesteps(case.steps)
+    x = TOKENS.to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
+    if theirs:
+        for index, t in enumerate(sched.timesteps):
+            seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
+            x = sched.step(smooth(seen, index), t, x).prev_sample
+        return x
+    schedule, count = decide(sched).schedule, len(sched.timesteps)
     assert schedule is not None
-    tokens = many().to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
-    state: Any = SimpleNamespace(tokens=tokens, guided_width=None, shape=tokens.shape)
-    count, generator = len(sched.timesteps), torch.Generator()
-    steps = traced_steps(state, schedule, torch.ones(count, device=DEVICE, dtype=dtype), generator)
+    state: Any = SimpleNamespace(tokens=x, guided_width=None, shape=x.shape)
+    ones = torch.ones(count, device=DEVICE, dtype=dtype)
+    stepper = Traced(state, schedule, traced_steps(state, schedule, ones, torch.Generator()))
     step, bad = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.tensor(count, device=DEVICE)
-    made = Traced(state, schedule, steps)
     for index in range(count):
-        made(smooth(tokens, index), None, index, step, bad)
+        stepper(smooth(x, index), None, index, step, bad)
         step += 1
     assert int(bad) == count
-    return tokens.double().cpu()
-
-
-def stepped_by_diffusers(name: str, dtype: torch.dtype) -> Tensor:
-    """The same by the scheduler itself."""
-    sched = scheduler(name)
-    sched.set_timesteps(STEPS)
-    x = many().to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
-    for index, t in enumerate(sched.timesteps):
-        seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
-        x = sched.step(smooth(seen, index), t, x).prev_sample
-    return x.double().cpu()
-
-
-def many() -> Tensor:
-    """Tokens enough that errors are averages."""
-    return draw_noise((1, 512, 16), torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("name", [*NAMED, *NOISY])
-def test_all_steps_in_fp64_are_diffusers_own(name: str) -> None:
-    """The remaining difference comes from diffusers' casts to fp32 inside its steps."""
-    assert off(alone(name), diffusers_own(name)) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["UniPC", "Heun", "SDE-DPM++ 2M"])
-@pytest.mark.parametrize("world", [3])
-def test_all_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, world: int) -> None:
-    """Sixteen tokens do not divide by three ranks."""
-    for got in ranks.run(world, ours, ("kv_gather", 1), name):
-        assert off(got, diffusers_own(name)) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["DPM++ 2M"])
-def test_all_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Over several noises: the model's own rounding, which differs from diffusers' model, is most of the error.
-
-    Of one noise the two errors are 0.7 to 1.3 times each other, however the steps are made; that is luck.
-    """
-    mine, theirs, draw = [], [], noise
-    for seed in range(NOISES):
-        monkeypatch.setattr(sys.modules[__name__], "noise", partial(draw, seed))
-        truth = alone.__wrapped__(name)  # not results that are kept: they are of another noise
-        mine.append(off(alone.__wrapped__(name, torch.float32), truth))
-        theirs.append(off(diffusers_own.__wrapped__(name, torch.float32), truth))
-    assert norm(mine) <= 1.25 * norm(theirs)
+    return x
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_steps_alone_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str) -> None:
-    """With the outputs of no model: a smooth function of what is seen, computed in fp64, so that only steps round."""
-    truth = stepped_here(name, torch.float64)
-    mine, theirs = stepped_here(name, torch.float32), stepped_by_diffusers(name, torch.float32)
-    assert off(stepped_by_diffusers(name, torch.float64), truth) <= 1e-6
-    assert off(mine, truth) <= 1.25 * off(theirs, truth)
+    truth, ours = (stepped(NAMED[name], dtype, False) for dtype in (torch.float64, torch.float32))
+    assert off(stepped(NAMED[name], torch.float64, True), truth) <= 1e-6
+    assert off(ours, truth) <= 1.25 * off(stepped(NAMED[name], torch.float32, True), truth)
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_noise_in_fp32_is_drawn_like_diffusers_own(name: str) -> None:
-    """Random draws depend on the dtype, so fp32 is compared with fp32."""
-    assert off(alone(name, torch.float32), diffusers_own(name, torch.float32)) < 3e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_noise_of_ddim_is_drawn_like_diffusers_own(dtype: torch.dtype) -> None:
-    assert off(alone("DDIM", dtype, eta=0.7), diffusers_own("DDIM", dtype, eta=0.7)) < 3e-6
-
-
-@pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
-def test_a_run_may_begin_at_any_step(name: str) -> None:
-    """Image-to-image begins so. Heun evaluates twice a step; a scheduler with thresholding steps whole images."""
-    begin = 7
-    got = alone(name, begin=begin)
-    assert off(got, diffusers_own(name, begin=begin)) <= 1e-6
-    assert off(got, diffusers_own(name)) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["DPM++ 2M", "FlowMatchEuler", "PNDM"])
-def test_guidance_may_have_a_scale_for_each_evaluation(name: str) -> None:
-    sched = scheduler(name)
-    sched.set_timesteps(STEPS)
-    scales = tuple(1.0 + 0.25 * (index % 9) for index in range(len(sched.timesteps)))
-    got = alone(name, guidance=Guidance(scales=scales))
-    assert off(got, diffusers_own(name, scales=scales)) <= 1e-6
-    assert off(got, diffusers_own(name, scales=(*scales[1:], scales[0]))) > 1e-2
-
-
-def test_too_few_guidance_scales_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 3 guidance scales, expected 16, one per evaluation"):
-        alone("UniPC", guidance=Guidance(scales=(2.0, 3.0, 4.0)))
-
-
-@pytest.mark.parametrize("name", ["UniPC", "DPM++ 2M", "Heun", "SDE-DPM++ 2M", "Euler"])
-def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: str) -> None:
-    dit = DistributedDiT(small_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
-    found, labels = [], {"class_labels": torch.tensor(LABELS)}
-    with Sampler(dit) as sampler:
-        for _ in range(2):
-            found.append(
-                sampler(
-                    scheduler(name),
-                    noise(),
-                    labels,
-                    steps=STEPS,
-                    guidance=GUIDANCE,
-                    generator=torch.Generator().manual_seed(5),
-                )
-            )
-            run = sampler._run
-            assert run is not None
-            kept = stepper(run)
-            assert isinstance(kept, Traced)
-            kept = kept.history
-            for ring in (kept.states_PnlC, kept.outputs_QnlC):
-                if ring is not None:
-                    ring.fill_(float("nan"))
-    assert torch.equal(*found)
-
-
-WRONG: dict[str, Callable[[Schedule], Schedule]] = {
-    "coefficients of the row before": lambda it: Schedule(
-        it.inputs_S, it.states_SP.roll(1, 0), it.outputs_SQ.roll(1, 0), it.noise_SK, it.draws, it.residual
-    ),
-    "no history of outputs": lambda it: Schedule(
-        it.inputs_S, it.states_SP, it.outputs_SQ * torch.tensor([1.0, 0.0]), it.noise_SK, it.draws, it.residual
-    ),
-    "input scales of the step before": lambda it: Schedule(
-        it.inputs_S.roll(1, 0) * 1.01, it.states_SP, it.outputs_SQ, it.noise_SK, it.draws, it.residual
-    ),
+WRONG: dict[str, Callable[[Schedule], dict[str, Tensor]]] = {
+    "coefficients of the row before": lambda it: {
+        "states_SP": it.states_SP.roll(1, 0),
+        "outputs_SQ": it.outputs_SQ.roll(1, 0),
+    },
+    "no history of outputs": lambda it: {"outputs_SQ": it.outputs_SQ * torch.tensor([1.0, 0.0])},
+    "input scales of the step before": lambda it: {"inputs_S": it.inputs_S.roll(1, 0) * 1.01},
+    "outputs of the step before": lambda it: {},
 }
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_negative_control_wrong_coefficients_are_noticed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(
-        steppers, "traced_steps", lambda state, schedule, *rest: traced_steps(state, WRONG[how](schedule), *rest)
-    )
-    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # calls past the cache
-
-
-def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The history's outputs are one step too old."""
+def test_negative_control_wrong_coefficients_and_stale_history_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     right = steppers.guided_multistep
 
     def stale(history: Any, cond: Tensor, uncond: Tensor, steps: Any, step: Tensor, bad: Tensor) -> None:
@@ -325,14 +139,24 @@ def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPat
         right(history, cond, uncond, steps, step, bad)
         history.outputs_QnlC.copy_(before if int(step) % 2 else history.outputs_QnlC)
 
-    monkeypatch.setattr(steppers, "guided_multistep", stale)
-    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # calls past the cache
+    if how == "outputs of the step before":
+        monkeypatch.setattr(steppers, "guided_multistep", stale)
+    else:
+        wrong = lambda state, it, *rest: traced_steps(state, replace(it, **WRONG[how](it)), *rest)  # noqa: E731
+        monkeypatch.setattr(steppers, "traced_steps", wrong)
+    case = NAMED["DPM++ 2M"]
+    assert off(afresh(case), by_diffusers(case)[-1].prev_sample) > 1e-4
+
+
+# What is traced ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
         ("DDPMScheduler", {}, "because of its clip_sample"),
+        # the range is beyond ordinary values, but the trace's vectors have elements of 1000
+        ("DDPMScheduler", {"clip_sample": True, "clip_sample_range": 100.0}, "because of its clip_sample"),
         ("DPMSolverMultistepScheduler", {"thresholding": True}, "because of its thresholding"),
         ("DDIMScheduler", {"thresholding": True, "clip_sample": False}, "because of its thresholding"),
         ("PNDMScheduler", {}, "is not linear in the last 4 states and outputs"),
@@ -341,72 +165,103 @@ def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dict[str, Any], reason: str) -> None:
     sched = getattr(diffusers, name)(**config)
-    sched.set_timesteps(STEPS)
-    assert reason in str(decide(sched).whole)
-    assert reason in str(decide(sched))
+    assert not steps_locally(sched)
+    sched.set_timesteps(16)
+    decision = decide(sched)
+    assert reason in str(decision.whole)
+    assert reason in str(decision)
 
 
-@pytest.mark.parametrize("kind", ["DDPMParallelScheduler", "UnCLIPScheduler"])
-def test_learned_variances_that_the_loop_does_not_pass_on_are_refused(kind: str) -> None:
-    sched = getattr(diffusers, kind)(variance_type="learned_range")
-    dit = DistributedDiT(small_dit(), Mesh.single())
-    with pytest.raises(ValueError, match=rf"'{kind}', which needs the model's variances .* passes on to DDPMScheduler"):
-        Sampler(dit)(sched, noise(), {"class_labels": torch.tensor(LABELS)}, steps=STEPS, guidance=GUIDANCE)
-
-
-def test_large_values_that_are_clipped_are_noticed() -> None:
-    """The clipping range is beyond ordinary values, but the trace's vectors have elements of 1000."""
-    sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
-    sched.set_timesteps(STEPS)
-    assert "clip_sample" in str(decide(sched).whole)
+def test_ddim_with_and_without_clipping_has_a_kernel() -> None:
+    assert steps_locally(scheduler())
+    assert steps_locally(scheduler(clip_sample=True))
+    assert not steps_locally(scheduler("EulerDiscreteScheduler"))
 
 
 def test_tracing_leaves_the_scheduler_and_torchs_generator_as_they_are() -> None:
-    sched = scheduler("SDE-DPM++ 2M")
-    sched.set_timesteps(STEPS)
+    sched = NOISY["SDE-DPM++ 2M"].scheduler()
+    sched.set_timesteps(16)
     before, state = {**sched.__dict__}, torch.get_rng_state()
     assert decide(sched).schedule is not None
     assert sched.__dict__ == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("UniPC", Traced), ("PNDM", Replicated)])
-def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    dit = DistributedDiT(small_dit().to(DEVICE, torch.float32), Mesh.single(DEVICE))
-    order = ordered(name, torch.float32)
-    assert isinstance(stepper(Run(dit, order)), kind)
+@pytest.mark.parametrize(("case", "kind"), [(NAMED["UniPC"], Traced), (WHOLE["PNDM"], Replicated)])
+def test_only_what_steps_on_the_host_has_no_graph(case: Case, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    dit, labels = DistributedDiT(diffusers_dit(num_layers=2).float(), Mesh.single(DEVICE)), torch.tensor([3, 7])
+    it = course(Request(case.scheduler(), case.noise(), {"class_labels": labels}, case.steps, case.guidance))
+    assert isinstance(Run(dit, it).steppers["image"], kind)
     monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
-    reason = why_not_captured(dit, order.decision)
+    reason = why_not_captured(dit, it.decision)
     assert reason is None if kind is Traced else "steps on the host (PNDMScheduler is not traced" in str(reason)
 
 
-@pytest.mark.parametrize("eta", [0.0, 0.7])
-@pytest.mark.parametrize("clipped", [False, True])
-def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
-    sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
-    dit = DistributedDiT(small_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
-    request = Request(
-        sched,
-        noise().double(),
-        {"class_labels": torch.tensor(LABELS)},
-        6,
-        Guidance(1.0),
-        eta,
-        torch.Generator().manual_seed(5),
-        clipped,
-    )
-    run = Run(dit, course(request))
-    sched.set_timesteps(6)
-    assert isinstance(stepper(run), OneStep)
-    model, x, labels = small_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
-    generator = torch.Generator().manual_seed(5)
-    for t in sched.timesteps:
-        run.step()
-        out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
-        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, generator=generator).prev_sample
-    assert off(run.latents()["image"], x) < 1e-5
+@pytest.mark.parametrize(
+    ("sched", "settings", "message"),
+    [
+        *(
+            (
+                getattr(diffusers, kind)(variance_type="learned_range"),
+                {},
+                rf"'{kind}', which needs the model's variances .* passes on to DDPMScheduler",
+            )
+            for kind in ("DDPMParallelScheduler", "UnCLIPScheduler")
+        ),
+        (scheduler("DDPMScheduler", variance_type="learned_range"), {}, "'learned_range' with a model of 4 output"),
+        *(
+            (sched, settings, "expected DDIMScheduler or DDPMScheduler without thresholding")
+            for sched in (DDIMScheduler(thresholding=True), DDPMScheduler(thresholding=True))
+            for settings in ({"respacing": "25"}, {"clip_denoised": True})
+        ),
+    ],
+)
+def test_variances_and_settings_that_do_not_fit_are_refused(sched: Any, settings: dict[str, Any], message: str) -> None:
+    dit = DistributedDiT(diffusers_dit(learned_sigma=False), Mesh.single())
+    with pytest.raises(ValueError, match=message):
+        sample(
+            dit,
+            sched,
+            Case().noise(),
+            {"class_labels": torch.tensor([3, 7, 3])},
+            steps=5,
+            guidance=Guidance(3.0),
+            **settings,
+        )
 
 
-def test_eta_of_none_is_the_schedulers_own_default() -> None:
-    assert off(alone("TCD"), alone("TCD", eta=0.3)) == 0
-    assert off(alone("TCD"), alone("TCD", eta=0.0)) > 1e-2
+# docs/schedulers.md --------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text().splitlines()
+
+
+def test_the_page_is_what_the_installed_diffusers_does() -> None:
+    """It was made with the packages of all classes; `NEEDS` names every class that diffusers replaces without its."""
+    names = {name for name in dir(diffusers) if name.endswith("Scheduler")}
+    assert {name for name in names if ".dummy_" in getattr(diffusers, name).__module__} == missing()
+    assert not any("is not in diffusers here" in line for line in PAGE)
+    if f"diffusers {diffusers.__version__} " not in PAGE[2]:
+        pytest.skip(f"the page was made with another diffusers than {diffusers.__version__}")
+    assert {line.split("|")[1].strip() for line in PAGE if "Scheduler |" in line} == names
+    installed = [
+        [line for line in lines if not line.startswith("|") or line.split("|")[1].strip() not in missing()]
+        for lines in (page().splitlines(), PAGE)
+    ]
+    assert installed[0] == installed[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stepped"),
+    [
+        ("DPMSolverMultistepScheduler", ("local", "2 states, 2 outputs, residual < 1e-12")),
+        ("UniPCMultistepScheduler", ("local", "3 states, 3 outputs, residual < 1e-12")),
+        ("EulerDiscreteScheduler", ("local", "1 state, 1 output, residual < 1e-12")),
+        ("HeunDiscreteScheduler", ("local", "1 state, 2 outputs, residual < 1e-12")),
+        ("DDPMScheduler", ("whole", "because of its clip_sample")),
+        ("EntropyBoundScheduler", ("refused", "")),  # its states are token indices, which ranks would draw differently
+    ],
+)
+def test_lines_of_any_diffusers(name: str, stepped: tuple[str, str]) -> None:
+    kind, why = row(name, {})
+    assert kind == stepped[0]
+    assert why == stepped[1] or kind == "refused"

@@ -1,8 +1,11 @@
-"""Tests that DiT equals diffusers and the original arithmetic, and that other configs and checkpoints are refused."""
+"""Tests that DiT equals diffusers and the original arithmetic, with the published sizes, and refuses other configs."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from seqpar import DistributedDiT
 from seqpar.convert.originals import open_transformer
 from seqpar.kernels import linear
 from seqpar.loop.blueprint import from_diffusers, locate
-from seqpar.loop.models import _layers, dit
+from seqpar.loop.models import _layers, dit, large_dit, uvit
 from seqpar.mesh.mesh import Mesh
 from tests.support.meshes import random
 from tests.support.tiny import diffusers_dit, original_state_dict, with_original_arithmetic
@@ -22,23 +25,25 @@ CLOSE = 1e-11  # of fp64; both models have sinusoids in fp32
 
 
 def call(model: nn.Module, x: Tensor) -> Tensor:
-    """Return a prediction of two rows with different timesteps and labels; the second label is the null class."""
+    """Two rows with different timesteps and labels; the second label is the null class."""
     return model(x, timestep=torch.tensor([960, 3]), class_labels=torch.tensor([2, 10])).sample
 
 
-@pytest.mark.parametrize("learned_sigma", [True, False])
-@pytest.mark.parametrize(("patch", "size"), [(2, (8, 8)), (2, (12, 12)), (2, (4, 4)), (4, (8, 8)), (8, (16, 16))])
-def test_dit_equals_diffusers(learned_sigma: bool, patch: int, size: tuple[int, int]) -> None:
+DIFFUSERS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    **{
+        f"patch {patch}, {size[0]}, {8 if sigma else 4} channels": ({"learned_sigma": sigma, "patch": patch}, size)
+        for patch, size in ((2, (8, 8)), (2, (12, 12)), (2, (4, 4)), (4, (8, 8)), (8, (16, 16)))
+        for sigma in (True, False)
+    },
+    "no attention bias": ({"attention_bias": False}, (8, 8)),
+}
+
+
+@pytest.mark.parametrize("variant", DIFFUSERS)
+def test_dit_equals_diffusers(variant: str) -> None:
     """Other sizes than the trained one have interpolated positions."""
-    theirs = diffusers_dit(learned_sigma, patch=patch)
-    ours = DistributedDiT(theirs, Mesh.single())
-    x = random((2, 4, *size), 1)
-    assert (call(ours, x) - call(theirs, x)).abs().max() < CLOSE
-
-
-def test_dit_without_attention_bias_equals_diffusers() -> None:
-    theirs = diffusers_dit(attention_bias=False)
-    x = random((2, 4, 8, 8), 1)
+    config, size = DIFFUSERS[variant]
+    theirs, x = diffusers_dit(**config), random((2, 4, *size), 1)
     assert (call(DistributedDiT(theirs, Mesh.single()), x) - call(theirs, x)).abs().max() < CLOSE
 
 
@@ -48,18 +53,16 @@ def test_dit_loads_the_original_format_with_its_arithmetic(tmp_path: Path) -> No
     ours = DistributedDiT.from_pretrained(open_transformer(tmp_path / "dit.pt", 1)[0], Mesh.single(), torch.float64)
     x = random((2, 4, 8, 8), 1)
     assert (call(ours, x) - call(theirs, x)).abs().max() < CLOSE
-    assert ours.config.num_classes == 10
-    assert ours.config.sample_size == 8
+    assert (ours.config.num_classes, ours.config.sample_size) == (10, 8)
 
 
 @pytest.mark.parametrize("change", ["freq_shift", "mlp_norm_eps"])
 def test_dit_negative_control_the_two_arithmetics_differ(change: str) -> None:
-    theirs = diffusers_dit()
-    if change == "freq_shift":
-        for block in theirs.transformer_blocks:  # pyright: ignore
+    theirs: Any = diffusers_dit()
+    for block in theirs.transformer_blocks:
+        if change == "freq_shift":
             block.norm1.emb.time_proj.downscale_freq_shift = 0
-    else:
-        for block in theirs.transformer_blocks:  # pyright: ignore
+        else:
             block.norm3.eps = 1e-6
     x = random((2, 4, 8, 8), 1)
     assert (call(DistributedDiT(theirs, Mesh.single()), x) - call(theirs, x)).abs().max() > 100 * CLOSE
@@ -89,17 +92,51 @@ def test_patchify_is_the_order_of_a_convolution_and_inverts() -> None:
     assert torch.equal(model.unpatchify(model.patchify(x), 6, 8), x)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("dit-s/2", 32.87e6), ("dit-b/2", 130.3e6), ("dit-l/2", 457.8e6), ("dit-xl/2", 674.83e6)]
-)
-def test_presets_have_the_published_number_of_parameters(name: str, parameters: float) -> None:
-    count = sum(p.numel() for p in locate(name).meta().parameters())
-    assert count == pytest.approx(parameters, rel=2e-4)
+# depth, width, heads (a head's width follows) and parameters: arXiv 2212.09748, table 1, and facebookresearch/DiT
+PUBLISHED = {
+    "s": (12, 384, 6, 32.87e6),
+    "b": (12, 768, 12, 130.3e6),
+    "l": (24, 1024, 16, 457.8e6),
+    "xl": (28, 1152, 16, 674.83e6),
+}
+COMMON = {
+    "in_channels": 4,
+    "out_channels": 8,
+    "sample_size": 32,
+    "num_classes": 1000,
+    "attention_bias": True,
+    "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by half - 1
+    "mlp_norm_eps": 1e-6,  # diffusers has 1e-5
+    "pos_scaling": "none",
+    "pos_stored": False,
+}
 
 
-@pytest.mark.parametrize("name", dit.PRESETS)
-def test_presets_have_published_head_widths(name: str) -> None:
-    assert dit.PRESETS[name].attention_head_dim == (72 if "xl" in name else 64)
+def test_every_preset_has_the_published_numbers() -> None:
+    assert dit.PRESETS.keys() == {f"dit-{size}/{patch}" for size in PUBLISHED for patch in (2, 4, 8)}
+    for name, config in dit.PRESETS.items():
+        layers, width, heads, _ = PUBLISHED[name[4:-2]]
+        sizes = {"num_attention_heads": heads, "attention_head_dim": width // heads, "num_layers": layers}
+        assert asdict(config) == {**sizes, "patch_size": int(name[-1]), **COMMON}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_dit_has_layers_of_the_published_widths(size: str) -> None:
+    layers, width, _, parameters = PUBLISHED[size]
+    shapes = {key: tuple(x.shape) for key, x in locate(f"dit-{size}/2").meta().named_parameters()}
+    assert sum(map(math.prod, shapes.values())) == pytest.approx(parameters, rel=2e-4)
+    assert shapes["x_embedder.weight"] == (width, 4 * 2 * 2)
+    assert shapes["y_embedder.weight"] == (1001, width)
+    assert shapes["t_embedder.0.weight"] == (width, 256)
+    assert shapes[f"blocks.{layers - 1}.fc1.weight"] == (4 * width, width)
+    assert shapes["blocks.0.modulation.weight"] == (6 * width, width)
+    assert shapes["final.weight"] == (2 * 2 * 8, width)
+    assert f"blocks.{layers}.fc1.weight" not in shapes
+
+
+def test_names_of_presets_are_unique_and_in_small_letters() -> None:
+    names = [name for module in (dit, large_dit, uvit) for name in module.PRESETS]
+    assert sorted({name.lower() for name in names}) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +149,11 @@ def test_a_config_that_is_not_implemented_is_refused_by_name(field: str, value: 
         dit.recognise({}, config)
 
 
-def test_embedders_that_differ_between_blocks_are_refused() -> None:
-    theirs = diffusers_dit()
-    theirs.transformer_blocks[1].norm1.emb.timestep_embedder.linear_1.bias += 1  # pyright: ignore
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    theirs: Any = diffusers_dit()
+    theirs.transformer_blocks[1].norm1.emb.timestep_embedder.linear_1.bias += 1
     with pytest.raises(ValueError, match=r"blocks\.1\.norm1.* differs from transformer_blocks\.0"):
         DistributedDiT(theirs, Mesh.single())
-
-
-def test_a_model_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="got a Linear, expected a seqpar model or a diffusers transformer"):
         DistributedDiT(nn.Linear(2, 2), Mesh.single())
     with pytest.raises(ValueError, match=r"no such path; did you mean dit-xl/\d\?"):
@@ -134,15 +168,11 @@ def wide_layer(device: str) -> tuple[Tensor, nn.Linear, Tensor]:
     return x, layer, F.linear(x.double(), layer.weight.double(), layer.bias.double())
 
 
-def test_three_bf16_parts_are_all_of_an_fp32_number() -> None:
-    x = wide_layer("cpu")[0]
+def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer, truth = wide_layer("cpu")
     high, middle, low = linear.bf16_parts(x).float().chunk(3)
     assert torch.equal(low + middle + high, x)
     assert not torch.equal(middle + high, x)
-
-
-def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, layer, truth = wide_layer("cpu")
     usual = (_layers.through(x, torch.float32)(layer) - truth).norm()
     monkeypatch.setattr(_layers, "in_parts", lambda *_: True)
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # missing on CPUs

@@ -24,7 +24,6 @@ from seqpar.loop.blueprint import Blueprint
 from seqpar.loop.interface import Prompt, SequenceModel
 from seqpar.loop.request import Request
 from seqpar.loop.run import Run, begin
-from seqpar.mesh.mesh import Mesh
 from seqpar.types.protocols import Stream
 from tests.graphs.test_distributed import local
 from tests.support.meshes import EXACT, mesh_for, random
@@ -35,13 +34,19 @@ from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
 
 CLOSE, STEPS, IMAGES = 1e-9, 3, 2
-GUIDANCE = Guidance(3.0)
-# world, (strategy, cfg, data)
-LAYOUTS = [(2, ("ulysses", 1, 1)), (2, ("kv_first", 2, 1)), (3, ("ring", 1, 1)), (3, ("kv_gather", 1, 1))]
+GUIDANCE, RESCALED = Guidance(3.0), Guidance(3.0, rescale=0.7)
+Layout = tuple[str, int, int]  # strategy, cfg, data
+ALONE: Layout = ("ulysses", 1, 1)
+LAYOUTS: list[tuple[int, Layout]] = [
+    (2, ("ulysses", 1, 1)),
+    (2, ("kv_first", 2, 1)),
+    (3, ("ring", 1, 1)),
+    (3, ("kv_gather", 1, 1)),
+]
 
 
 def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) -> SequenceModel:
-    """Return the toy with random weights, large enough that every part of the model matters."""
+    # weights are so large that every part of the model matters
     config = replace(two_streams.PRESETS[preset], **change)
     model = Blueprint(preset, two_streams, config).build(torch.float64, device, seed)
     for index, parameter in enumerate(model.parameters()):
@@ -50,7 +55,6 @@ def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) ->
 
 
 def prompts(length: int) -> tuple[Prompt, Prompt]:
-    """Return the prompts with and without text."""
     texts = [random((IMAGES, length, 6), seed) for seed in (0, 1)]
     return {"text": texts[0], "pooled": random((IMAGES, 6), 5)}, {"text": texts[1], "pooled": random((IMAGES, 6), 6)}
 
@@ -71,57 +75,34 @@ def stepped(run: Run) -> dict[str, Tensor]:
     return run.latents()
 
 
-def engine(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], model: SequenceModel
-) -> DistributedDiT:
-    strategy, cfg, data = layout
-    return DistributedDiT(model, mesh_for(strategy, world, device, cfg, data), strategy, local(device))
+def engine(world: int, device: torch.device, layout: Layout, preset: str) -> DistributedDiT:
+    mesh = mesh_for(layout[0], world, device, *layout[1:])
+    return DistributedDiT(model_of(preset, device), mesh, layout[0], local(device))
 
 
-def sampled(
-    rank: int,
-    world: int,
-    device: torch.device,
-    layout: tuple[str, int, int],
-    length: int,
-    guidance: Guidance = GUIDANCE,
-) -> Tensor:
-    """Return the latents of the model with two streams."""
-    return stepped(start(engine(rank, world, device, layout, model_of("two-streams", device)), length, guidance))[
-        "image"
-    ]
+def exactly(rank: int, world: int, device: torch.device, *rows: tuple[Layout, bool]) -> list[Tensor]:
+    """Latents on each layout, in exact mode or not, by products whose rows do not depend on each other."""
+    found = []
+    for layout, on in rows:
+        with exact_mode() if on else nullcontext(), by_rows():
+            found.append(stepped(start(engine(world, device, layout, "two-streams"), 5))["image"])
+    return found
 
 
-@cache
-def alone(ranks: Pool, *more: Any) -> Tensor:
-    return ranks.run(1, sampled, ("ulysses", 1, 1), *more)[0]
+EXACT_ROWS: dict[int, list[tuple[Layout, bool]]] = {
+    world: [*(((strategy, 1, 1), True) for strategy in EXACT if world < 4)] for world in (2, 3, 4)
+}
+EXACT_ROWS[2] += [(("ulysses", 2, 1), True), (("ulysses", 1, 2), True), (("kv_gather", 1, 1), False)]
+EXACT_ROWS[4] += [(("ulysses", 2, 1), True)]
 
 
-def exactly(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], length: int, on: bool = True
-) -> Tensor:
-    """Return the same in exact mode, by products whose rows do not depend on each other."""
-    with exact_mode() if on else nullcontext(), by_rows():
-        return sampled(rank, world, device, layout, length)
-
-
-EXACT_LAYOUTS = [
-    *((world, (strategy, 1, 1)) for world in (2, 3) for strategy in EXACT),
-    *((world, ("ulysses", *axes)) for world, axes in ((2, (2, 1)), (2, (1, 2)), (4, (2, 1)))),
-]
-
-
-@pytest.mark.parametrize(("world", "layout"), EXACT_LAYOUTS, ids=str)
-def test_in_exact_mode_latents_have_one_ranks_bits(cpu_ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
-    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), 5)
-    for got in cpu_ranks.run(world, exactly, layout, 5):
-        assert torch.equal(got, wanted)
-
-
-def test_negative_control_out_of_exact_mode_bits_differ(cpu_ranks: Pool) -> None:
-    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), 5)
-    for got in cpu_ranks.run(2, exactly, ("kv_gather", 1, 1), 5, False):
-        assert not torch.equal(got, wanted)
+@pytest.mark.parametrize("world", EXACT_ROWS)
+def test_in_exact_mode_latents_have_one_ranks_bits(cpu_ranks: Pool, world: int) -> None:
+    """Outside of exact mode, the negative control, they have not."""
+    (wanted,) = exactly(0, 1, torch.device("cpu"), (ALONE, True))
+    for found in cpu_ranks.run(world, exactly, *EXACT_ROWS[world]):
+        for (layout, on), got in zip(EXACT_ROWS[world], found, strict=True):
+            assert torch.equal(got, wanted) is on, layout
 
 
 class Plain:
@@ -151,7 +132,7 @@ class Plain:
 
 
 def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
-    """Return the prediction for each image alone."""
+    """The prediction for each image alone."""
     made, length = [], prompt["text"].shape[1]
     for image in range(IMAGES):
         text, pooled = prompt["text"][image : image + 1], prompt["pooled"][image : image + 1]
@@ -165,62 +146,74 @@ def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("length", [5, 1])
 def test_a_prediction_is_the_models_on_each_text_alone(length: int) -> None:
-    model, (prompt, negative) = model_of("two-streams", torch.device("cpu")), prompts(length)
-    run = start(DistributedDiT(model, Mesh.single()), length)
-    cond, uncond = (by_hand(model, given, run.timesteps[0]) for given in (prompt, negative))
-    truth = uncond + GUIDANCE.scale * (cond - uncond)
-    assert (run.predict()["image"] - truth).abs().max() < CLOSE
+    dit, (prompt, negative) = engine(1, torch.device("cpu"), ALONE, "two-streams"), prompts(length)
+    run = start(dit, length)
+    cond, uncond = (by_hand(dit.model, given, run.timesteps[0]) for given in (prompt, negative))
+    guided = uncond + GUIDANCE.scale * (cond - uncond)
+    assert (run.predict()["image"] - guided).abs().max() < CLOSE
     assert (cond - uncond).abs().max() > 1e-2
+    # rescaled guidance has the deviation that the paper says
+    deviation = [x.std(dim=(1, 2), keepdim=True) for x in (cond, guided)]
+    truth = 0.7 * guided * deviation[0] / deviation[1] + 0.3 * guided
+    got, none = start(dit, length, RESCALED)._rescaled("image", cond, uncond)
+    assert none is None
+    assert (got - truth).abs().max() < CLOSE * truth.abs().max()
+
+
+def fresh(dit: DistributedDiT, turn: int = 0) -> Tensor:
+    """Latents of a model whose text has other tokens at every step."""
+    drawn = {"text": random((STEPS, IMAGES, 5, 6), 8).roll(turn, 0)}
+    return stepped(start(dit, 5, prompt={"pooled": random((IMAGES, 6), 5)}, negative=None, drawn=drawn))["image"]
+
+
+def results(rank: int, world: int, device: torch.device, layout: Layout, length: int) -> dict[str, Tensor]:
+    """What every kind of run and a call compute on this mesh."""
+    dit, prompt = engine(world, device, layout, "two-streams"), prompts(length)[0]
+    found = {
+        "latents": stepped(start(dit, length))["image"],
+        "rescaled": stepped(start(dit, length, RESCALED))["image"],
+        "call": dit(noise(), timestep=torch.tensor([500, 3]), **prompt).sample,
+        "fresh": fresh(engine(world, device, layout, "fresh-text")),
+    }
+    noises = {"image": noise(), "token": random((IMAGES, 1, 12), 3)}  # several streams are denoised together
+    return found | stepped(start(engine(world, device, layout, "two-states"), length, noise=noises))
+
+
+@cache
+def alone(ranks: Pool, length: int) -> dict[str, Tensor]:
+    return ranks.run(1, results, ALONE, length)[0]
 
 
 @pytest.mark.parametrize(
     ("world", "layout", "length"), covering([pytest.param(*each) for each in LAYOUTS], turns=[7, 5, 2]), ids=str
 )
-def test_a_new_model_is_the_same_on_every_mesh(
-    ranks: Pool, world: int, layout: tuple[str, int, int], length: int
-) -> None:
+def test_a_new_model_is_the_same_on_every_mesh(ranks: Pool, world: int, layout: Layout, length: int) -> None:
     """Some cases have fewer text tokens than ranks."""
-    truth = alone(ranks, length)
-    for got in ranks.run(world, sampled, layout, length):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
+    for found in ranks.run(world, results, layout, length):
+        for name, truth in alone(ranks, length).items():
+            assert found[name].shape == truth.shape
+            assert (found[name] - truth).abs().max() < CLOSE * truth.abs().max(), name
 
 
-def test_negative_control_the_text_matters(ranks: Pool) -> None:
-    assert (alone(ranks, 5) - alone(ranks, 7)).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(("world", "layout"), [(2, ("ulysses", 1, 1)), (3, ("ring", 1, 1))], ids=str)
-def test_rescaled_guidance_is_diffusers_on_every_mesh(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
-    guidance = Guidance(3.0, rescale=0.7)
-    truth = alone(ranks, 5, guidance)
-    for got in ranks.run(world, sampled, layout, 5, guidance):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-    assert (truth - alone(ranks, 5)).abs().max() > 1e-3
-
-
-def test_rescaled_guidance_has_the_deviation_that_the_paper_says() -> None:
-    dit = DistributedDiT(model_of("two-streams", torch.device("cpu")), Mesh.single())
-    cond, uncond = start(dit, 5).branches()["image"]
-    assert uncond is not None
-    guided = uncond + 3.0 * (cond - uncond)
-    deviation = [x.std(dim=(1, 2), keepdim=True) for x in (cond, guided)]
-    truth = 0.7 * guided * deviation[0] / deviation[1] + 0.3 * guided
-    got, none = start(dit, 5, Guidance(3.0, rescale=0.7))._rescaled("image", cond, uncond)
-    assert none is None
-    assert (got - truth).abs().max() < CLOSE * truth.abs().max()
+def test_negative_control_text_and_rescaling_matter(ranks: Pool) -> None:
+    found = alone(ranks, 5)
+    assert (found["latents"] - alone(ranks, 7)["latents"]).abs().max() > 1e-2
+    assert (found["latents"] - found["rescaled"]).abs().max() > 1e-3
+    turned = fresh(engine(1, torch.device("cpu"), ALONE, "fresh-text"), 1)
+    assert (found["fresh"] - turned).abs().max() > 1e-3
 
 
 def again(
     rank: int, world: int, device: torch.device, lengths: tuple[int, ...], rows: tuple[int, ...], pooled: bool
 ) -> list[Tensor]:
     """Runs of one sampler: the text of each has another length, and as many of its rows differ."""
-    model = model_of("two-streams", device)
+    dit, found = engine(world, device, ("kv_gather", 1, 1), "two-streams"), []
     if not pooled:  # all that depends on the prompt is the text
+        model: Any = dit.model
         encode, modulate, none = model.encode, model.modulate, torch.zeros(1, 6, dtype=torch.float64, device=device)
         model.encode = lambda **prompt: replace(encode(**prompt), pooled={})
         model.modulate = lambda t_R, **pooled: modulate(t_R, pooled=none.expand(len(t_R), -1))
-    found = []
-    with Sampler(engine(rank, world, device, ("kv_gather", 1, 1), model)) as sampler:
+    with Sampler(dit) as sampler:
         for length, count in zip(lengths, rows, strict=True):
             prompt = {name: x[torch.arange(IMAGES) % count] for name, x in prompts(length)[0].items()}
             ddim, off = DDIMScheduler(clip_sample=False), Guidance(1.0)
@@ -243,42 +236,14 @@ def test_a_sampler_begins_anew_for_prompts_of_another_form(
             assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 
 
-def two_states(rank: int, world: int, device: torch.device, layout: tuple[str, int, int]) -> dict[str, Tensor]:
-    dit = engine(rank, world, device, layout, model_of("two-states", device))
-    return stepped(start(dit, 7, noise={"image": noise(), "token": random((IMAGES, 1, 12), 3)}))
-
-
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS[:3], ids=str)
-def test_several_streams_are_denoised_together(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
-    truth = ranks.run(1, two_states, ("ulysses", 1, 1))[0]
-    assert truth["token"].shape == (IMAGES, 1, 12)
-    for found in ranks.run(world, two_states, layout):
-        for name, got in found.items():
-            assert (got - truth[name]).abs().max() < CLOSE * truth[name].abs().max()
-
-
-def fresh(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], turned: bool) -> Tensor:
-    dit = engine(rank, world, device, layout, model_of("fresh-text", device))
-    drawn = random((STEPS, IMAGES, 5, 6), 8)
-    prompt = {"pooled": random((IMAGES, 6), 5)}
-    return stepped(start(dit, 5, prompt=prompt, negative=None, drawn={"text": drawn.roll(int(turned), 0)}))["image"]
-
-
-def test_a_stream_may_have_other_tokens_at_every_step(ranks: Pool) -> None:
-    truth, other = (ranks.run(1, fresh, ("ulysses", 1, 1), turned)[0] for turned in (False, True))
-    assert (truth - other).abs().max() > 1e-3
-    for got in ranks.run(3, fresh, ("ring", 1, 1), False):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-
-
 def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
     cpu = torch.device("cpu")
-    dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu))
+    dit = engine(1, cpu, ALONE, "two-streams")
     with pytest.raises(ValueError, match=r"got text of shape \(1, 5, 6\), expected \(2,\), one per image"):
         start(dit, 5, negative={name: x[:1] for name, x in prompts(5)[1].items()})
     with pytest.raises(ValueError, match=r"got a negative text of shape \(4, 6\) per row, expected \(5, 6\)"):
         start(dit, 5, negative=prompts(4)[1])
-    dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("fresh-text", cpu))
+    dit = engine(1, cpu, ALONE, "fresh-text")
     prompt = {"pooled": random((IMAGES, 6), 5)}
     for shape in ((STEPS - 1, IMAGES, 5, 6), (STEPS, IMAGES + 1, 5, 6)):
         drawn = {"text": random(shape, 8)}
@@ -286,22 +251,9 @@ def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
             start(dit, 5, prompt=prompt, negative=None, drawn=drawn)
 
 
-def called(rank: int, world: int, device: torch.device) -> Tensor:
-    dit = engine(rank, world, device, ("ulysses", 1, 1), model_of("two-streams", device))
-    prompt, _ = prompts(5)
-    return dit(noise(), timestep=torch.tensor([500, 3]), **prompt).sample
-
-
-def test_a_call_of_a_new_model_is_the_same_on_every_mesh(ranks: Pool) -> None:
-    truth = ranks.run(1, called)[0]
-    for got in ranks.run(2, called):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-
-
 def planned(rank: int, world: int, device: torch.device) -> str:
-    """Return the plan that the planner makes from the file's `work` if everything is "auto"."""
-    dit = DistributedDiT(model_of("two-streams", device), local=local(device))
-    return dit.strategy.name
+    """The plan that the planner makes from the file's `work` if everything is "auto"."""
+    return DistributedDiT(model_of("two-streams", device), local=local(device)).strategy.name
 
 
 def test_the_planner_knows_a_new_model(ranks: Pool) -> None:

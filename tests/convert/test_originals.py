@@ -33,7 +33,7 @@ TRAINED = Namespace(
 
 
 def dit() -> nn.Module:
-    """Return diffusers' DiT with a number of heads that its width does not tell."""
+    # its width does not state the number of heads
     return diffusers_dit(num_attention_heads=HEADS, attention_head_dim=6)
 
 
@@ -47,6 +47,7 @@ DIT_FILES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, 
     "ema": lambda state, other: {"ema": state},
     "model": lambda state, other: {"model": state},
     "wrapped": lambda state, other: wrapped(state),
+    "safetensors": lambda state, other: state,
     "train.py": lambda state, other: {
         "model": wrapped(other),
         "ema": state,
@@ -57,7 +58,6 @@ DIT_FILES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, 
 
 
 def prediction(model: nn.Module, size: int = 8) -> Tensor:
-    """Return a prediction of two rows with different timesteps and labels."""
     x = random((2, 4, size, size), 1)
     return model(x, timestep=torch.tensor([960, 3]), class_labels=torch.tensor([2, 10])).sample
 
@@ -70,36 +70,48 @@ def opened(path: Path, heads: int | None = None) -> DistributedDiT:
 def test_every_file_of_the_original_dit_reproduces_its_arithmetic(tmp_path: Path, kind: str) -> None:
     theirs = with_original_arithmetic(dit())
     state = original_state_dict(theirs)
-    torch.save(DIT_FILES[kind](state, {key: tensor + 1 for key, tensor in state.items()}), tmp_path / "dit.pt")
+    content = DIT_FILES[kind](state, {key: tensor + 1 for key, tensor in state.items()})
+    path = tmp_path / ("dit.safetensors" if kind == "safetensors" else "dit.pt")
+    save_file(content, path) if kind == "safetensors" else torch.save(content, path)
     truth = prediction(theirs)
-    assert (prediction(opened(tmp_path / "dit.pt", HEADS)) - truth).abs().max() < CLOSE
+    assert (prediction(opened(path, HEADS)) - truth).abs().max() < CLOSE
     # negative control: as many heads as the width alone suggested once
-    assert (prediction(opened(tmp_path / "dit.pt", 3)) - truth).abs().max() > 1e-3
+    assert (prediction(opened(path, 3)) - truth).abs().max() > 1e-3
 
 
-def test_arguments_in_a_dict_say_the_heads_and_the_size(tmp_path: Path) -> None:
-    state = original_state_dict(with_original_arithmetic(dit()))
-    torch.save({"ema": state, "args": {"num_heads": HEADS, "results_dir": Path("results")}}, tmp_path / "dit.pt")
-    assert opened(tmp_path / "dit.pt").config.num_attention_heads == HEADS
-    torch.save({"ema": state, "args": {"num_heads": HEADS, "image_size": 512}}, tmp_path / "dit.pt")
-    with pytest.raises(ValueError, match="image_size of this DiT is 512 by its files, but 64 by its tensors"):
-        opened(tmp_path / "dit.pt")
+# what training scripts state, --heads, and the heads or the error; train.py builds what args.model names
+STATED: list[tuple[dict[str, Any], int | None, int | str]] = [
+    ({"num_heads": HEADS, "results_dir": Path("results")}, None, HEADS),
+    ({"num_heads": HEADS}, HEADS, HEADS),
+    ({"num_heads": HEADS}, 3, "heads of this DiT is 3 by its files, but 4"),
+    (
+        {"num_heads": HEADS, "image_size": 512},
+        None,
+        "image_size of this DiT is 512 by its files, but 64 by its tensors",
+    ),
+    ({"model": "DiT-tiny/2", "num_heads": HEADS}, HEADS, HEADS),
+    ({"model": "DiT-tiny/2", "num_heads": HEADS}, 3, r"--heads is 3, but args\.model is DiT-tiny/2, a DiT of 4 heads"),
+    ({"model": "DiT-tiny/2", "num_heads": 3}, None, r"args\.num_heads is 3, but args\.model is DiT-tiny/2"),
+    ({"model": "DiT-tiny/4"}, None, "patch_size of this DiT is 4 by its files, but 2 by its tensors"),
+    ({"model": "DiT-XL/2"}, None, r"(width|layers) of this DiT is (1152|28) by its files, but (24|3) by"),
+]
 
 
-def test_a_model_that_args_name_has_its_own_heads_and_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """train.py builds what args.model says; other arguments beside it, or tensors of another patch, contradict it."""
-    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3))
-    state, args = original_state_dict(dit()), {"model": "DiT-tiny/2"}
-    torch.save({"ema": state, "args": Namespace(**args, num_heads=HEADS)}, tmp_path / "dit.pt")
-    assert opened(tmp_path / "dit.pt", HEADS).config.num_attention_heads == HEADS
-    with pytest.raises(ValueError, match=r"--heads is 3, but args\.model is DiT-tiny/2, a DiT of 4 heads"):
-        opened(tmp_path / "dit.pt", 3)
-    torch.save({"ema": state, "args": Namespace(**args, num_heads=3)}, tmp_path / "dit.pt")
-    with pytest.raises(ValueError, match=r"args\.num_heads is 3, but args\.model is DiT-tiny/2"):
-        opened(tmp_path / "dit.pt")
-    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3, patch_size=4))
-    with pytest.raises(ValueError, match="patch_size of this DiT is 4 by its files, but 2 by its tensors"):
-        opened(tmp_path / "dit.pt")
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_arguments_of_training_state_the_heads_and_confirm_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_dict: bool
+) -> None:
+    for patch in (2, 4):
+        tiny = dit_module.Config(HEADS, 6, 3, patch_size=patch)
+        monkeypatch.setitem(dit_module.PRESETS, f"dit-tiny/{patch}", tiny)
+    state, path = original_state_dict(dit()), tmp_path / "dit.pt"
+    for args, heads, outcome in STATED:
+        torch.save({"ema": state, "args": args if as_dict else Namespace(**args)}, path)
+        if isinstance(outcome, int):
+            assert open_transformer(path, heads)[0].config.num_attention_heads == outcome
+        else:
+            with pytest.raises(ValueError, match=outcome):
+                open_transformer(path, heads)
 
 
 def averaged(table: Tensor) -> Tensor:
@@ -142,12 +154,6 @@ def test_the_positions_of_an_original_file_are_the_models(tmp_path: Path, table:
         return
     with pytest.raises(ValueError, match=r"got a latent of 12 x 12 .* expected 8 x 8, the only size that its pos_emb"):
         prediction(ours, 12)
-
-
-def test_an_original_safetensors_file_is_the_same(tmp_path: Path) -> None:
-    theirs = with_original_arithmetic(dit())
-    save_file(original_state_dict(theirs), tmp_path / "dit.safetensors")
-    assert (prediction(opened(tmp_path / "dit.safetensors", HEADS)) - prediction(theirs)).abs().max() < CLOSE
 
 
 class NormOfRanks(nn.Module):
@@ -221,49 +227,47 @@ def test_an_original_file_that_lacks_any_key_is_refused_by_the_name_of_the_key(t
     path = tmp_path / "whole.pt"
     torch.save(state, path)
     open_transformer(path, HEADS_OF[name])
+    key = "y_embedder.embedding_table.weight"
+    torch.save(state | {key: state[key][:1]}, path)
+    with pytest.raises(ValueError, match=r"whole\.pt: .*embedding_table\.weight has 1 row, expected a row per class"):
+        open_transformer(path, HEADS_OF[name])
     for lost in sorted(state.keys() - {"pos_embed"} - (SIGNATURES if name == "dit" else set())):
         torch.save({key: tensor for key, tensor in state.items() if key != lost}, path)
         with pytest.raises(ValueError, match=re.escape(lost)):
             open_transformer(path, HEADS_OF[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "shape", "message"),
-    [
-        ("dit", "x_embedder.proj.weight", (64, 16), r"x_embedder\.proj\.weight of shape \(64, 16\), expected 4 dims"),
-        ("dit", "x_embedder.proj.weight", (25, 4, 2, 2), r"3 heads do not divide a DiT of width 25"),
-        ("dit", "final_layer.linear.weight", (32,), r"final_layer\.linear\.weight of shape \(32,\), expected 2 dims"),
-        ("dit", "final_layer.linear.weight", (33, 24), r"linear\.weight of 33 rows, expected a multiple of 2 x 2"),
-        (
-            "dit",
-            "final_layer.linear.weight",
-            (8, 24),
-            r"a DiT with 2 output channels for 4 input channels, expected 4, or",
-        ),
-        ("dit", "final_layer.linear.weight", (24, 24), r"with 6 output channels for 4 input .* or 8 with variances"),
-        ("large-dit", "final_layer.linear.weight", (8, 64), r"a Large-DiT with 2 output channels for 4 input channels"),
-        ("dit", "final_layer.linear.bias", (), r"linear\.bias of shape \(\), which cannot make final\.bias"),
-        ("dit", "final_layer.linear.bias", (31,), r"linear\.bias of shape \(31,\), which .* 31 rows, expected 32"),
-        ("dit", "final_layer.linear.bias", (36,), r"linear\.bias of shape \(36,\), which .* 36 rows, expected 32"),
-        ("large-dit", "final_layer.linear.weight", (33, 64), r"of 33 rows, expected a multiple of 2 x 2"),
-        ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
-        ("dit", "pos_embed", (1, 15, 24), r"pos_embed has shape \(1, 15, 24\), expected \(1, side x side, 24\)"),
-        ("dit", "pos_embed", (1, 16, 32), r"pos_embed has shape \(1, 16, 32\), expected \(1, side x side, 24\)"),
-        ("dit", "blocks.1.mlp.fc1.weight", (255, 24), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 24\)"),
-        ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),
-        ("dit", "blocks.3000000.attn.qkv.weight", (2, 2), r"with blocks\.3000000 that lacks all of blocks\.2"),
-        ("large-dit", "x_embedder.weight", (64, 15), r"x_embedder\.weight of shape \(64, 15\), expected 4 x patch"),
-        ("large-dit", "x_embedder.weight", (63, 16), r"32 heads do not divide a Large-DiT of width 63"),
-        ("large-dit", "layers.0.attention.wk.weight", (64,), r"attention\.wk\.weight of shape \(64,\), expected 2"),
-        ("large-dit", "layers.0.attention.wk.weight", (63, 64), r"queries are 64 and keys 63 wide"),
-    ],
-)
-def test_an_original_file_of_odd_shapes_is_refused(
-    tmp_path: Path, name: str, key: str, shape: tuple[int, ...], message: str
-) -> None:
-    torch.save(ORIGINALS[name]() | {key: torch.zeros(shape)}, tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match=message):
-        open_transformer(tmp_path / "odd.pt", HEADS_OF[name])
+ODD: list[tuple[str, str, tuple[int, ...], str]] = [
+    ("dit", "x_embedder.proj.weight", (64, 16), r"x_embedder\.proj\.weight of shape \(64, 16\), expected 4 dims"),
+    ("dit", "x_embedder.proj.weight", (25, 4, 2, 2), r"3 heads do not divide a DiT of width 25"),
+    ("dit", "final_layer.linear.weight", (32,), r"final_layer\.linear\.weight of shape \(32,\), expected 2 dims"),
+    ("dit", "final_layer.linear.weight", (33, 24), r"linear\.weight of 33 rows, expected a multiple of 2 x 2"),
+    ("dit", "final_layer.linear.weight", (8, 24), r"a DiT with 2 output channels for 4 input channels, expected 4, or"),
+    ("dit", "final_layer.linear.weight", (24, 24), r"with 6 output channels for 4 input .* or 8 with variances"),
+    ("large-dit", "final_layer.linear.weight", (8, 64), r"a Large-DiT with 2 output channels for 4 input channels"),
+    ("dit", "final_layer.linear.bias", (), r"linear\.bias of shape \(\), which cannot make final\.bias"),
+    ("dit", "final_layer.linear.bias", (31,), r"linear\.bias of shape \(31,\), which .* 31 rows, expected 32"),
+    ("dit", "final_layer.linear.bias", (36,), r"linear\.bias of shape \(36,\), which .* 36 rows, expected 32"),
+    ("large-dit", "final_layer.linear.weight", (33, 64), r"of 33 rows, expected a multiple of 2 x 2"),
+    ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
+    ("dit", "pos_embed", (1, 15, 24), r"pos_embed has shape \(1, 15, 24\), expected \(1, side x side, 24\)"),
+    ("dit", "pos_embed", (1, 16, 32), r"pos_embed has shape \(1, 16, 32\), expected \(1, side x side, 24\)"),
+    ("dit", "blocks.1.mlp.fc1.weight", (255, 24), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 24\)"),
+    ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),
+    ("dit", "blocks.3000000.attn.qkv.weight", (2, 2), r"with blocks\.3000000 that lacks all of blocks\.2"),
+    ("large-dit", "x_embedder.weight", (64, 15), r"x_embedder\.weight of shape \(64, 15\), expected 4 x patch"),
+    ("large-dit", "x_embedder.weight", (63, 16), r"32 heads do not divide a Large-DiT of width 63"),
+    ("large-dit", "layers.0.attention.wk.weight", (64,), r"attention\.wk\.weight of shape \(64,\), expected 2"),
+    ("large-dit", "layers.0.attention.wk.weight", (63, 64), r"queries are 64 and keys 63 wide"),
+]
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_an_original_file_of_odd_shapes_is_refused(tmp_path: Path, name: str) -> None:
+    for key, shape, message in (row[1:] for row in ODD if row[0] == name):
+        torch.save(ORIGINALS[name]() | {key: torch.zeros(shape)}, tmp_path / "odd.pt")
+        with pytest.raises(ValueError, match=message):
+            open_transformer(tmp_path / "odd.pt", HEADS_OF[name])
 
 
 @pytest.mark.parametrize(
@@ -278,12 +282,6 @@ def test_heads_are_asked_for_and_never_guessed(tmp_path: Path, name: str, heads:
     torch.save(ORIGINALS[name](), tmp_path / "ours.pt")
     with pytest.raises(ValueError, match=message):
         open_transformer(tmp_path / "ours.pt", heads)
-
-
-def test_a_model_of_another_size_than_its_arguments_state_is_rejected(tmp_path: Path) -> None:
-    torch.save({"args": Namespace(model="DiT-XL/2"), "ema": ORIGINALS["dit"]()}, tmp_path / "xl.pt")
-    with pytest.raises(ValueError, match=r"(width|layers) of this DiT is (1152|28) by its files, but (24|2) by"):
-        open_transformer(tmp_path / "xl.pt")
 
 
 # Parts of model-parallel ranks -----------------------------------------------------------------------------------
@@ -321,22 +319,20 @@ PARTS: dict[str, tuple[Spoil, str]] = {
         lambda f: [change(rank, lambda p: p.update(lora=torch.ones(1)))(f) for rank in (0, 1)],
         r"has lora, which is no key of Large-DiT: how ranks split it is not known",
     ),
+    "other norms": (
+        change(1, lambda p: p.update({"layers.1.ffn_norm.weight": torch.zeros(64).double()})),
+        r"01-of-02\.pth: layers\.1\.ffn_norm\.weight differs from that in",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", PARTS)
 def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, case: str) -> None:
+    """Tensors that must be equal are compared when they are read."""
     save_consolidated(tmp_path, plain(TINY).state_dict(), 2)
     spoil, message = PARTS[case]
     spoil(tmp_path)
     with pytest.raises(ValueError, match=message):
-        open_transformer(tmp_path, 32)
-
-
-def test_norms_that_differ_between_parts_are_refused_when_they_are_read(tmp_path: Path) -> None:
-    save_consolidated(tmp_path, plain(TINY).state_dict(), 2)
-    change(1, lambda p: p.update({"layers.1.ffn_norm.weight": torch.zeros(64).double()}))(tmp_path)
-    with pytest.raises(ValueError, match=r"01-of-02\.pth: layers\.1\.ffn_norm\.weight differs from that in"):
         open_transformer(tmp_path, 32)[0].build(torch.float32, torch.device("cpu"))
 
 
@@ -345,12 +341,3 @@ def test_a_part_with_an_impossible_number_is_rejected(tmp_path: Path, name: str)
     torch.save({"a": torch.ones(2)}, tmp_path / name)
     with pytest.raises(ValueError, match=rf"parts are missing: found .*{name}"):
         open_transformer(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ORIGINALS)
-def test_a_checkpoint_without_classes_is_rejected_with_its_path(tmp_path: Path, name: str) -> None:
-    state = ORIGINALS[name]()
-    key = "y_embedder.embedding_table.weight"
-    torch.save(state | {key: state[key][:1]}, tmp_path / "none.pt")
-    with pytest.raises(ValueError, match=r"none\.pt: .*embedding_table\.weight has 1 row, expected a row per class"):
-        open_transformer(tmp_path / "none.pt", HEADS_OF[name])

@@ -62,7 +62,7 @@ class SequenceModel(nn.Module):
         return patches_of(x, self.patch)
 
     def unpatchify(self, tokens_BLC: Tensor, *size: int) -> Tensor:
-        """Invert `patchify`, for any channel count; size: (height, width) or (frames, height, width)."""
+        """Invert `patchify`, for any channel count; size: (frames,) height and width."""
         return from_patches(tokens_BLC, self.patch, size)
 
     def check_size(self, *size: int) -> None:
@@ -129,7 +129,7 @@ class Split:
 
     @staticmethod
     def of(model: SequenceModel, lengths: Mapping[str, int], axis: Axis, by_stream: bool = False) -> Split:
-        """The split of streams with these token counts; ValueError if one of the model's streams is missing."""
+        """Split streams of these token counts; ValueError if one of the model's streams is missing."""
         if missing := [name for name in model.STREAMS if name not in lengths]:
             raise ValueError(f"got streams {', '.join(lengths)}, expected {', '.join(missing)}, too")
         return Split(tuple((name, Shard(lengths[name], axis.size)) for name in model.STREAMS), axis.rank, by_stream)
@@ -158,15 +158,10 @@ class Split:
 
 
 def checked_prompt(model: SequenceModel, prompt: Prompt) -> dict[str, Tensor]:
-    """The prompt in the order of the model's names; ValueError if the names differ."""
+    # in the order of the model's names
     if set(prompt) != set(model.PROMPT):
         raise ValueError(f"got prompt {sorted(prompt)}, expected {sorted(model.PROMPT)}")
     return {name: prompt[name] for name in model.PROMPT}
-
-
-def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
-    """Concatenate the rows of two prompts."""
-    return {name: torch.cat((x, second[name].to(x.device))) for name, x in first.items()}
 
 
 def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
@@ -176,12 +171,10 @@ def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
         where = tensors[0].device  # on the host: a GPU sorts these few numbers by a dozen kernels and two syncs
         rows, index = torch.stack(tensors, dim=1).cpu().unique(dim=0, return_inverse=True)
         return dict(zip(prompt, rows.to(where).unbind(1), strict=True)), index.to(where)
-    kept: list[int] = []
-    places = []
+    firsts, places, where = list[int](), list[int](), tensors[0].device
     for row in range(len(tensors[0])):
-        same = (place for place, other in enumerate(kept) if all(torch.equal(x[row], x[other]) for x in tensors))
-        place = next(same, len(kept))
-        kept += [row] if place == len(kept) else []
-        places.append(place)
-    where = tensors[0].device
-    return {name: x[torch.tensor(kept, device=where)] for name, x in prompt.items()}, torch.tensor(places, device=where)
+        same = (place for place, other in enumerate(firsts) if all(torch.equal(x[row], x[other]) for x in tensors))
+        places.append(next(same, len(firsts)))
+        firsts += [row] if places[-1] == len(firsts) else []
+    index = torch.tensor(firsts, device=where)
+    return {name: x[index] for name, x in prompt.items()}, torch.tensor(places, device=where)

@@ -16,7 +16,7 @@ from seqpar.graphs.graphs import StepGraph
 from seqpar.kernels.ddim import guide
 from seqpar.loading.schedulers import clean_weights, input_scale
 from seqpar.loop.distributed import DistributedDiT, tokens_of
-from seqpar.loop.interface import Encoded, Split, checked_prompt, distinct, rows, stacked
+from seqpar.loop.interface import Encoded, Split, checked_prompt, distinct, rows
 from seqpar.loop.request import Course, Request, check_course, check_request, course, rank_0s, why_not_captured
 from seqpar.loop.steppers import State, make_stepper
 from seqpar.mesh.shard import Shard
@@ -63,8 +63,9 @@ def conditions_of(dit: DistributedDiT, request: Request, images: int) -> Conditi
     index = torch.zeros(branches * images, dtype=torch.int64, device=device)
     if prompt:
         if request.guidance.on:
-            negative = request.negative
-            prompt = stacked(prompt, model.null_prompt(prompt) if negative is None else checked_prompt(model, negative))
+            given = request.negative
+            negative = model.null_prompt(prompt) if given is None else checked_prompt(model, given)
+            prompt = {name: torch.cat((x, negative[name].to(x.device))) for name, x in prompt.items()}
         prompt, index = distinct(prompt)
     index = index.view(branches, images)[:, local]
     drawn = [request.drawn, {**request.drawn, **request.negative_drawn}][:branches]
@@ -131,7 +132,7 @@ class Run:
 
     @property
     def timesteps(self) -> Tensor:
-        """The timestep of each evaluation of the model, (S,)."""
+        """Of each evaluation of the model, (S,)."""
         return self._course.timesteps_S
 
     @property
@@ -141,7 +142,6 @@ class Run:
 
     @property
     def split(self) -> Split:
-        """The tokens of each stream on this rank."""
         return self._share.split
 
     @property
@@ -301,7 +301,7 @@ class Run:
 
     @torch.no_grad()
     def _modulate(self, steps: slice, count: int, prompts: int) -> Mapping[str, Tensor]:
-        """The modulation of `count` steps, a row for each step and prompt."""
+        # a row for each step and prompt
         pooled = {name: x[:prompts].repeat(count, *[1] * (x.dim() - 1)) for name, x in self._pooled.items()}
         return self._dit.model.modulate(self._timesteps_S[steps].repeat_interleave(prompts), **pooled)
 

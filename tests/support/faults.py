@@ -345,7 +345,7 @@ FAULTS = (
         "seqpar/loop/models/dit.py",
         "mlp_norm_eps: float = 1e-6",
         "mlp_norm_eps: float = 1e-5",
-        "tests/loop/models/test_dit.py::test_dit_loads_the_original_format_with_its_arithmetic",
+        "tests/convert/test_originals.py::test_every_file_of_the_original_dit_reproduces_its_arithmetic[released]",
         "an original checkpoint would be computed with diffusers' eps",
     ),
     Fault(

@@ -1,10 +1,9 @@
-"""Tests that DiT equals diffusers and the original arithmetic, with the published sizes, and refuses other configs."""
+"""Tests that DiT equals diffusers, with the published sizes, and refuses other configs."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT
-from seqpar.convert.originals import open_transformer
 from seqpar.kernels import linear
 from seqpar.loop.blueprint import from_diffusers, locate
 from seqpar.loop.models import _layers, dit, large_dit, uvit
 from seqpar.mesh.mesh import Mesh
 from tests.support.meshes import random
-from tests.support.tiny import diffusers_dit, original_state_dict, with_original_arithmetic
+from tests.support.tiny import diffusers_dit
 
 CLOSE = 1e-11  # of fp64; both models have sinusoids in fp32
 
@@ -45,15 +43,6 @@ def test_dit_equals_diffusers(variant: str) -> None:
     config, size = DIFFUSERS[variant]
     theirs, x = diffusers_dit(**config), random((2, 4, *size), 1)
     assert (call(DistributedDiT(theirs, Mesh.single()), x) - call(theirs, x)).abs().max() < CLOSE
-
-
-def test_dit_loads_the_original_format_with_its_arithmetic(tmp_path: Path) -> None:
-    theirs = with_original_arithmetic(diffusers_dit(num_attention_heads=1, attention_head_dim=64))
-    torch.save({"ema": original_state_dict(theirs)}, tmp_path / "dit.pt")
-    ours = DistributedDiT.from_pretrained(open_transformer(tmp_path / "dit.pt", 1)[0], Mesh.single(), torch.float64)
-    x = random((2, 4, 8, 8), 1)
-    assert (call(ours, x) - call(theirs, x)).abs().max() < CLOSE
-    assert (ours.config.num_classes, ours.config.sample_size) == (10, 8)
 
 
 @pytest.mark.parametrize("change", ["freq_shift", "mlp_norm_eps"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT
-from seqpar.convert.originals import open_transformer
 from seqpar.loading.checkpoint import from_state_dict
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.models import large_dit
@@ -109,13 +107,6 @@ def test_large_dit_with_its_defaults_is_the_published_arithmetic() -> None:
     assert error(published_arithmetic()) < CLOSE
     assert error(published_arithmetic(eps=1e-6)) > 1e-8  # negative controls: the comparison depends on both norms
     assert error(published_arithmetic(qk_norm=False)) > 1e-4
-
-
-def test_the_original_file_is_recognised_by_its_shapes(tmp_path: Path) -> None:
-    torch.save(plain(TINY).state_dict(), tmp_path / "consolidated_ema.00-of-01.pth")
-    blueprint, _ = open_transformer(tmp_path / "consolidated_ema.00-of-01.pth", heads=32)
-    assert blueprint.config == TINY
-    assert blueprint.module is large_dit
 
 
 @pytest.mark.parametrize("heads", [32, 8, 4])

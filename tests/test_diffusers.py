@@ -32,7 +32,6 @@ ATTRIBUTES = {
 
 
 def imported() -> Iterator[tuple[str, str, str]]:
-    """Yield (file, module, name) of what the package imports from diffusers."""
     for path in files("seqpar"):
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "diffusers":
@@ -40,7 +39,6 @@ def imported() -> Iterator[tuple[str, str, str]]:
 
 
 def requirement() -> Requirement:
-    """Return the bounds of diffusers in pyproject.toml."""
     project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return next(bound for bound in map(Requirement, project["dependencies"]) if bound.name == "diffusers")
 

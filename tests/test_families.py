@@ -25,7 +25,7 @@ from tests.families.test_blocks import FUSED, blocks_named, counted
 from tests.support.diffusers_tiny import MODELS, SPLIT, truth
 from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, refused
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 
@@ -96,7 +96,6 @@ def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> N
 
 
 def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: str) -> Outputs:
-    """Return what a split transformer returns if its cuts or its mask are wrong."""
     tiny = MODELS[name]
     body, right = body_of(tiny.build().to(device), world, device, "ulysses"), CallState.cut
     arguments = tiny.arguments(device)
@@ -133,7 +132,6 @@ def test_negative_control_wrong_cuts_and_masks_are_noticed(ranks: Pool, name: st
 
 
 def proven(rank: int, world: int, device: torch.device, kind: str, mistake: str | None) -> list[_prove.Proof]:
-    """Return the reports of this rank on a class."""
     change: Callable[[Any], Any] | None = WRONG[mistake] if mistake is not None else None
     cuts = None if change is None else change(CUTS[kind])
     return [_prove.compare(kind, native, cuts) for native in (_prove.ways(kind) if mistake is None else [False])]

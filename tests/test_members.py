@@ -35,12 +35,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process see no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def asked(model: str) -> dict[str, Any]:
-    """Return the flags that the family of a model needs: one class, or one prompt."""
     return {"classes": ("1",)} if find(PRESETS.get(model, model)).takes == "classes" else {"prompt": ("x",)}
 
 

@@ -35,7 +35,7 @@ FILES = (
 
 # names that a new model and a new family of pipelines add to a list, besides their file
 NAMED = (
-    ("seqpar/loading/names.py", "OF_MODELS = (", 'OF_MODELS = ("toy-labels", "two-streams", '),
+    ("seqpar/loading/names.py", "OF_MODELS = (", 'OF_MODELS = ("two-streams", '),
     ("seqpar/pipelines/find.py", 'FAMILIES = ("classes"', 'FAMILIES = ("toy_texts", "classes"'),
 )
 ROOMS = {"models": "loop/models"}  # rooms inside of others

@@ -35,12 +35,10 @@ def inputs(size: tuple[int, int], images: int = 1) -> tuple[Any, Tensor, dict[st
 
 
 def kinds(dit: DistributedDiT) -> tuple[int, int]:
-    """Return how many attentions and how many gathers are kept."""
     return len(dit.keeper._attends), sum(map(len, dit.keeper._gathers.values()))
 
 
 def many(rank: int, world: int, device: torch.device, transport: str, cfg: int, count: int) -> tuple[Any, ...]:
-    """Return what `after_many` returns, and how many more attentions exist in the end than before."""
     existed = existing(Ulysses)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeper, "ATTENDS", ATTENDS)

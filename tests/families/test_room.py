@@ -18,12 +18,12 @@ from torch import Tensor
 import seqpar
 from seqpar.transformer import blocks as adopt
 from seqpar.transformer.blocks import NO_ROOM, FusedBlocks
-from tests.families.test_blocks import TOLERANCE, VISIBLE, act, counted
+from tests.families.test_blocks import act, counted
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
-from tests.transformer.test_body import error
+from tests.support.sharded import TOLERANCE, VISIBLE, error
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
 

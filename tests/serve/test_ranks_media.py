@@ -28,11 +28,11 @@ MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folders of tiny pipelines."""
-    from tests.support import ltx_pipelines, pipelines  # load diffusers, after TRITON_INTERPRET is set
+    from tests.support import pipelines  # loads diffusers, after TRITON_INTERPRET is set
 
     found = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, folder in found.items():
-        getattr(ltx_pipelines if name == "ltx" else pipelines, name)().save_pretrained(folder)
+        getattr(pipelines, name)().save_pretrained(folder)
     Image.fromarray(INPUT).save(found["flux"] / "input.png")
     return found
 

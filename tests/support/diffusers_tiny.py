@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
 from torch import Tensor, nn
 
-from tests.support.foreign import StayDouble
+from tests.support.double import StayDouble
 from tests.support.meshes import random
 
 HEADS = 5
@@ -56,6 +56,10 @@ class Tiny:
             module.pos_frequencies.data = module.pos_frequencies.float()
         return module
 
+    def having(self, **config: Any) -> Tiny:
+        """Return this with other entries in its config."""
+        return replace(self, config={**self.config, **config})
+
     def arguments(self, device: torch.device | str = "cpu") -> Inputs:
         """Return the arguments of a call, the same on every rank."""
         return moved(self.inputs(self.batch), device)
@@ -86,7 +90,6 @@ def truth(name: str, device: str) -> tuple[Tensor, ...]:
 
 @cache
 def short_truth(name: str, device: str, tokens: int = 2) -> tuple[Tensor, ...]:
-    """Return the outputs of an unchanged transformer of `MODELS` for a text of few tokens, in host memory."""
     tiny = MODELS[name]
     return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device), tokens), device))
 
@@ -106,7 +109,7 @@ def flat(outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def grid(height: int, width: int, axes: int = 3) -> Tensor:
-    """Return the position ids of an image of tokens, (L, axes), row and column last."""
+    """Return the position ids of an image of tokens, (L, axes), row and column second and third."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     ids = torch.zeros(height * width, axes, dtype=torch.float64)
     ids[:, 1], ids[:, 2] = rows.flatten(), columns.flatten()
@@ -134,277 +137,62 @@ def few(arguments: Inputs, tokens: int = 2) -> Inputs:
 # Inputs --------------------------------------------------------------------------------------------------------
 
 
-def flux(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 15, 8), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "pooled_projections": random((batch, 16), 3),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "img_ids": grid(3, 5),
-        "txt_ids": torch.zeros(7, 3).double(),
-        "guidance": torch.full((batch,), 3.5).double(),
-    }
+def given(latents: tuple[int, ...], text: int = 7, times: float = 1.0, **more: Any) -> Callable[[int], Inputs]:
+    """Return what makes arguments for a batch: latents, a text, timesteps up to `times`, and more, as in `but`."""
+
+    def usual(batch: int) -> Inputs:
+        return {
+            "hidden_states": random((batch, *latents), 1),
+            "encoder_hidden_states": random((batch, text, 24), 2),
+            "timestep": torch.linspace(0.3 * times, 0.7 * times, batch).double(),
+        }
+
+    return but(usual, **more)
 
 
-def flux_with_controlnet(batch: int) -> Inputs:
-    residuals = [random((batch, 15, HEADS * 16), 10 + i) for i in range(2)]
-    return {**flux(batch), "controlnet_block_samples": residuals, "controlnet_single_block_samples": residuals}
+def but(before: Callable[[int], Inputs], *without: str, **more: Any) -> Callable[[int], Inputs]:
+    """Return what makes other arguments: without some, and with values, or functions of the batch that return them."""
+
+    def inputs(batch: int) -> Inputs:
+        kept = {name: value for name, value in before(batch).items() if name not in without}
+        made = {name: value(batch) if callable(value) else value for name, value in more.items()}
+        # tests write into arguments
+        return kept | {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}
+
+    return inputs
 
 
-def chroma(batch: int) -> Inputs:
-    """Return a call of Chroma, whose mask is for text and image."""
-    left_out, image = {"pooled_projections", "guidance"}, torch.ones(batch, 15, dtype=torch.bool)
-    given = {name: value for name, value in flux(batch).items() if name not in left_out}
-    return {**given, "attention_mask": torch.cat([padded(batch, 7), image], dim=1)}
+def drawn(seed: int, *shape: int) -> Callable[[int], Tensor]:
+    return lambda batch: random((batch, *shape), seed)
 
 
-def chroma_numbers(batch: int) -> Inputs:
-    """Return a call as Chroma's pipeline makes it: the mask has floating numbers, which torch adds to the scores."""
-    given = chroma(batch)
-    given["attention_mask"][-1, -4] = False  # a token of the image, too
-    return {**given, "attention_mask": given["attention_mask"].double()}
+def valid(length: int, dtype: torch.dtype = torch.long) -> Callable[[int], Tensor]:
+    return lambda batch: padded(batch, length).to(dtype)
 
 
-def flux2(batch: int) -> Inputs:
-    images, texts = torch.zeros(batch, 15, 4).double(), torch.zeros(batch, 7, 4).double()
-    images[..., 1:3], texts[..., 3] = grid(3, 5)[:, 1:], torch.arange(7)
-    return {
-        "hidden_states": random((batch, 15, 8), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "img_ids": images,
-        "txt_ids": texts,
-        "guidance": torch.full((batch,), 3.5).double(),
-    }
+def guidance(scale: float) -> Callable[[int], Tensor]:
+    return lambda batch: torch.full((batch,), scale).double()
 
 
-def flux3(batch: int) -> Inputs:
-    images, texts = torch.zeros(15, 4), torch.zeros(7, 4)
-    images[:, 1], images[:, 2], texts[:, 3] = torch.arange(15) // 5, torch.arange(15) % 5, torch.arange(7)
-    return {
-        "hidden_states": random((batch, 15, 8), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "img_ids": images,
-        "txt_ids": texts,
-    }
+def residuals(width: int, count: int) -> Callable[[int], list[Tensor]]:
+    return lambda batch: [random((batch, 15, width), 10 + i) for i in range(count)]
 
 
-def flux3_with_reference(batch: int) -> Inputs:
-    """Return inputs with a reference image, of a model that is told the time of its next step."""
-    ids = torch.zeros(6, 4)
-    ids[:, 0], ids[:, 1], ids[:, 2] = 1, torch.arange(6) // 3, torch.arange(6) % 3
-    reference = {"image_cond_hidden_states": random((batch, 6, 8), 3), "image_cond_ids": ids}
-    return {**flux3(batch), **reference, "target_timestep": torch.linspace(0.2, 0.6, batch).double()}
+def with_image(batch: int) -> Tensor:
+    """Return Chroma's mask, which is for text and image."""
+    return torch.cat([padded(batch, 7), torch.ones(batch, 15, dtype=torch.bool)], dim=1)
 
 
-def qwen(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 15, 16), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "img_shapes": [[(1, 3, 5)]] * batch,
-    }
+def as_numbers(batch: int) -> Tensor:
+    """Return it as Chroma's pipeline makes it: floating numbers, which torch adds to the scores."""
+    mask = with_image(batch)
+    mask[-1, -4] = False  # a token of the image, too
+    return mask.double()
 
 
-def qwen_masked(batch: int) -> Inputs:
-    return {**qwen(batch), "encoder_hidden_states_mask": padded(batch, 7)}
-
-
-def qwen_edit(batch: int) -> Inputs:
-    """Return an image and a reference image, whose tokens have another timestep."""
-    return {
-        **qwen_masked(batch),
-        "hidden_states": random((batch, 21, 16), 1),
-        "img_shapes": [[(1, 3, 5), (1, 2, 3)]] * batch,
-    }
-
-
-def qwen_layered(batch: int) -> Inputs:
-    """Return two layers and the picture that they are made of, and a number that says what kind of picture it is."""
-    return {
-        **qwen_masked(batch),
-        "hidden_states": random((batch, 45, 16), 1),
-        "img_shapes": [[(1, 3, 5)] * 3] * batch,
-        "additional_t_cond": torch.tensor([0, 1, 1][:batch]),
-    }
-
-
-def qwen21(batch: int) -> Inputs:
-    """Return inputs whose last four slots stand for the picture, each for four tokens."""
-    slots = torch.zeros(batch, 11, dtype=torch.bool)
-    slots[:, 7:] = True
-    return {
-        "hidden_states": random((batch, 16, 8), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "img_shapes": [[(1, 4, 4)]] * batch,
-        "img_mask": slots,
-        "encoder_hidden_states_mask": padded(batch, 7),
-    }
-
-
-def wan(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 3, 6, 10), 1),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-    }
-
-
-def wan22(batch: int) -> Inputs:
-    return {**wan(batch), "timestep": random((batch, 45), 5).abs() * 500}
-
-
-def wan_vace(batch: int) -> Inputs:
-    """Return a video, and the frames that control it, which weigh differently in each block that reads them."""
-    return {
-        **wan(batch),
-        "control_hidden_states": random((batch, 6, 3, 6, 10), 6),
-        "control_hidden_states_scale": torch.tensor([0.7, 1.2, 0.4]).double(),
-    }
-
-
-def wan_like_lengths(batch: int) -> Inputs:
-    """Return a video of 45 tokens and 15 text tokens: as many as each of three ranks has of the video."""
-    return {**wan(batch), "encoder_hidden_states": random((batch, 15, 24), 2)}
-
-
-def wan_with_picture(batch: int) -> Inputs:
-    """Return a video, the features of a picture, and the 512 text tokens that the attention to both counts on."""
-    features = random((batch, 5, 16), 3)
-    text = random((batch, 512, 24), 2)
-    return {**wan(batch), "encoder_hidden_states": text, "encoder_hidden_states_image": features}
-
-
-def sd3(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 6, 10), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "pooled_projections": random((batch, 16), 3),
-        "timestep": torch.linspace(300, 700, batch).double(),
-    }
-
-
-def sd3_with_controlnet(batch: int) -> Inputs:
-    return {**sd3(batch), "block_controlnet_hidden_states": [random((batch, 15, HEADS * 8), 10)]}
-
-
-def cogvideox(batch: int) -> Inputs:
-    cos, sin = (random((45, 8), seed).repeat_interleave(2, dim=1) for seed in (8, 9))
-    return {
-        "hidden_states": random((batch, 3, 4, 6, 10), 1),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "image_rotary_emb": (cos, sin),
-    }
-
-
-def cogvideox_2b(batch: int) -> Inputs:
-    """Return a video without rotary rows: its positions are added to the tokens."""
-    return {name: value for name, value in cogvideox(batch).items() if name != "image_rotary_emb"}
-
-
-def hunyuan(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 3, 6, 10), 1),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-        "encoder_attention_mask": padded(batch, 9).long(),
-        "pooled_projections": random((batch, 16), 3),
-        "guidance": torch.full((batch,), 6000.0).double(),
-    }
-
-
-def hunyuan15(batch: int) -> Inputs:
-    """Return a video to draw from two texts, of which the second has no valid token in some rows, and no picture."""
-    rows = torch.arange(batch)[:, None]
-    return {
-        "hidden_states": random((batch, 9, 3, 3, 5), 1),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-        "encoder_attention_mask": padded(batch, 9).double(),
-        "encoder_hidden_states_2": random((batch, 5, 12), 3),
-        "encoder_attention_mask_2": (torch.arange(5) < 2 * rows).double(),
-        "image_embeds": torch.zeros(batch, 3, 16).double(),
-    }
-
-
-def hunyuan15_with_picture(batch: int) -> Inputs:
-    return {**hunyuan15(batch), "image_embeds": random((batch, 3, 16), 4)}
-
-
-def ltx(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 45, 8), 1),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "encoder_attention_mask": padded(batch, 9).long(),
-        "num_frames": 3,
-        "height": 3,
-        "width": 5,
-    }
-
-
-def ltx_per_token(batch: int) -> Inputs:
-    return {**ltx(batch), "timestep": random((batch, 45), 5).abs() * 500}
-
-
-def ltx2(batch: int) -> Inputs:
-    """Return a video with its sound, and a text for each."""
-    texts = {name: random((batch, 9, 24), seed) for name, seed in (("encoder", 2), ("audio_encoder", 3))}
-    return {
-        "hidden_states": random((batch, 45, 8), 1),
-        "audio_hidden_states": random((batch, 7, 8), 4),
-        **{f"{name}_hidden_states": text for name, text in texts.items()},
-        **{f"{name}_attention_mask": padded(batch, 9).long() for name in texts},
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "num_frames": 3,
-        "height": 3,
-        "width": 5,
-        "audio_num_frames": 7,
-    }
-
-
-def ltx2_3(batch: int) -> Inputs:
-    """Return a video with a timestep for each token, whose second block's attention is left out, and its sound."""
-    return {
-        **ltx2(batch),
-        "encoder_hidden_states": random((batch, 9, HEADS * 12), 2),
-        "audio_encoder_hidden_states": random((batch, 9, HEADS * 8), 3),
-        "timestep": random((batch, 45), 5).abs() * 500,
-        "audio_timestep": torch.linspace(200, 800, batch).double(),
-        "sigma": torch.linspace(300, 700, batch).double(),
-        "use_cross_timestep": True,
-        "spatio_temporal_guidance_blocks": [1],
-    }
-
-
-def pixart(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 6, 10), 1),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-        "encoder_attention_mask": padded(batch, 9).double(),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
-
-
-def dit(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 6, 6), 1),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "class_labels": torch.arange(batch),
-    }
-
-
-def lumina2(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 6, 10), 1),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "encoder_hidden_states": random((batch, 7, 24), 2),
-        "encoder_attention_mask": padded(batch, 7).long(),
-    }
+def slots(batch: int) -> Tensor:
+    """Return which tokens stand for four of the picture: the last four."""
+    return (torch.arange(11) >= 7).expand(batch, -1)
 
 
 def z_image(batch: int) -> Inputs:
@@ -418,7 +206,7 @@ def z_image(batch: int) -> Inputs:
 
 def h3(batch: int) -> Inputs:
     """Return a call of MiniMax-H3: one packed sequence of 7 tokens of text, 5 of sound and 15 of video, in turn."""
-    order = torch.randperm(27, generator=torch.Generator().manual_seed(5))
+    order, places = torch.randperm(27, generator=torch.Generator().manual_seed(5)), torch.arange(27)
     text, sound, video = (part.sort().values for part in order.split([7, 5, 15]))
     tags = torch.zeros(27, dtype=torch.int64).index_fill(0, text, 1).index_fill(0, sound, 2)
     return {
@@ -428,320 +216,297 @@ def h3(batch: int) -> Inputs:
         "timestep": torch.tensor([0.25, 0.75], dtype=torch.float64),
         "timestep_indices": (tags == 0).long(),
         "token_tags": tags,
-        "position_ids": torch.stack(
-            (torch.arange(27) // 9, torch.arange(27) // 3 % 3, torch.arange(27) % 3), 1
-        ).double(),
+        "position_ids": torch.stack((places // 9, places // 3 % 3, places % 3), 1).double(),
         "video_indices": video,
         "audio_indices": sound,
         "text_indices": text,
     }
 
 
-def krea2(batch: int) -> Inputs:
-    """Return a call of Krea 2; padding lies before the last token of a text, as its template has it."""
-    mask = padded(batch, 7)
-    mask[:, -1] = True
-    return {
-        "hidden_states": random((batch, 15, 8), 1),
-        "encoder_hidden_states": random((batch, 7, 3, 24), 2),
-        "timestep": torch.linspace(0.3, 0.7, batch).double(),
-        "position_ids": torch.cat([torch.zeros(7, 3).double(), grid(3, 5)]),
-        "encoder_attention_mask": mask,
-    }
+def krea2_mask(batch: int) -> Tensor:
+    """Return a mask with padding before the last token of a text, as its template has it."""
+    return padded(batch, 7) | (torch.arange(7) == 6)
 
 
-def mochi(batch: int) -> Inputs:
-    return {
-        "hidden_states": random((batch, 4, 3, 6, 10), 1),
-        "encoder_hidden_states": random((batch, 9, 24), 2),
-        "timestep": torch.linspace(300, 700, batch).double(),
-        "encoder_attention_mask": padded(batch, 9),
-    }
+COUNTED = torch.zeros(7, 4).double()
+COUNTED[:, 3] = torch.arange(7)
+FRAMES = {"num_frames": 3, "height": 3, "width": 5}
+PER_TOKEN = {"timestep": lambda batch: random((batch, 45), 5).abs() * 500}
+ROTARY = tuple(random((45, 8), seed).repeat_interleave(2, dim=1) for seed in (8, 9))
+REFERENCE = grid(2, 3, 4).float() + torch.tensor([1.0, 0, 0, 0])
+
+FLUX_CALL = given(
+    (15, 8),
+    pooled_projections=drawn(3, 16),
+    img_ids=grid(3, 5),
+    txt_ids=torch.zeros(7, 3).double(),
+    guidance=guidance(3.5),
+)
+CHROMA_CALL = but(FLUX_CALL, "pooled_projections", "guidance", attention_mask=with_image)
+FLUX2_CALL = given(
+    (15, 8),
+    img_ids=lambda batch: grid(3, 5, 4).expand(batch, -1, -1),
+    txt_ids=lambda batch: COUNTED.expand(batch, -1, -1),
+    guidance=guidance(3.5),
+)
+FLUX3_CALL = given((15, 8), img_ids=grid(3, 5, 4).float(), txt_ids=COUNTED.float())
+FLUX3_REFERENCE = but(
+    FLUX3_CALL,
+    image_cond_hidden_states=drawn(3, 6, 8),
+    image_cond_ids=REFERENCE,
+    target_timestep=lambda batch: torch.linspace(0.2, 0.6, batch).double(),
+)
+QWEN_CALL = given((15, 16), img_shapes=lambda batch: [[(1, 3, 5)]] * batch)
+QWEN_MASKED = but(QWEN_CALL, encoder_hidden_states_mask=valid(7, torch.bool))
+# an image and a reference image, whose tokens have another timestep
+QWEN_EDIT = but(QWEN_MASKED, hidden_states=drawn(1, 21, 16), img_shapes=lambda batch: [[(1, 3, 5), (1, 2, 3)]] * batch)
+# two layers and the picture that they are made of, and a number that says what kind of picture it is
+QWEN_LAYERED = but(
+    QWEN_MASKED,
+    hidden_states=drawn(1, 45, 16),
+    img_shapes=lambda batch: [[(1, 3, 5)] * 3] * batch,
+    additional_t_cond=lambda batch: torch.tensor([0, 1, 1][:batch]),
+)
+QWEN21_CALL = but(
+    QWEN_MASKED, hidden_states=drawn(1, 16, 8), img_shapes=lambda batch: [[(1, 4, 4)]] * batch, img_mask=slots
+)
+WAN_CALL = given((4, 3, 6, 10), 9, 1000)
+# frames that control the video, which weigh differently in each block that reads them
+VACE_CALL = but(
+    WAN_CALL,
+    control_hidden_states=drawn(6, 6, 3, 6, 10),
+    control_hidden_states_scale=torch.tensor([0.7, 1.2, 0.4]).double(),
+)
+# the features of a picture, and the 512 text tokens that the attention to both counts on
+WAN_PICTURE = but(WAN_CALL, encoder_hidden_states=drawn(2, 512, 24), encoder_hidden_states_image=drawn(3, 5, 16))
+SD3_CALL = given((4, 6, 10), times=1000, pooled_projections=drawn(3, 16))
+COGVIDEOX_CALL = given((3, 4, 6, 10), times=1000, image_rotary_emb=ROTARY)
+HUNYUAN_CALL = but(
+    WAN_CALL, encoder_attention_mask=valid(9), pooled_projections=drawn(3, 16), guidance=guidance(6000.0)
+)
+# two texts, of which the second has no valid token in some rows, and no picture
+HUNYUAN15_CALL = given(
+    (9, 3, 3, 5),
+    9,
+    1000,
+    encoder_attention_mask=valid(9, torch.float64),
+    encoder_hidden_states_2=drawn(3, 5, 12),
+    encoder_attention_mask_2=lambda batch: (torch.arange(5) < 2 * torch.arange(batch)[:, None]).double(),
+    image_embeds=lambda batch: torch.zeros(batch, 3, 16).double(),
+)
+LTX_CALL = given((45, 8), 9, 1000, encoder_attention_mask=valid(9), **FRAMES)
+LTX2_CALL = but(
+    LTX_CALL,
+    audio_hidden_states=drawn(4, 7, 8),
+    audio_encoder_hidden_states=drawn(3, 9, 24),
+    audio_encoder_attention_mask=valid(9),
+    audio_num_frames=7,
+)
+# a timestep for each token; the attention of the second block is left out
+LTX2_3_CALL = but(
+    LTX2_CALL,
+    **PER_TOKEN,
+    encoder_hidden_states=drawn(2, 9, 60),
+    audio_encoder_hidden_states=drawn(3, 9, 40),
+    audio_timestep=lambda batch: torch.linspace(200, 800, batch).double(),
+    sigma=lambda batch: torch.linspace(300, 700, batch).double(),
+    use_cross_timestep=True,
+    spatio_temporal_guidance_blocks=[1],
+)
+PIXART_CALL = given(
+    (4, 6, 10),
+    9,
+    1000,
+    encoder_attention_mask=valid(9, torch.float64),
+    added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+)
+DIT_CALL = but(given((4, 6, 6), times=1000), "encoder_hidden_states", class_labels=torch.arange)
+LUMINA2_CALL = given((4, 6, 10), encoder_attention_mask=valid(7))
+MOCHI_CALL = but(WAN_CALL, encoder_attention_mask=valid(9, torch.bool))
+KREA2_CALL = given(
+    (15, 8),
+    encoder_hidden_states=drawn(2, 7, 3, 24),
+    position_ids=torch.cat([torch.zeros(7, 3).double(), grid(3, 5)]),
+    encoder_attention_mask=krea2_mask,
+)
 
 
 # Models --------------------------------------------------------------------------------------------------------
 
-FLUX = {
-    "in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": HEADS,
-    "joint_attention_dim": 24,
-    "pooled_projection_dim": 16,
-    "guidance_embeds": True,
-    "axes_dims_rope": (4, 6, 6),
-}
-CHROMA = {
-    **{name: value for name, value in FLUX.items() if name not in ("pooled_projection_dim", "guidance_embeds")},
-    "approximator_num_channels": 16,
-    "approximator_hidden_dim": 24,
-    "approximator_layers": 2,
-}
-FLUX2 = {
-    "in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": HEADS,
-    "joint_attention_dim": 24,
-    "timestep_guidance_channels": 16,
-    "axes_dims_rope": (4, 4, 4, 4),
-}
-FLUX3 = {
-    "in_channels": 8,
-    "cond_in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": HEADS,
-    "joint_attention_dim": 24,
-    "timestep_channels": 16,
-    "axes_dims_rope": (4, 4, 4, 4),
-}
-QWEN = {
-    "in_channels": 16,
-    "out_channels": 4,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": HEADS,
-    "joint_attention_dim": 24,
-    "axes_dims_rope": (4, 6, 6),
-}
-QWEN21 = {
-    "in_channels": 8,
-    "out_channels": 8,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": HEADS,
-    "context_in_dim": 24,
-    "axes_dims_rope": (4, 6, 6),
-}
-WAN = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 48,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
-WAN_VACE = {**WAN, "num_layers": 4, "vace_layers": [0, 1, 3], "vace_in_channels": 6}
-WAN_I2V = {**WAN, "image_dim": 16, "added_kv_proj_dim": 60, "cross_attn_norm": False}
-SD3 = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": HEADS,
-    "joint_attention_dim": 24,
-    "caption_projection_dim": HEADS * 8,
-    "pooled_projection_dim": 16,
-    "pos_embed_max_size": 16,
-    "dual_attention_layers": (0,),
-    "qk_norm": "rms_norm",
-}
-COGVIDEOX = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "time_embed_dim": 8,
-    "text_embed_dim": 24,
-    "num_layers": 2,
-    "sample_width": 10,
-    "sample_height": 6,
-    "sample_frames": 9,
-    "max_text_seq_length": 7,
-    "use_rotary_positional_embeddings": True,
-}
-COGVIDEOX_2B = {**COGVIDEOX, "use_rotary_positional_embeddings": False}
-HUNYUAN = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 12,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 24,
-    "pooled_projection_dim": 16,
-    "rope_axes_dim": (4, 4, 4),
-}
-HUNYUAN15 = {
-    "in_channels": 9,
-    "out_channels": 4,
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 12,
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 24,
-    "text_embed_2_dim": 12,
-    "image_embed_dim": 16,
-    "rope_axes_dim": (4, 4, 4),
-}
-LTX = {
-    "in_channels": 8,
-    "out_channels": 8,
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 12,
-    "cross_attention_dim": HEADS * 12,
-    "num_layers": 2,
-    "caption_channels": 24,
-}
-LTX2 = {
-    **{f"{name}in_channels": 8 for name in ("", "audio_")},
-    **{f"{name}out_channels": 8 for name in ("", "audio_")},
-    **{f"{name}num_attention_heads": HEADS for name in ("", "audio_")},
-    **{f"{name}attention_head_dim": 12 for name in ("", "audio_")},
-    **{f"{name}cross_attention_dim": HEADS * 12 for name in ("", "audio_")},
-    "num_layers": 2,
-    "caption_channels": 24,
-}
+
+def sizes(head_dim: int, channels: int, **more: Any) -> dict[str, Any]:
+    """Return a config of two layers."""
+    heads = {"num_attention_heads": HEADS, "attention_head_dim": head_dim}
+    return {**heads, "in_channels": channels, "num_layers": 2, **more}
+
+
+FLUX2 = sizes(16, 8, num_single_layers=2, joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4))
+CHROMA = sizes(16, 8, num_single_layers=2, joint_attention_dim=24, axes_dims_rope=(4, 6, 6))
+FLUX = {**CHROMA, "pooled_projection_dim": 16, "guidance_embeds": True}
+CHROMA |= {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
+FLUX3 = {**FLUX2, "cond_in_channels": 8, "timestep_channels": 16}
+QWEN = sizes(16, 16, out_channels=4, joint_attention_dim=24, axes_dims_rope=(4, 6, 6))
+WAN = sizes(12, 4, out_channels=4, text_dim=24, freq_dim=16, ffn_dim=48, rope_max_seq_len=32)
+VIDEO = sizes(12, 4, out_channels=4, num_refiner_layers=1, text_embed_dim=24, rope_axes_dim=(4, 4, 4))
+HUNYUAN15 = {**VIDEO, "in_channels": 9, "text_embed_2_dim": 12, "image_embed_dim": 16}
+HUNYUAN = {**VIDEO, "num_single_layers": 2, "pooled_projection_dim": 16}
+SD3 = sizes(
+    8,
+    4,
+    sample_size=16,
+    out_channels=4,
+    joint_attention_dim=24,
+    caption_projection_dim=40,
+    pooled_projection_dim=16,
+    pos_embed_max_size=16,
+    dual_attention_layers=(0,),
+    qk_norm="rms_norm",
+)
+COGVIDEOX = sizes(
+    16,
+    4,
+    out_channels=4,
+    time_embed_dim=8,
+    text_embed_dim=24,
+    sample_width=10,
+    sample_height=6,
+    sample_frames=9,
+    max_text_seq_length=7,
+    use_rotary_positional_embeddings=True,
+)
+LTX = sizes(12, 8, out_channels=8, cross_attention_dim=60, caption_channels=24)
+LTX2 = {**LTX, **{f"audio_{key}": value for key, value in LTX.items() if key not in ("num_layers", "caption_channels")}}
 LTX2_3 = {
     **LTX2,
     **{f"{name}{option}": True for name in ("", "audio_") for option in ("gated_attn", "cross_attn_mod")},
     "audio_attention_head_dim": 8,
-    "audio_cross_attention_dim": HEADS * 8,
+    "audio_cross_attention_dim": 40,
     "num_layers": 3,
     "rope_type": "split",
     "use_prompt_embeddings": False,
     "perturbed_attn": True,
 }
-PIXART = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_layers": 2,
-    "cross_attention_dim": HEADS * 8,
-    "sample_size": 16,
-    "caption_channels": 24,
-}
-DIT = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "num_layers": 2,
-    "sample_size": 6,
-    "num_embeds_ada_norm": 10,
-}
+PIXART = sizes(8, 4, out_channels=8, cross_attention_dim=40, sample_size=16, caption_channels=24)
 LUMINA2 = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "hidden_size": 6 * 12,
-    "num_layers": 2,
-    "num_refiner_layers": 2,
-    "num_attention_heads": 6,
-    "num_kv_heads": 2,
-    "multiple_of": 8,
-    "ffn_dim_multiplier": 1.0,
-    "axes_dim_rope": (4, 4, 4),
-    "axes_lens": (32, 16, 16),
-    "cap_feat_dim": 24,
+    **{"sample_size": 16, "in_channels": 4, "hidden_size": 72, "num_layers": 2, "num_refiner_layers": 2},
+    **{"num_attention_heads": 6, "num_kv_heads": 2, "multiple_of": 8, "ffn_dim_multiplier": 1.0},
+    **{"axes_dim_rope": (4, 4, 4), "axes_lens": (32, 16, 16), "cap_feat_dim": 24},
 }
 Z_IMAGE = {
-    "in_channels": 4,
-    "dim": HEADS * 12,
-    "n_layers": 2,
-    "n_refiner_layers": 2,
-    "n_heads": HEADS,
-    "n_kv_heads": HEADS,
-    "cap_feat_dim": 24,
-    "axes_dims": [4, 4, 4],
-    "axes_lens": [128, 32, 32],
+    **{"in_channels": 4, "dim": 60, "n_layers": 2, "n_refiner_layers": 2, "n_heads": HEADS, "n_kv_heads": HEADS},
+    **{"cap_feat_dim": 24, "axes_dims": [4, 4, 4], "axes_lens": [128, 32, 32]},
 }
-KREA2 = {
-    "in_channels": 8,
-    "num_layers": 2,
-    "attention_head_dim": 12,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "intermediate_size": 40,
-    "timestep_embed_dim": 16,
-    "text_hidden_dim": 24,
-    "num_text_layers": 3,
-    "text_num_attention_heads": 2,
-    "text_num_key_value_heads": 1,
-    "text_intermediate_size": 20,
-    "num_layerwise_text_blocks": 1,
-    "num_refiner_text_blocks": 2,
-    "axes_dims_rope": (4, 4, 4),
-}
-MOCHI = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 8,
-    "num_layers": 2,
-    "pooled_projection_dim": 16,
-    "in_channels": 4,
-    "text_embed_dim": 24,
-    "time_embed_dim": 16,
-    "max_sequence_length": 9,
-}
+KREA2 = sizes(
+    12,
+    8,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    intermediate_size=40,
+    timestep_embed_dim=16,
+    text_hidden_dim=24,
+    num_text_layers=3,
+    text_num_attention_heads=2,
+    text_num_key_value_heads=1,
+    text_intermediate_size=20,
+    num_layerwise_text_blocks=1,
+    num_refiner_text_blocks=2,
+    axes_dims_rope=(4, 4, 4),
+)
+H3 = sizes(
+    8,
+    2,
+    hidden_size=24,
+    num_refiner_layers=2,
+    ffn_dim=32,
+    audio_in_channels=6,
+    text_dim=16,
+    freq_dim=16,
+    time_embed_hidden_dim=24,
+    time_embed_dim=12,
+    rope_freq_dim=1,
+)
 
-H3 = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": 8,
-    "hidden_size": 24,
-    "num_layers": 2,
-    "num_refiner_layers": 2,
-    "ffn_dim": 32,
-    "in_channels": 2,
-    "audio_in_channels": 6,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "time_embed_hidden_dim": 24,
-    "time_embed_dim": 12,
-    "rope_freq_dim": 1,
-}
+
 MODELS = {
-    "flux": Tiny("FluxTransformer2DModel", FLUX, flux),
-    "flux_controlnet": Tiny("FluxTransformer2DModel", FLUX, flux_with_controlnet),
-    "chroma": Tiny("ChromaTransformer2DModel", CHROMA, chroma),
-    "chroma_numbers": Tiny("ChromaTransformer2DModel", CHROMA, chroma_numbers, batch=3),
-    "flux2": Tiny("Flux2Transformer2DModel", FLUX2, flux2),
-    "flux3": Tiny("Flux3Transformer2DModel", FLUX3, flux3, unused="mode_blocks.image_cond"),
-    "flux3_reference": Tiny("Flux3Transformer2DModel", {**FLUX3, "flow_map": True}, flux3_with_reference, batch=3),
-    "qwen": Tiny("QwenImageTransformer2DModel", QWEN, qwen, batch=1),
-    "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, qwen_masked),
-    "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, qwen_edit),
+    "flux": Tiny("FluxTransformer2DModel", FLUX, FLUX_CALL),
+    "flux_controlnet": Tiny(
+        "FluxTransformer2DModel",
+        FLUX,
+        but(FLUX_CALL, controlnet_block_samples=residuals(80, 2), controlnet_single_block_samples=residuals(80, 2)),
+    ),
+    "chroma": Tiny("ChromaTransformer2DModel", CHROMA, CHROMA_CALL),
+    "chroma_numbers": Tiny("ChromaTransformer2DModel", CHROMA, but(CHROMA_CALL, attention_mask=as_numbers), batch=3),
+    "flux2": Tiny("Flux2Transformer2DModel", {**FLUX2, "timestep_guidance_channels": 16}, FLUX2_CALL),
+    "flux3": Tiny("Flux3Transformer2DModel", FLUX3, FLUX3_CALL, unused="mode_blocks.image_cond"),
+    "flux3_reference": Tiny("Flux3Transformer2DModel", {**FLUX3, "flow_map": True}, FLUX3_REFERENCE, batch=3),
+    "qwen": Tiny("QwenImageTransformer2DModel", QWEN, QWEN_CALL, batch=1),
+    "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, QWEN_MASKED),
+    "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, QWEN_EDIT),
     "qwen_layered": Tiny(
         "QwenImageTransformer2DModel",
         {**QWEN, "use_layer3d_rope": True, "use_additional_t_cond": True},
-        qwen_layered,
+        QWEN_LAYERED,
         batch=3,
     ),
-    "qwen21": Tiny("QwenImage21Transformer2DModel", QWEN21, qwen21, splits=False),
-    "wan": Tiny("WanTransformer3DModel", WAN, wan),
-    "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
-    "wan_i2v": Tiny("WanTransformer3DModel", WAN_I2V, wan_with_picture),
-    "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
-    "wan_vace": Tiny("WanVACETransformer3DModel", WAN_VACE, wan_vace),
-    "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, wan),
-    "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": (), "qk_norm": None}, sd3, batch=3),
-    "sd3_dual": Tiny("SD3Transformer2DModel", SD3, sd3),
-    "sd3_controlnet": Tiny("SD3Transformer2DModel", SD3, sd3_with_controlnet),
-    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
-    "cogvideox_2b": Tiny("CogVideoXTransformer3DModel", COGVIDEOX_2B, cogvideox_2b, batch=1),
-    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
-    "hunyuan15": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15),
-    "hunyuan15_i2v": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, hunyuan15_with_picture, batch=3),
-    "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
-    "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
-    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2),
-    "ltx2_3": Tiny("LTX2VideoTransformer3DModel", LTX2_3, ltx2_3),
-    "hunyuan_replaced": Tiny(
-        "HunyuanVideoTransformer3DModel", {**HUNYUAN, "image_condition_type": "token_replace"}, hunyuan, splits=False
+    "qwen21": Tiny(
+        "QwenImage21Transformer2DModel",
+        sizes(16, 8, out_channels=8, context_in_dim=24, axes_dims_rope=(4, 6, 6)),
+        QWEN21_CALL,
+        splits=False,
     ),
-    "pixart": Tiny("PixArtTransformer2DModel", PIXART, pixart),
-    "dit": Tiny("DiTTransformer2DModel", DIT, dit),
-    "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, lumina2),
+    "wan": Tiny("WanTransformer3DModel", WAN, WAN_CALL),
+    # as many text tokens as each of three ranks has of the video's 45
+    "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, given((4, 3, 6, 10), 15, 1000)),
+    "wan_i2v": Tiny(
+        "WanTransformer3DModel",
+        {**WAN, "image_dim": 16, "added_kv_proj_dim": 60, "cross_attn_norm": False},
+        WAN_PICTURE,
+    ),
+    "wan2.2": Tiny("WanTransformer3DModel", WAN, but(WAN_CALL, **PER_TOKEN)),
+    "wan_vace": Tiny(
+        "WanVACETransformer3DModel",
+        {**WAN, "num_layers": 4, "vace_layers": [0, 1, 3], "vace_in_channels": 6},
+        VACE_CALL,
+    ),
+    "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, WAN_CALL),
+    "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": (), "qk_norm": None}, SD3_CALL, batch=3),
+    "sd3_dual": Tiny("SD3Transformer2DModel", SD3, SD3_CALL),
+    "sd3_controlnet": Tiny(
+        "SD3Transformer2DModel", SD3, but(SD3_CALL, block_controlnet_hidden_states=residuals(40, 1))
+    ),
+    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, COGVIDEOX_CALL),
+    # positions are added to the tokens
+    "cogvideox_2b": Tiny(
+        "CogVideoXTransformer3DModel",
+        {**COGVIDEOX, "use_rotary_positional_embeddings": False},
+        but(COGVIDEOX_CALL, "image_rotary_emb"),
+        batch=1,
+    ),
+    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, HUNYUAN_CALL),
+    "hunyuan_replaced": Tiny(
+        "HunyuanVideoTransformer3DModel",
+        {**HUNYUAN, "image_condition_type": "token_replace"},
+        HUNYUAN_CALL,
+        splits=False,
+    ),
+    "hunyuan15": Tiny("HunyuanVideo15Transformer3DModel", HUNYUAN15, HUNYUAN15_CALL),
+    "hunyuan15_i2v": Tiny(
+        "HunyuanVideo15Transformer3DModel", HUNYUAN15, but(HUNYUAN15_CALL, image_embeds=drawn(4, 3, 16)), batch=3
+    ),
+    "ltx": Tiny("LTXVideoTransformer3DModel", LTX, LTX_CALL),
+    "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, but(LTX_CALL, **PER_TOKEN)),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, LTX2_CALL),
+    "ltx2_3": Tiny("LTX2VideoTransformer3DModel", LTX2_3, LTX2_3_CALL),
+    "pixart": Tiny("PixArtTransformer2DModel", PIXART, PIXART_CALL),
+    "dit": Tiny("DiTTransformer2DModel", sizes(8, 4, sample_size=6, num_embeds_ada_norm=10), DIT_CALL),
+    "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, LUMINA2_CALL),
     "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
-    "mochi": Tiny("MochiTransformer3DModel", MOCHI, mochi),
-    "krea2": Tiny("Krea2Transformer2DModel", KREA2, krea2, batch=3),
+    "mochi": Tiny(
+        "MochiTransformer3DModel",
+        sizes(8, 4, pooled_projection_dim=16, text_embed_dim=24, time_embed_dim=16, max_sequence_length=9),
+        MOCHI_CALL,
+    ),
+    "krea2": Tiny("Krea2Transformer2DModel", KREA2, KREA2_CALL, batch=3),
     "h3": Tiny("MiniMaxH3Transformer3DModel", H3, h3),  # by diffusers' own plan
 }
 SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

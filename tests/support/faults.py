@@ -60,7 +60,7 @@ FAULTS = (
         "seqpar/transformer/hooks.py",
         "            check_joined(self.module, self.cuts)\n",
         "            pass\n",
-        "tests/transformer/test_joined.py::test_attention_that_is_not_joined_is_refused[wan-2]",
+        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[2-hidden in wan]",
         "a wrong image without an error",
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = (
         "seqpar/transformer/attention.py",
         "if not self._running or self._running[-1] is None or queries != keys:",
         "if not self._running or self._running[-1] is None or queries != keys or queries:",
-        "tests/transformer/test_joined.py::test_attention_of_users_blocks_is_refused[2]",
+        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[3-a block by hand]",
         "a wrong image without an error",
     ),
     Fault(
@@ -189,7 +189,7 @@ FAULTS = (
         "seqpar/transformer/forward.py",
         "torch.softmax(parts[..., -1:], dim=0)",
         "torch.softmax(0 * parts[..., -1:], dim=0)",
-        "tests/transformer/test_whole_queries.py::test_a_sound_has_the_same_bits_on_every_rank[2-False]",
+        "tests/transformer/test_edges.py::test_a_sound_is_right_and_has_the_same_bits_on_every_rank[as it is]",
         "a rank whose keys fit better counts more",
     ),
     Fault(

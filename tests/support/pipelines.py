@@ -1,6 +1,7 @@
 """Tiny diffusers pipelines with random weights: text encoders, tokenizers and decoders are made here, nothing is read.
 
 They are diffusers' own pipeline classes, with every part that a downloaded one has; only sizes and weights differ.
+Pipelines without a text encoder take prompts as embeddings.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
+
+from tests.support.diffusers_tiny import HEADS, sizes
+from tests.support.meshes import random
 
 WORDS = ("blurry", "a", "the", "red", "blue", "old", "cat", "house", "sea", "on", "of")
 THEIRS: Any = diffusers  # pyright does not see what these packages import lazily
 ENCODERS: Any = transformers
 SPECIAL = ("<pad>", "<unk>", "<eos>")
+COUNT = len(WORDS) + len(SPECIAL)
 WIDTH = 32  # of text encoders
-HEADS, HEAD_DIM = 5, 8  # five heads do not divide by two, three or four ranks
+HEAD_DIM = 8
+ENCODER = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4}
+STAGES = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 
 
 def tokenizer(length: int) -> Any:
@@ -45,18 +54,16 @@ def random_weights(module: nn.Module, seed: int) -> Any:
 
 def clip(seed: int, projected: bool = False, tokens: int = 16) -> Any:
     """Return a CLIP text encoder; its pooled output is the state of <eos>."""
-    count = len(WORDS) + len(SPECIAL)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "projection_dim": WIDTH, "num_attention_heads": 4}
-    ends = {"eos_token_id": count - 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": tokens}
-    config = ENCODERS.CLIPTextConfig(vocab_size=count, num_hidden_layers=2, **sizes, **ends)
+    ends = {"eos_token_id": COUNT - 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": tokens}
+    config = ENCODERS.CLIPTextConfig(vocab_size=COUNT, num_hidden_layers=2, projection_dim=WIDTH, **ENCODER, **ends)
     kind = ENCODERS.CLIPTextModelWithProjection if projected else ENCODERS.CLIPTextModel
     return random_weights(kind(config), seed)
 
 
-def t5(seed: int, kind: str = "T5") -> Any:
+def t5(seed: int, kind: str = "T5", width: int = WIDTH) -> Any:
     """Return the encoder of a T5 or UMT5."""
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
-    config = getattr(ENCODERS, f"{kind}Config")(vocab_size=len(WORDS) + len(SPECIAL), **sizes)
+    layers = {"d_model": width, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
+    config = getattr(ENCODERS, f"{kind}Config")(vocab_size=COUNT, **layers)
     return random_weights(getattr(ENCODERS, f"{kind}EncoderModel")(config), seed)
 
 
@@ -65,13 +72,9 @@ def decoder(seed: int, shift: float | None = 0.1, original: bool = False) -> Any
 
     original: whether it is one that an original file can hold, which says neither scale nor groups.
     """
-    stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "norm_num_groups": 4, "sample_size": 16}
-    if original:
-        sizes |= {"block_out_channels": (32, 32), "norm_num_groups": 32}
-    scale = 0.18215 if original else 0.4
-    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=scale, shift_factor=shift)
-    return random_weights(vae, seed)
+    width, groups, scale = (32, 32, 0.18215) if original else (8, 4, 0.4)
+    blocks = {"block_out_channels": (width, width), "latent_channels": 4, "norm_num_groups": groups, "sample_size": 16}
+    return random_weights(THEIRS.AutoencoderKL(**STAGES, **blocks, scaling_factor=scale, shift_factor=shift), seed)
 
 
 def flow(**options: Any) -> Any:
@@ -82,42 +85,20 @@ def flow(**options: Any) -> Any:
 def flux(guidance_embeds: bool = True, kind: str = "FluxPipeline") -> Any:
     """Return a FLUX.1 pipeline; `kind` names another class of the same parts."""
     transformer = THEIRS.FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=WIDTH,
+        **sizes(HEAD_DIM, 16, num_single_layers=1, joint_attention_dim=WIDTH, axes_dims_rope=(2, 2, 4)),
         pooled_projection_dim=WIDTH,
         guidance_embeds=guidance_embeds,
-        axes_dims_rope=(2, 2, 4),
     )
-    return quiet(
-        getattr(THEIRS, kind)(
-            scheduler=flow(),
-            vae=decoder(1),
-            text_encoder=clip(2),
-            tokenizer=tokenizer(16),
-            text_encoder_2=t5(3),
-            tokenizer_2=tokenizer(16),
-            transformer=random_weights(transformer, 4),
-        )
-    )
+    texts = {"text_encoder": clip(2), "text_encoder_2": t5(3), "tokenizer": tokenizer(16), "tokenizer_2": tokenizer(16)}
+    parts = {"scheduler": flow(), "vae": decoder(1), **texts, "transformer": random_weights(transformer, 4)}
+    return quiet(getattr(THEIRS, kind)(**parts))
 
 
 def chroma() -> Any:
     """Return a Chroma pipeline, which passes a mask of floating numbers for text and image."""
     transformer = THEIRS.ChromaTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(2, 2, 4),
-        approximator_num_channels=16,
-        approximator_hidden_dim=8,
-        approximator_layers=1,
+        **sizes(HEAD_DIM, 16, num_layers=1, num_single_layers=1, joint_attention_dim=WIDTH, axes_dims_rope=(2, 2, 4)),
+        **{"approximator_num_channels": 16, "approximator_hidden_dim": 8, "approximator_layers": 1},
     )
     parts = {"vae": decoder(1), "text_encoder": t5(3), "tokenizer": tokenizer(16), "scheduler": flow()}
     return quiet(THEIRS.ChromaPipeline(**parts, transformer=random_weights(transformer, 4)))
@@ -126,22 +107,12 @@ def chroma() -> Any:
 def cogvideox() -> Any:
     """Return a CogVideoX pipeline with rotary positions."""
     transformer = THEIRS.CogVideoXTransformer3DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=8,
-        text_embed_dim=WIDTH,
-        num_layers=2,
-        sample_width=12,
-        sample_height=8,
-        sample_frames=9,
-        max_text_seq_length=16,
-        use_rotary_positional_embeddings=True,
+        **sizes(16, 4, out_channels=4, time_embed_dim=8, text_embed_dim=WIDTH, max_text_seq_length=16),
+        **{"sample_width": 12, "sample_height": 8, "sample_frames": 9, "use_rotary_positional_embeddings": True},
     )
     stages = {"down_block_types": ("CogVideoXDownBlock3D",) * 2, "up_block_types": ("CogVideoXUpBlock3D",) * 2}
-    sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
-    vae = THEIRS.AutoencoderKLCogVideoX(**stages, **sizes, temporal_compression_ratio=4)
+    blocks = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    vae = THEIRS.AutoencoderKLCogVideoX(**stages, **blocks, temporal_compression_ratio=4)
     parts = {"vae": random_weights(vae, 1), "text_encoder": t5(3), "tokenizer": tokenizer(16)}
     scheduler = THEIRS.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
     return quiet(THEIRS.CogVideoXPipeline(**parts, transformer=random_weights(transformer, 4), scheduler=scheduler))
@@ -150,21 +121,13 @@ def cogvideox() -> Any:
 def sd3() -> Any:
     """Return a Stable Diffusion 3 pipeline with its three text encoders and dual attention."""
     transformer = THEIRS.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=2 * WIDTH,
-        caption_projection_dim=HEADS * HEAD_DIM,
-        pooled_projection_dim=2 * WIDTH,
-        out_channels=4,
-        pos_embed_max_size=16,
+        **sizes(HEAD_DIM, 4, sample_size=16, patch_size=2, out_channels=4, pos_embed_max_size=16),
+        **{"joint_attention_dim": 2 * WIDTH, "caption_projection_dim": 40, "pooled_projection_dim": 2 * WIDTH},
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    encoders = {"text_encoder": clip(2, True), "text_encoder_2": clip(3, True), "text_encoder_3": wide(t5(4))}
+    encoders = {"text_encoder": clip(2, True), "text_encoder_2": clip(3, True)}
+    encoders["text_encoder_3"] = t5(4, width=2 * WIDTH)  # whose states are joined to those of both CLIP encoders
     tokenizers = {name: tokenizer(16) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
     model = random_weights(transformer, 5)
     return quiet(
@@ -175,41 +138,22 @@ def sd3() -> Any:
 def pixart() -> Any:
     """Return a PixArt-alpha pipeline."""
     transformer = THEIRS.PixArtTransformer2DModel(
-        sample_size=16,
-        num_layers=2,
-        patch_size=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        cross_attention_dim=HEADS * HEAD_DIM,
-        caption_channels=WIDTH,
-        in_channels=4,
+        **sizes(HEAD_DIM, 4, sample_size=16, patch_size=2, cross_attention_dim=40, caption_channels=WIDTH),
         out_channels=8,
         use_additional_conditions=False,
     )
-    model = random_weights(transformer, 5)
-    scheduler = THEIRS.DPMSolverMultistepScheduler()
     parts = {"tokenizer": tokenizer(16), "text_encoder": t5(4), "vae": decoder(1)}
-    return quiet(THEIRS.PixArtAlphaPipeline(**parts, transformer=model, scheduler=scheduler))
+    scheduler = THEIRS.DPMSolverMultistepScheduler()
+    return quiet(THEIRS.PixArtAlphaPipeline(**parts, transformer=random_weights(transformer, 5), scheduler=scheduler))
+
+
+WAN = sizes(12, 16, patch_size=(1, 2, 2), out_channels=16, text_dim=WIDTH, freq_dim=16, ffn_dim=32)
+WAN |= {"cross_attn_norm": True, "rope_max_seq_len": 32}
 
 
 def wan(experts: int = 1) -> Any:
     """Return a Wan pipeline; with two experts, one for early and one for late steps, as in Wan 2.2."""
-    models = [
-        THEIRS.WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=HEADS,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            cross_attn_norm=True,
-            rope_max_seq_len=32,
-        )
-        for _ in range(experts)
-    ]
+    models = [THEIRS.WanTransformer3DModel(**WAN) for _ in range(experts)]
     vae = THEIRS.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
     boundary = {"boundary_ratio": 0.875, "transformer_2": random_weights(models[1], 6)} if experts > 1 else {}
     parts = {"tokenizer": tokenizer(16), "text_encoder": t5(4, "UMT5"), "vae": random_weights(vae, 1)}
@@ -219,19 +163,15 @@ def wan(experts: int = 1) -> Any:
 
 def wan_i2v() -> Any:
     """Return a Wan 2.1 pipeline that makes videos of a picture, with the encoder that its transformer attends to."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 2}
-    vision = ENCODERS.CLIPVisionModel(ENCODERS.CLIPVisionConfig(**sizes, image_size=16, patch_size=8))
+    config = ENCODERS.CLIPVisionConfig(**ENCODER, num_hidden_layers=2, image_size=16, patch_size=8)
     inner = {"image_dim": WIDTH, "added_kv_proj_dim": 12 * HEADS, "in_channels": 36}
     texts = wan()
-    transformer = THEIRS.WanTransformer3DModel(**{**texts.transformer.config, **inner})
     return quiet(
         THEIRS.WanImageToVideoPipeline(
-            tokenizer=texts.tokenizer,
-            text_encoder=texts.text_encoder,
-            vae=texts.vae,
+            **{name: getattr(texts, name) for name in ("tokenizer", "text_encoder", "vae")},
             scheduler=flow(),
-            transformer=random_weights(transformer, 5),
-            image_encoder=random_weights(vision, 6),
+            transformer=random_weights(THEIRS.WanTransformer3DModel(**{**texts.transformer.config, **inner}), 5),
+            image_encoder=random_weights(ENCODERS.CLIPVisionModel(config), 6),
             image_processor=ENCODERS.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
         )
     )
@@ -240,28 +180,19 @@ def wan_i2v() -> Any:
 def flux2_klein() -> Any:
     """Return a FLUX.2 klein pipeline, which makes pictures of texts and edits several pictures."""
     transformer = THEIRS.Flux2Transformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=3 * WIDTH,
-        timestep_guidance_channels=16,
-        axes_dims_rope=(2, 2, 2, 2),
-        guidance_embeds=False,
+        **sizes(HEAD_DIM, 16, num_layers=1, num_single_layers=1, joint_attention_dim=3 * WIDTH),
+        **{"timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2), "guidance_embeds": False},
     )
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
     layers = {"num_hidden_layers": 28, "head_dim": 8, "max_position_embeddings": 512}  # it reads the ninth and others
-    encoder = ENCODERS.Qwen3ForCausalLM(ENCODERS.Qwen3Config(vocab_size=len(WORDS) + len(SPECIAL), **sizes, **layers))
-    stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    vae = THEIRS.AutoencoderKLFlux2(**stages, block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4)
+    config = ENCODERS.Qwen3Config(vocab_size=COUNT, **ENCODER, num_key_value_heads=2, **layers)
+    vae = THEIRS.AutoencoderKLFlux2(**STAGES, block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4)
     words = tokenizer(512)
     words.chat_template = "{{ messages[0]['content'] }}"
     return quiet(
         THEIRS.Flux2KleinPipeline(
             scheduler=flow(),
             vae=random_weights(vae, 1),
-            text_encoder=random_weights(encoder, 2),
+            text_encoder=random_weights(ENCODERS.Qwen3ForCausalLM(config), 2),
             tokenizer=words,
             transformer=random_weights(transformer, 4),
             is_distilled=True,
@@ -270,16 +201,9 @@ def flux2_klein() -> Any:
 
 
 def qwen_image() -> Any:
-    """Return a Qwen-Image pipeline without a text encoder, for prompts that are given as embeddings."""
+    """Return a Qwen-Image pipeline without a text encoder."""
     transformer = THEIRS.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=64,
-        out_channels=16,
-        num_layers=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=HEADS,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(2, 2, 4),
+        **sizes(HEAD_DIM, 64, patch_size=2, out_channels=16, joint_attention_dim=WIDTH, axes_dims_rope=(2, 2, 4))
     )
     parts = {"vae": qwen_image_vae(), "text_encoder": None, "tokenizer": None}
     return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
@@ -287,35 +211,19 @@ def qwen_image() -> Any:
 
 def qwen_image_vae() -> Any:
     """Return the autoencoder of Qwen-Image and Krea 2, with 16 latent channels, 2 x 2 pixels each."""
-    vae = THEIRS.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=16,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[0.0] * 16,
-        latents_std=[1.0] * 16,
-    )
-    return random_weights(vae, 1)
+    blocks = {"base_dim": 8, "z_dim": 16, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+    scale = {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+    return random_weights(THEIRS.AutoencoderKLQwenImage(**blocks, **scale), 1)
 
 
 def krea2() -> Any:
     """Return a Krea 2 pipeline without a text encoder, for prompts that are given as layers of embeddings."""
+    text = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 20, "hidden_dim": WIDTH}
     transformer = THEIRS.Krea2Transformer2DModel(
-        in_channels=64,
-        num_layers=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        intermediate_size=24,
+        **sizes(HEAD_DIM, 64, num_attention_heads=6, num_key_value_heads=3, intermediate_size=24),
+        **{f"text_{name}": size for name, size in text.items()},
+        **{"num_text_layers": 3, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
         timestep_embed_dim=16,
-        text_hidden_dim=WIDTH,
-        num_text_layers=3,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=2,
-        text_intermediate_size=20,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
         axes_dims_rope=(2, 2, 4),
     )
     parts = {"vae": qwen_image_vae(), "text_encoder": None, "tokenizer": None}
@@ -323,30 +231,86 @@ def krea2() -> Any:
 
 
 def hunyuan_video15() -> Any:
-    """Return a HunyuanVideo 1.5 pipeline without text encoders, for prompts that are given as embeddings."""
+    """Return a HunyuanVideo 1.5 pipeline without text encoders."""
     transformer = THEIRS.HunyuanVideo15Transformer3DModel(
-        in_channels=9,
-        out_channels=4,
-        num_attention_heads=HEADS,
-        attention_head_dim=12,
-        num_layers=2,
-        num_refiner_layers=1,
-        text_embed_dim=WIDTH,
-        text_embed_2_dim=8,
+        **sizes(12, 9, out_channels=4, num_refiner_layers=1, text_embed_dim=WIDTH, text_embed_2_dim=8),
         image_embed_dim=16,
         rope_axes_dim=(4, 4, 4),
     )
-    vae = THEIRS.AutoencoderKLHunyuanVideo15(
-        latent_channels=4,
-        block_out_channels=(8, 8, 8),
-        layers_per_block=1,
-        spatial_compression_ratio=4,
-        temporal_compression_ratio=4,
-    )
+    blocks = {"latent_channels": 4, "block_out_channels": (8, 8, 8), "layers_per_block": 1}
+    vae = THEIRS.AutoencoderKLHunyuanVideo15(**blocks, spatial_compression_ratio=4, temporal_compression_ratio=4)
     parts = {**dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")), "scheduler": flow()}
     guider = THEIRS.ClassifierFreeGuidance(guidance_scale=3.0)
     models = {"vae": random_weights(vae, 1), "transformer": random_weights(transformer, 5)}
     return quiet(THEIRS.HunyuanVideo15Pipeline(**parts, **models, guider=guider))
+
+
+LTX_VAE = {
+    **{"latent_channels": 4, "patch_size": 4, "block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)},
+    **{"down_block_types": ("LTXVideoDownBlock3D",) * 2, "downsample_type": ("conv",) * 2},
+    **{"layers_per_block": (1,) * 3, "decoder_layers_per_block": (1,) * 3, "decoder_inject_noise": (False,) * 3},
+    **{"spatio_temporal_scaling": (True, False), "decoder_spatio_temporal_scaling": (True, False)},
+    **{"upsample_residual": (False,) * 2, "upsample_factor": (1,) * 2},
+}
+
+
+def ltx() -> Any:
+    """Return an LTX-Video pipeline, which doubles the batch for guidance, with texts that are padded and masked."""
+    transformer = THEIRS.LTXVideoTransformer3DModel(
+        **sizes(HEAD_DIM, 4, out_channels=4, cross_attention_dim=HEADS * HEAD_DIM, caption_channels=WIDTH)
+    )
+    vae = random_weights(THEIRS.AutoencoderKLLTXVideo(**LTX_VAE), 1)
+    parts = {"tokenizer": tokenizer(16), "text_encoder": t5(3), "vae": vae}
+    return quiet(THEIRS.LTXPipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
+
+
+TOKENS = 16  # of a text, which fills the learned tokens of connectors without a rest
+LTX2_TEXTS = {
+    f"{name}prompt_{what}": value
+    for seed, name in enumerate(("", "negative_"))
+    for what, value in {
+        "embeds": random((1, TOKENS, 2 * WIDTH), seed),
+        "attention_mask": (torch.arange(TOKENS) >= 9 + 3 * seed)[None].long(),  # padding comes first
+    }.items()
+}
+
+
+def ltx2() -> Any:
+    """Return a pipeline of LTX-2.3 without a text encoder; `LTX2_TEXTS` are prompts."""
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
+    both = {"in_channels": 4, "out_channels": 4, **heads, "cross_attention_dim": HEADS * HEAD_DIM}
+    both |= {"gated_attn": True, "cross_attn_mod": True}
+    transformer = THEIRS.LTX2VideoTransformer3DModel(
+        **{f"{name}{key}": value for name in ("", "audio_") for key, value in both.items()},
+        **{"num_layers": 2, "rope_type": "split", "use_prompt_embeddings": False, "perturbed_attn": True},
+    )
+    both = {**heads, "num_layers": 1, "num_learnable_registers": 8}
+    connectors: Any = LTX2TextConnectors
+    hidden = {f"{name}_hidden_dim": HEADS * HEAD_DIM for name in ("video", "audio")}
+    connectors = connectors(
+        **{f"{name}_connector_{key}": value for name in ("video", "audio") for key, value in both.items()},
+        **{"caption_channels": WIDTH, "text_proj_in_factor": 2, "per_modality_projections": True, **hidden},
+        rope_type="split",
+    )
+    vae = {
+        **{"latent_channels": 4, "block_out_channels": (8,), "decoder_block_out_channels": (8,), "patch_size": 4},
+        **{"down_block_types": ("LTX2VideoDownBlock3D",), "decoder_inject_noise": (False, False)},
+        **{"layers_per_block": (1, 1), "decoder_layers_per_block": (1, 1), "spatio_temporal_scaling": (True,)},
+        **{"decoder_spatio_temporal_scaling": (True,), "downsample_type": ("spatial",)},
+        **{"upsample_type": ("spatial",), "upsample_residual": (False,), "upsample_factor": (1,)},
+    }
+    sound = {"base_channels": 4, "ch_mult": (1,), "num_res_blocks": 1, "latent_channels": 2}
+    waves: dict[str, Any] = {"upsample_kernel_sizes": [4], "upsample_factors": [2]}
+    waves |= {"resnet_kernel_sizes": [3], "resnet_dilations": [[1]]}
+    parts = {
+        "transformer": transformer,
+        "connectors": connectors,
+        "vae": THEIRS.AutoencoderKLLTX2Video(**vae),
+        "audio_vae": THEIRS.AutoencoderKLLTX2Audio(**sound, resolution=16, mel_bins=8),
+        "vocoder": LTX2Vocoder(in_channels=8, hidden_channels=8, **waves),
+    }
+    seeded = {name: random_weights(part, seed) for seed, (name, part) in enumerate(parts.items())}
+    return quiet(THEIRS.LTX2Pipeline(**seeded, text_encoder=None, tokenizer=None, scheduler=flow()))
 
 
 def unidiffuser(version_1: bool = True, original: bool = False) -> Any:
@@ -358,33 +322,17 @@ def unidiffuser(version_1: bool = True, original: bool = False) -> Any:
 
     tokens, heads, head_dim, layers = (77, 1, 64, 2) if original else (16, HEADS, HEAD_DIM, 5)
     unet = THEIRS.UniDiffuserModel(
-        text_dim=6,
-        clip_img_dim=5,
-        num_text_tokens=tokens,
-        num_attention_heads=heads,
-        attention_head_dim=head_dim,
-        in_channels=4,
-        out_channels=4,
-        num_layers=layers,
-        sample_size=8,
-        patch_size=2,
+        **{"text_dim": 6, "clip_img_dim": 5, "num_text_tokens": tokens, "sample_size": 8, "patch_size": 2},
+        **sizes(head_dim, 4, num_attention_heads=heads, num_layers=layers, out_channels=4),
         activation_fn="gelu",
         use_data_type_embedding=version_1,
     )
-    count = len(WORDS) + len(SPECIAL)
-    captions = UniDiffuserTextDecoder(
-        prefix_length=tokens,
-        prefix_inner_dim=WIDTH,
-        prefix_hidden_dim=6,
-        vocab_size=count,
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=4,
-    )
+    prefix: dict[str, Any] = {"prefix_length": tokens, "prefix_inner_dim": WIDTH, "prefix_hidden_dim": 6}
+    captions = UniDiffuserTextDecoder(**prefix, vocab_size=COUNT, n_embd=WIDTH, n_layer=2, n_head=4)
     head: Any = captions.transformer.lm_head  # safetensors writes no tensor twice, as tied weights would be
     head.weight = nn.Parameter(head.weight.detach().clone())
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 2}
-    vision = ENCODERS.CLIPVisionConfig(**sizes, projection_dim=5, image_size=8, patch_size=4)
+    vision = ENCODERS.CLIPVisionConfig(**ENCODER, num_hidden_layers=2, projection_dim=5, image_size=8, patch_size=4)
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     return quiet(
         THEIRS.UniDiffuserPipeline(
             vae=decoder(1, None, original),
@@ -395,18 +343,9 @@ def unidiffuser(version_1: bool = True, original: bool = False) -> Any:
             text_decoder=random_weights(captions, 4),
             text_tokenizer=tokenizer(tokens),
             unet=random_weights(unet, 5),
-            scheduler=THEIRS.DPMSolverMultistepScheduler(
-                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", solver_order=3
-            ),
+            scheduler=THEIRS.DPMSolverMultistepScheduler(**betas, solver_order=3),
         )
     )
-
-
-def wide(encoder: Any) -> Any:
-    """Return a T5 encoder whose states are twice as wide, as Stable Diffusion 3 joins them to two CLIP encoders'."""
-    sizes = {"d_model": 2 * WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
-    config = ENCODERS.T5Config(vocab_size=encoder.config.vocab_size, **sizes)
-    return random_weights(ENCODERS.T5EncoderModel(config), 4)
 
 
 def quiet(pipe: Any) -> Any:

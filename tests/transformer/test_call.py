@@ -1,9 +1,16 @@
-"""Tests of a transformer's call: whose arguments count, who computes which branch and rows, and what is refused."""
+# pyright cannot infer the types of diffusers' modules
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""Tests of a transformer's call: whose arguments count, who computes which branch and rows, and what is refused.
+
+What users get wrong ends in one sentence with its cause, the same on all ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +19,7 @@ import accelerate.hooks
 import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.pipelines.flux.pipeline_flux_img2img import FluxImg2ImgPipeline
 from torch import Tensor
 
 import seqpar
@@ -40,7 +48,6 @@ def arguments(rows: int, seed: int) -> dict[str, Any]:
 
 
 def truth(given: dict[str, Any], device: torch.device | str = "cpu") -> Tensor:
-    """Return what the unchanged module computes on a device, in host memory."""
     return Toy()(**moved(given, device), return_dict=False)[0].cpu()
 
 
@@ -142,7 +149,6 @@ def promised(rank: int, world: int, device: torch.device) -> list[Any]:
 
 
 def paired(call: ShardedCall) -> None:
-    """Make the two calls of a step, as pipelines do, after which the next step's first call is promised."""
     for call.label in ("cond", "uncond"):
         call(**arguments(1, 0)).sample.sum()
     call.label = "cond"
@@ -181,7 +187,6 @@ def test_a_change_under_a_promise_is_one_error_on_all_ranks(ranks: Pool, how: st
 
 
 def differing(rank: int, world: int, device: torch.device, what: str) -> str:
-    """Return the error of a call whose arguments differ between ranks in one point."""
     call, _ = recorded_call(make_mesh(device, cfg=1))
     given = arguments(2, 0)
     if rank == 1:
@@ -273,14 +278,6 @@ def test_release_restores_the_module() -> None:
     assert before <= set(vars(module))
 
 
-def test_a_pipelines_decoder_is_restored() -> None:
-    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
-    assert "decode" in vars(pipe.vae)
-    assert seqpar.release(pipe) is None
-    assert "decode" not in vars(pipe.vae)
-    assert "forward" not in vars(pipe.transformer)
-
-
 def test_what_would_break_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     module = seqpar.parallelize(MODELS["flux"].build(), Mesh.single(), native=False)
     for work in (copy.deepcopy, pickle.dumps):
@@ -306,3 +303,79 @@ def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> Non
     with pytest.raises(ValueError, match="got strategy 'other', expected one of"):
         seqpar.parallelize(module, Mesh.single(), strategy="other")
     assert "forward" not in vars(module)
+
+
+# Mistakes of users ---------------------------------------------------------------------------------------------
+
+SIZE = {"height": 16, "width": 16, "max_sequence_length": 16, "output_type": "pt"}
+
+
+def test_a_compiled_transformer_is_refused_with_what_to_do() -> None:
+    pipe = pipelines.flux()
+    pipe.transformer = torch.compile(pipe.transformer)
+    with pytest.raises(ValueError, match=r"the transformer is compiled\. Load the model without torch\.compile"):
+        seqpar.parallelize(pipe, Mesh.single())
+
+
+def test_a_transformer_that_is_compiled_as_a_whole_afterwards_is_called_as_it_is() -> None:
+    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single(), native=False)
+    pipe.transformer = torch.compile(pipe.transformer)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    pipe("a cat", num_inference_steps=2, **SIZE)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_pickles_shared_transformers_and_layouts_that_contradict_are_refused() -> None:
+    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
+    with pytest.raises(ValueError, match=r"pickled; call seqpar\.release first"):
+        pickle.dumps(pipe)
+    with pytest.raises(ValueError, match=r"a pipeline that shares it \(from_pipe\) can be called as it is"):
+        seqpar.parallelize(FluxImg2ImgPipeline(**pipe.components), Mesh.single())
+    with pytest.raises(ValueError, match="got cfg=1, expected True or False"):
+        seqpar.parallelize(pipelines.sd3(), Mesh.single(), cfg=1)
+
+
+def stopping_early(pipe: Any, step: int, t: Any, given: dict[str, Any]) -> dict[str, Any]:
+    pipe._interrupt = torch.distributed.get_rank() == 1  # noqa: TID251
+    return given
+
+
+def diverging(rank: int, world: int, device: torch.device, how: str) -> str:
+    pipe = seqpar.parallelize(pipelines.flux(), make_mesh(device, cfg=1))
+    options: dict[str, dict[str, Any]] = {
+        "steps": {"num_inference_steps": 2 + rank},
+        "interrupt": {"num_inference_steps": 3, "callback_on_step_end": stopping_early},
+        "latents": {"num_inference_steps": 2, "output_type": "latent" if rank else "pt"},
+    }
+    try:
+        for _ in range(2):  # the rank that does not decode goes on to the next picture
+            pipe("a cat", **{**SIZE, **options[how]})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["steps", "interrupt", "latents"])
+def test_ranks_that_do_different_things_are_told_which(ranks: Pool, how: str) -> None:
+    messages = ranks.run(2, diverging, how)
+    assert len(set(messages)) == 1
+    calls, decodes = "calls FluxTransformer2DModel", "calls the VAE's decode"
+    here, there = (calls, decodes) if how == "interrupt" else (decodes, calls)
+    if how == "latents" and ranks.device == "cuda":  # where sizes are checked before the first step
+        there = "prepares latents"
+    assert messages[0].startswith(f"ranks do different things: rank 0 {here}, rank 1 {there}. All")
+
+
+def lonely(rank: int, world: int, device: torch.device) -> str:
+    call, _ = recorded_call(make_mesh(device, cfg=2))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step in range(8):
+            call(**arguments(1, step))
+    return out.getvalue()
+
+
+def test_a_cfg_axis_without_a_second_branch_is_told_once(ranks: Pool) -> None:
+    first, second = ranks.run(2, lonely)
+    text = "seqpar: both halves of the cfg axis compute the same calls"
+    assert first.count(text) == 1
+    assert second == ""

@@ -1,6 +1,9 @@
 # pyright cannot infer the types of diffusers' and peft's modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""Tests that changes of a transformer are noticed at the next call, also at a replay, and compared over the ranks."""
+"""Tests that changes of a transformer are noticed at the next call, also at a replay, and compared over the ranks.
+
+The module's weights stay its own: fused blocks read its memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
-from torch import Tensor
+from torch import Tensor, nn
 
 import seqpar
 from seqpar.graphs.graphs import Graphs
@@ -22,7 +25,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.changes import Changes
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
-from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
+from tests.support.sharded import TOLERANCE, VISIBLE, arguments, body_of, error, ours, theirs, tiny
 from tests.transformer.test_lora import add, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
@@ -35,10 +38,10 @@ class Still:
     results: Any
 
     def replay(self) -> None:
-        """Compute nothing: what has changed since the capture is not seen."""
+        pass
 
     def release(self) -> None:
-        """Nothing is held."""
+        pass
 
 
 class Captures:
@@ -48,13 +51,11 @@ class Captures:
         self.count = 0
 
     def __call__(self, work: Callable[[], Any], warm_up: int) -> Still:
-        """Return a captured call, after a run to warm up."""
         self.count += 1
         return Still((work(), tuple(x.clone() for x in work()))[1])
 
 
 def captured(module: Any, mesh: Mesh, wished: bool) -> Captures:
-    """Parallelize a transformer with captures that run on the CPU."""
     captures = Captures()
     seqpar.parallelize(module, mesh, native=wished)
     module.forward.graphs = Graphs(mesh, captures, module.forward.check_delivered)
@@ -65,16 +66,14 @@ class Louder(FluxAttnProcessor):
     """A user's own processor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return three times what diffusers' processor does."""
         out = super().__call__(*args, **kwargs)
         return tuple(3 * x for x in out) if isinstance(out, tuple) else 3 * out
 
 
 def with_ip_adapter() -> Any:
-    """Return a transformer with an IP-adapter, as a pipeline loads it."""
     module: Any = tiny()
     for seed, block in enumerate(module.transformer_blocks):
-        processor = FluxIPAdapterAttnProcessor(40, 12, dtype=torch.float64).requires_grad_(False)
+        processor = FluxIPAdapterAttnProcessor(80, 24, dtype=torch.float64).requires_grad_(False)
         for weight in processor.parameters():
             weight.copy_(random(tuple(weight.shape), 70 + seed + len(weight)))
         block.attn.set_processor(processor)
@@ -114,12 +113,10 @@ class Times(ModelHook):
         self._factor = factor
 
     def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a multiple of what the module returns."""
         return self._factor * self.fn_ref.original_forward(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
 
 
 def hooked(factor: float | None) -> Callable[[Any], object]:
-    """Return what puts a hook onto the module whose output is gathered, or takes it off."""
 
     def change(module: Any) -> None:
         registry = HookRegistry.check_if_exists_or_initialize(module.proj_out)
@@ -141,9 +138,9 @@ HOOKS = {
 @pytest.mark.parametrize("story", [IP, PROCESSORS, HOOKS, LORA], ids=["ip-adapter", "processors", "hooks", "lora"])
 def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
     """The call after a change has its result; later ones soon replay it, and `release` keeps what was set."""
-    module, given = (with_ip_adapter() if story is IP else tiny()), arguments("dev")
+    module, given = (with_ip_adapter() if story is IP else tiny()), arguments()
     if story is IP:
-        given["joint_attention_kwargs"] = {"ip_hidden_states": [random((2, 4, 12), 9)]}
+        given["joint_attention_kwargs"] = {"ip_hidden_states": [random((2, 4, 24), 9)]}
     whole = copy.deepcopy(module)
     captures = captured(module, Mesh.single(), wished)
     before = [theirs(module, given) for _ in range(4)][-1]
@@ -165,7 +162,7 @@ def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[
 
 @pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
 def test_an_attention_backend_is_refused_until_it_is_reset(wished: bool) -> None:
-    module, given = tiny(), arguments("dev")
+    module, given = tiny(), arguments()
     captured(module, Mesh.single(), wished)
     truth = [theirs(module, given) for _ in range(3)][-1]
     module.set_attention_backend("native")
@@ -201,6 +198,90 @@ def test_the_watch_compares_attributes_of_all_kinds() -> None:
     ):
         change()
         assert watch.count() == first + 1 + number == watch.count()
+
+
+# Weights -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_shared_and_stay_the_modules() -> None:
+    """Their bits and names stay, the fused weights have the module's memory, and nothing is held twice."""
+    module, given = tiny(), arguments()
+    before = {key: x.clone() for key, x in module.state_dict().items()}
+    body = body_of(module, fused=True)
+    ours(body, given)
+    assert [*module.state_dict()] == [*before]
+    assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in module.parameters()}
+    assert len(storages) < len(before)  # those of q, k and v lie in one memory
+    assert sum(storages.values()) == sum(x.numel() * x.element_size() for x in module.parameters())
+    attn = module.transformer_blocks[0].attn
+    attn.to_k.weight.mul_(1.5)  # in place, as peft fuses: the blocks read it
+    assert error(ours(body, given), theirs(module, given)) < TOLERANCE
+    assert not torch.equal(attn.to_k.weight, before["transformer_blocks.0.attn.to_k.weight"])
+    body.release()  # its hooks cannot be copied
+    copied = copy.deepcopy(module)
+    pairs = zip(module.parameters(), copied.parameters(), strict=True)
+    assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in pairs)
+
+
+def replaced(module: Any) -> None:
+    layer = module.transformer_blocks[1].attn.to_v
+    layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+def layer_replaced(module: Any) -> None:
+    module.transformer_blocks[1].ff.net[2] = copy.deepcopy(module.transformer_blocks[0].ff.net[2])
+
+
+def data_replaced(module: Any) -> None:
+    weight = module.single_transformer_blocks[0].attn.to_q.weight
+    weight.data = weight.data * 2
+
+
+def scaled_state(module: Any) -> dict[str, Tensor]:
+    return {key: x * 1.25 for key, x in module.state_dict().items()}
+
+
+ALONE = ("a weight's data", "a parameter", "a setting")  # which calls do not compare: `seqpar.refresh` is for them
+WEIGHTS: dict[str, Callable[[Any], object]] = {
+    "a weight's data": data_replaced,
+    "a parameter": replaced,
+    "a setting": lambda module: setattr(module.transformer_blocks[0].norm2, "eps", 0.5),
+    "a layer": layer_replaced,
+    "a state dict, assigned": lambda module: module.load_state_dict(scaled_state(module), assign=True),
+    "a state dict, copied": lambda module: module.load_state_dict(scaled_state(module)),
+    "moved and back": lambda module: module.float().double(),
+}
+
+
+@pytest.mark.parametrize("change", WEIGHTS)
+def test_a_transformer_follows_changes_of_its_weights(change: str) -> None:
+    module, given = tiny(), arguments()
+    seqpar.parallelize(module, Mesh.single())
+    body: Any = module.forward
+    old, state = theirs(module, given), body.sharded.key()
+    assert body.sharded.key() == state
+    WEIGHTS[change](module)
+    if change in ALONE:
+        seqpar.refresh(module)
+    assert (body.sharded.key() == state) is (change == "a state dict, copied")  # which writes to the same addresses
+    got = theirs(module, given)
+    seqpar.release(module)
+    truth = theirs(module, given)
+    assert error(got, truth) < TOLERANCE
+    assert change == "moved and back" or error(old, truth) > VISIBLE
+
+
+def spoiled(rank: int, world: int, device: torch.device) -> float:
+    module, given = tiny().to(device), arguments(device)
+    truth = theirs(module, given)
+    if rank == world - 1:
+        module.single_transformer_blocks[1].attn.to_k.weight.data[0] += 0.5
+    return error(ours(body_of(module, world, device, fused=True), given), truth)
+
+
+def test_negative_control_a_weight_of_one_rank_shows(ranks: Pool) -> None:
+    assert max(ranks.run(2, spoiled)) > VISIBLE
 
 
 # Ranks that differ ---------------------------------------------------------------------------------------------
@@ -248,7 +329,7 @@ ONLY_HERE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str
 
 def differing(rank: int, world: int, device: torch.device, wished: bool) -> tuple[list[str], list[Tensor], int]:
     """Return the messages of calls where rank 1 alone has changed something, and results when that is undone."""
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     captures = captured(module, mesh_for("ulysses", world, device), wished)
     messages, results = [], [theirs(module, given)]
     if rank == 1:

@@ -19,44 +19,28 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.graphs.signature import form_of
 from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
+from tests.families.test_blocks import FUSED
 from tests.support import exact_bits
-from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat
-from tests.support.foreign import StayDouble, in_double
+from tests.support.diffusers_tiny import MODELS, SPLIT, few
+from tests.support.foreign import in_double
 from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
-from tests.transformer.test_body import body_of
-from tests.transformer.test_cuts import raised
+from tests.support.sharded import CPU, TOLERANCE, Outputs, body_of, called, raised
 from tests.transformer.test_pipelines import CASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 
-FUSED = (
-    "Chroma",
-    "CogVideoX",
-    "Flux",
-    "HunyuanVideo",
-    "Krea2",
-    "LTX",
-    "QwenImage",
-    "SD3",
-    "Wan",
-    "ZImage",
-)  # how the classes begin whose blocks have functions
-TOLERANCE = 1e-12
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 Which = tuple[str, bool, bool]
 """A model of `MODELS`, whether functions of `seqpar.families` compute it, and whether its text has two tokens."""
-Outputs = tuple[Tensor, ...]
 ALL: tuple[Which, ...] = tuple(
     (name, fused, short)
     for name in SPLIT
-    for fused in ((False, True) if MODELS[name].kind.startswith(FUSED) else (False,))
+    for fused in ((False, True) if name in FUSED else (False,))
     for short in ((False, True) if name in ("flux", "qwen_masked", "sd3_dual") else (False,))
 )
 
@@ -70,20 +54,18 @@ def computed(
     transport: str,
     is_exact: bool = True,
 ) -> list[Outputs]:
-    """Return the outputs of split transformers on this rank."""
     results = []
     for name, fused, short in every:
         body = body_of(MODELS[name].build(), world, device, strategy, transport, fused=fused, exact=is_exact)
         arguments = few(MODELS[name].arguments()) if short else MODELS[name].arguments()
-        with StayDouble(), by_rows():
-            results.append(tuple(x.clone() for x in flat(body.compute(form_of(arguments)))))
+        with by_rows():
+            results.append(called(body, arguments))
         body.release()
     return results
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Which, Outputs]:
-    """Return the outputs of one rank."""
     return dict(zip(ALL, computed(0, 1, CPU, ALL, "ulysses", "collective"), strict=True))
 
 
@@ -114,7 +96,6 @@ def test_negative_control_in_the_order_of_the_ranks_bits_differ(cpu_ranks: Pool,
 
 
 def drawn(rank: int, world: int, device: torch.device, name: str, axes: dict[str, int] | None) -> tuple[Tensor, str]:
-    """Return the pictures of a pipeline that is parallelized in exact mode, and its mesh. axes: None: the planner's."""
     pipe, case = CASES[name].pipe(), CASES[name]
     with exact_mode(), by_rows():
         seqpar.parallelize(pipe, None if axes is None else make_mesh(device, **axes))
@@ -159,7 +140,6 @@ def test_what_cannot_be_exact_is_refused(cpu_ranks: Pool) -> None:
 
 
 def verified(rank: int, world: int, device: torch.device, name: str) -> str:
-    """Return what verifying a transformer in exact mode, in fp32, finds."""
     module = MODELS[name].build().float()
     arguments: dict[str, Any] = {
         key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x
@@ -197,7 +177,6 @@ def test_gpu_calls_have_one_gpus_bits_in_exact_mode(world: int) -> None:
 
 
 def one_token(rank: int, world: int, device: torch.device, axis: str, is_exact: bool) -> Outputs:
-    """Return the outputs for two pictures of one token, by the products of a CPU."""
     module, arguments = MODELS["flux"].build(), MODELS["flux"].arguments()
     arguments |= {"hidden_states": arguments["hidden_states"][:, :1], "img_ids": arguments["img_ids"][:1]}
     mesh = Mesh.single() if world == 1 else mesh_for("ulysses", world, device, **{axis: world})

@@ -1,96 +1,108 @@
 # pyright cannot infer the types of diffusers' modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Tests guidance that changes a transformer between the calls of a step, or couples the rows of a batch.
+"""Tests guidance and caches that change a transformer between the calls of a step, or couple the rows of a batch.
 
 The truth is the unchanged transformer or pipeline in one process. Each case runs with the cfg axis, which computes two
-branches at the same time where nothing forbids it, and with ranks that share the tokens; a case that cannot be right
-there is refused before the first step ends.
+branches at the same time where nothing forbids it, and with ranks that share the tokens. A case that cannot be right
+there, because it decides by its tokens, is refused before the first step ends.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import diffusers.hooks
 import pytest
 import torch
 from diffusers.guiders.auto_guidance import AutoGuidance
 from diffusers.guiders.skip_layer_guidance import SkipLayerGuidance
+from diffusers.hooks import text_kv_cache
 from diffusers.hooks.layer_skip import LayerSkipConfig
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 import seqpar
-from tests.support.diffusers_tiny import PIXART, WAN, Tiny, moved, pixart, wan
+from tests.support.diffusers_tiny import MODELS, Tiny, moved
 from tests.support.foreign import StayDouble, assert_right_or_refused, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
+from tests.support.sharded import VISIBLE
 from tests.transformer.test_lora import add
+from tests.transformer.test_pipelines import CASES as PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 TOLERANCE = 1e-10
-VISIBLE = 1e-3
-STEPS = 3  # the first shows pairs of calls, which the next ones promise; the last may be another
 MORE = [(1, 1, "skipped layers"), (3, 1, "skipped layers"), (4, 2, "plain")]
-TINY = Tiny("WanTransformer3DModel", {**WAN, "num_layers": 3}, wan)
-PLAIN_PROCESSORS = Tiny("PixArtTransformer2DModel", PIXART, pixart)  # whose processors know no dispatcher
+TINY = MODELS["wan"].having(num_layers=3)
 Call = Callable[..., Tensor]
 Step = Callable[[Any, Call, int], Tensor]
 
 
-@dataclass
+def both(module: Any, call: Call, number: int) -> Tensor:
+    """Return plain guidance."""
+    first = call(0)
+    return 3 * call(1) - 2 * first
+
+
+@dataclass(frozen=True)
 class Guided:
     """A loop of guided steps. before: changes the transformer; step: returns a step's prediction of all its calls.
 
     early: whether it is changed before `parallelize`. refused: the words of the error with which ranks that share
-    tokens refuse it; None where they are right, too.
+    tokens refuse it; None where they are right, too. always: whether ranks with other branches refuse it as well.
     """
 
-    step: Step
+    step: Step = both
     before: Callable[[Any], object] = lambda module: None
     rows: int = 1
     refused: str | None = None
     model: Tiny = TINY
     early: bool = False
+    always: bool = False
+    steps: int = 3  # the first shows pairs of calls, which the next ones promise; the last may be another
 
-    def run(self, module: Any, device: torch.device | str = "cpu", changed: bool = False) -> Tensor:
-        """Return the latents after all steps. changed: whether the transformer is changed already."""
-        if not changed:
-            self.before(module)
+    def run(self, module: Any, device: torch.device | str = "cpu") -> Tensor:
         torch.manual_seed(0)
         given = moved(self.model.inputs(self.rows), device)
         latents = given["hidden_states"]
         with torch.no_grad(), StayDouble():
-            for number in range(STEPS):
+            for CLOCK["step"] in range(self.steps):
 
                 def call(text: int, latents: Tensor = latents) -> Tensor:
                     texts = random(tuple(given["encoder_hidden_states"].shape), 20 + text, device)
                     arguments = {**given, "hidden_states": latents, "encoder_hidden_states": texts}
-                    with labelled(module, text):
+                    with self.labelled(module, text):
                         return module(**arguments, return_dict=False)[0][:, : latents.shape[1]]  # without variances
 
-                latents = latents - 0.2 * self.step(module, call, number)
+                latents = latents - 0.2 * self.step(module, call, CLOCK["step"])
         return latents
 
+    def labelled(self, module: Any, text: int) -> AbstractContextManager[Any]:
+        """Name a call as diffusers' pipelines do; PixArt's transformers take no names."""
+        if not hasattr(module, "cache_context"):
+            return nullcontext()
+        return module.cache_context(
+            "uncond" if text else "cond", step_index=CLOCK["step"], num_inference_steps=self.steps
+        )
 
-def labelled(module: Any, text: int) -> AbstractContextManager[Any]:
-    """Name a call as diffusers' pipelines do; PixArt's transformers take no names."""
-    return module.cache_context("uncond" if text else "cond") if hasattr(module, "cache_context") else nullcontext()
+
+CLOCK = {"step": 0}  # the step that runs, for whose time some caches ask
 
 
 def by_guider(make: Callable[[], Any]) -> Step:
-    """Return the step of diffusers' modular pipelines with a guider."""
     kept: list[Any] = []
 
     def step(module: Any, call: Call, number: int) -> Tensor:
         if not number:
             kept[:] = [make()]
         guider = kept[0]
-        guider.set_state(step=number, num_inference_steps=STEPS, timestep=torch.tensor(number))
+        guider.set_state(step=number, num_inference_steps=3, timestep=torch.tensor(number))
         batches = guider.prepare_inputs({"text": (torch.tensor(0), torch.tensor(1))})
         for batch in batches:
             guider.prepare_models(module)
@@ -102,13 +114,11 @@ def by_guider(make: Callable[[], Any]) -> Step:
 
 
 def skipping(guidance_scale: float = 7.5, **layers: Any) -> Any:
-    """Return a guider that computes a further call with skipped layers, from the second step on."""
     config = LayerSkipConfig([1], **layers)
     return SkipLayerGuidance(guidance_scale, skip_layer_guidance_stop=1.0, skip_layer_config=config)
 
 
 def worse(dropout: float) -> Any:
-    """Return a guider whose second call drops a layer, or some of its outputs."""
     return AutoGuidance(auto_guidance_config=LayerSkipConfig([1], dropout=dropout))
 
 
@@ -129,7 +139,7 @@ def later(module: Any, call: Call, number: int) -> Tensor:
     """Return guidance with an adapter that is switched only in the last step, before which pairs were seen."""
     module.set_adapters(["a"], [1.0])
     first = call(0)
-    if number == STEPS - 1:
+    if number == 2:
         module.set_adapters(["b"], [0.7])
     return 2 * first - call(1)
 
@@ -138,12 +148,10 @@ class Shared(WanAttnProcessor):
     """Attention to a mean with the batch's first row, as methods for one style in all pictures have it."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what diffusers' processor does for the mean."""
         return super().__call__(attn, (hidden_states + hidden_states[:1]) / 2, *args, **kwargs)
 
 
 def hook_adapters(module: Any) -> None:
-    """Put a hook on an adapter's layer that adds the mean over the rows."""
     add(module, "a", seed=1)
     module.blocks[1].attn1.to_q.register_forward_hook(lambda one, args, out: out + out.mean(0, keepdim=True))
 
@@ -154,17 +162,14 @@ def share(module: Any) -> None:
 
 
 def doubled(module: Any, call: Call, number: int) -> Tensor:
-    """Return the prediction of a batch of both branches' rows."""
     return call(0)
 
 
 def couple(module: Any) -> None:
-    """Put a hook on a block that adds the mean over the rows."""
     module.blocks[1].register_forward_hook(lambda one, args, out: out + out.mean(0, keepdim=True))
 
 
 def keep(module: Any) -> None:
-    """Put a forward on a block that adds what it returned in the call before."""
     block, kept = module.blocks[1], []
     theirs = block.forward
 
@@ -176,7 +181,6 @@ def keep(module: Any) -> None:
 
 
 def keep_whole(module: Any) -> None:
-    """Put a forward on the transformer itself that adds what it returned in the call before, as caches do."""
     theirs, kept = module.forward, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -186,18 +190,11 @@ def keep_whole(module: Any) -> None:
     module.forward = forward
 
 
-def both(module: Any, call: Call, number: int) -> Tensor:
-    """Return plain guidance."""
-    first = call(0)
-    return 3 * call(1) - 2 * first
-
-
-PLAIN = Guided(both)
-CASES = {
-    "plain": PLAIN,
+GUIDANCE = {
+    "plain": Guided(),
     "skipped layers": Guided(by_guider(skipping)),
     "skipped layers without guidance": Guided(by_guider(lambda: skipping(guidance_scale=1.0))),
-    "skipped attention": Guided(by_guider(lambda: skipping(skip_ff=False)), model=PLAIN_PROCESSORS),
+    "skipped attention": Guided(by_guider(lambda: skipping(skip_ff=False)), model=MODELS["pixart"]),
     "auto guidance": Guided(by_guider(lambda: worse(1.0))),
     "auto guidance that draws": Guided(
         by_guider(lambda: worse(0.5)), refused="draws random numbers for a rank's own tokens"
@@ -214,46 +211,137 @@ CASES = {
 }
 
 
+# Caches between steps: what only extrapolates is right, what decides by its tokens is refused
+
+caches: Any = diffusers.hooks  # pyright sees no names that a package passes on
+TIMES = {"current_timestep_callback": lambda: 900 - 100 * CLOCK["step"]}
+BLOCKS = {"spatial_attention_block_identifiers": ("blocks",)}
+# name -> what makes its config, what puts it on without `enable_cache`, why tokens cannot be split
+CACHES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object], str | None]] = {
+    "TaylorSeer": (
+        lambda: caches.TaylorSeerCacheConfig(
+            cache_interval=2,
+            disable_cache_before_step=2,
+            cache_identifiers=[r"blocks\.\d+\.attn1"],
+            taylor_factors_dtype=None,
+        ),
+        caches.apply_taylorseer_cache,
+        None,
+    ),
+    "MagCache": (
+        lambda: caches.MagCacheConfig(
+            threshold=1.0, retention_ratio=0.3, num_inference_steps=6, mag_ratios=torch.linspace(1, 0.9, 6)
+        ),
+        caches.apply_mag_cache,
+        None,
+    ),
+    "MagCache that calibrates": (
+        lambda: caches.MagCacheConfig(calibrate=True, num_inference_steps=6),
+        caches.apply_mag_cache,
+        "MagCache measures its ratios on a rank's own tokens",
+    ),
+    "PyramidAttentionBroadcast": (
+        lambda: caches.PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2, **BLOCKS, **TIMES),
+        caches.apply_pyramid_attention_broadcast,
+        None,
+    ),
+    "FasterCache": (
+        lambda: caches.FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 850),
+            attention_weight_callback=lambda module: 0.3,
+            is_guidance_distilled=True,
+            tensor_format="BCFHW",
+            **BLOCKS,
+            **TIMES,
+        ),
+        caches.apply_faster_cache,
+        None,
+    ),
+    "FirstBlockCache": (
+        lambda: caches.FirstBlockCacheConfig(threshold=10.0),
+        caches.apply_first_block_cache,
+        "FirstBlockCache decides by a mean over a rank's own tokens",
+    ),
+    "SeaCache": (
+        lambda: caches.SeaCacheConfig(threshold=10.0),
+        caches.apply_sea_cache,
+        "SeaCache decides by a rank's own tokens",
+    ),
+    "TextKVCache": (
+        lambda: caches.TextKVCacheConfig(),
+        text_kv_cache.apply_text_kv_cache,
+        "TextKVCache finds a text by its address",
+    ),
+}
+
+
+def with_cache(name: str, how: str) -> Guided:
+    """Return the case of a cache. how: by `enable_cache`, or so before `parallelize`, or unannounced by a function."""
+    config, apply, refused = CACHES[name]
+    put = (lambda module: apply(module, config())) if how == "apply" else lambda module: module.enable_cache(config())
+    return Guided(before=put, refused=refused, early=how == "before", always=name == "TextKVCache", steps=6)
+
+
+CASES = GUIDANCE | {
+    f"{name}, {how}": with_cache(name, how) for name in CACHES for how in ("enabled", "apply", "before")
+}
+
+
 @cache
 def truth(name: str, device: str) -> Tensor:
     """Return the latents of the unchanged transformer, computed on "cpu" or "cuda"."""
-    return CASES[name].run(CASES[name].model.build().to(device), device).cpu()
+    module = CASES[name].model.build().to(device)
+    CASES[name].before(module)
+    return CASES[name].run(module, device).cpu()
 
 
 def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor | str:
-    """Return this rank's latents, or the message of the ValueError."""
     case, module = CASES[name], CASES[name].model.build().to(device)
-    if case.early:
-        case.before(module)
     try:
+        if case.early:
+            case.before(module)
         seqpar.parallelize(module, make_mesh(device, cfg=cfg))
+        if not case.early:
+            case.before(module)
         in_double(module)
-        return case.run(module, device, case.early)
+        return case.run(module, device)
     except ValueError as error:
         return str(error)
 
 
 BRANCHES = {"adapters switched late", "an adapter for each branch", "auto guidance"}  # they concern the cfg axis alone
-LAYOUTS = [*((2, 2, name) for name in CASES), *((2, 1, name) for name in CASES if name not in BRANCHES), *MORE]
+LAYOUTS = [*((2, 2, name) for name in GUIDANCE), *((2, 1, name) for name in GUIDANCE if name not in BRANCHES), *MORE]
+# each cache by `enable_cache`, and in one of the other ways where branches are on other ranks, or it is refused
+LAYOUTS += [
+    (world, cfg, f"{name}, {how}")
+    for index, name in enumerate(CACHES)
+    for world, cfg in ((2, 2), (3 - index % 2, 1))
+    for how in ("enabled", ("apply", "before")[(index + cfg) % 2])
+    if how == "enabled" or world == cfg or CACHES[name][-1]
+]
 
 
 @pytest.mark.parametrize(("world", "cfg", "name"), LAYOUTS)
-def test_guidance_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
-    refused = CASES[name].refused if world > cfg else None
+def test_guidance_and_caches_are_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
+    refused = CASES[name].refused if world > cfg or CASES[name].always else None
     assert_right_or_refused(ranks.run(world, sharded, name, cfg), truth(name, ranks.device), TOLERANCE, refused)
 
 
 def test_negative_control_every_case_changes_the_latents(ranks: Pool) -> None:
     @cache
-    def plain(rows: int, tiny: str) -> Tensor:
-        case = Guided(both if rows == 1 else doubled, rows=rows, model=TINY if tiny == TINY.kind else PLAIN_PROCESSORS)
-        return case.run(case.model.build().to(ranks.device), ranks.device).cpu()
+    def plain(rows: int, kind: str, steps: int) -> Tensor:
+        model = TINY if kind == TINY.kind else MODELS["pixart"]
+        case = Guided(both if rows == 1 else doubled, rows=rows, model=model, steps=steps)
+        return case.run(model.build().to(ranks.device), ranks.device).cpu()
 
-    for name in CASES.keys() - {"plain"}:
-        latents = plain(CASES[name].rows, CASES[name].model.kind)
+    skip_nothing = {f"{name}, enabled" for name in ("MagCache that calibrates", "SeaCache", "TextKVCache")}
+    for name in {*GUIDANCE, *(f"{name}, enabled" for name in CACHES)} - skip_nothing - {"plain"}:
+        latents = plain(CASES[name].rows, CASES[name].model.kind, CASES[name].steps)
         assert (truth(name, ranks.device) - latents).abs().max() > VISIBLE, name
 
 
+PLAIN = Guided()
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook, then eval()": lambda module: (couple(module), module.eval()),
     "a hook on an adapter's layer": lambda module: module.blocks[0].attn1.to_q.register_forward_hook(
@@ -266,14 +354,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def changed(rank: int, world: int, device: torch.device, name: str) -> str:
-    """Return the message of a second call before which a transformer was changed, while the first one waits."""
     module, given = TINY.build().to(device), moved(TINY.inputs(1), device)
     add(module, "a", seed=1)
     module.blocks[0].register_buffer("noted", torch.zeros(1))
     seqpar.parallelize(module, make_mesh(device, cfg=2))
 
     def call(text: int) -> Tensor:
-        with labelled(module, text):
+        with PLAIN.labelled(module, text):
             return module(**given, return_dict=False)[0]
 
     for _ in range(3):
@@ -293,3 +380,51 @@ def test_a_change_between_two_calls_of_a_step_is_refused(ranks: Pool, name: str)
     for message in ranks.run(2, changed, name):
         assert "of WanTransformer3DModel changed between the guidance calls of a step" in message
         assert message.endswith("Use parallelize(cfg=False)")
+
+
+# cache-dit -----------------------------------------------------------------------------------------------------
+
+DECIDES = "cache-dit decides by a rank's own tokens"
+STEPS_OF_DIT = 6
+
+
+def with_cache_dit(rank: int, world: int, device: torch.device, name: str, cfg: int, how: str) -> Tensor | str:
+    """Return a pipeline's latents with the cache of cache-dit, or the message of the ValueError.
+
+    how: whether it is enabled "before" or "after" `parallelize`, or "whole" without that.
+    """
+    cache_dit: Any = importlib.import_module("cache_dit")
+    case, pipe = PIPELINES[name], PIPELINES[name].pipe().to(device)
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.9
+    )
+    try:
+        if how != "after":
+            cache_dit.enable_cache(pipe, cache_config=config)
+        if how != "whole":
+            seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
+        if how == "after":
+            cache_dit.enable_cache(pipe, cache_config=config)
+        return case.pictures(pipe, rank, STEPS_OF_DIT)
+    except ValueError as error:
+        return str(error)
+    finally:  # it changes the pipeline's class
+        if how == "after":
+            seqpar.release(pipe)
+        cache_dit.disable_cache(pipe)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_cache_dit_is_right_or_refused(ranks: Pool, name: str, world: int, cfg: int, how: str) -> None:
+    """With FLUX.1 it sets a forward of its own, which does not call ours."""
+    pytest.importorskip("cache_dit")
+    late = "was replaced after parallelize by CachedAdapter" if name == "flux" else "was enabled after parallelize"
+    refused = late if how == "after" else DECIDES if world > cfg else None
+    results = ranks.run(world, with_cache_dit, name, cfg, how)
+    (true,) = ranks.run(1, with_cache_dit, name, 1, "whole")
+    plain = PIPELINES[name].pictures(PIPELINES[name].pipe().to(ranks.device), steps=STEPS_OF_DIT).cpu()
+    assert (true - plain).abs().max() > VISIBLE
+    # latents that are not decoded stay a rank's own
+    assert_right_or_refused(results[: 1 if refused is None else world], true, 1e-12, refused)

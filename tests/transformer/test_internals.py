@@ -16,7 +16,7 @@ from torch import nn
 
 from seqpar.transformer import internals
 from tests.support.diffusers_tiny import MODELS
-from tests.support.tiny_flux import tiny
+from tests.support.sharded import tiny
 
 
 class Twice(ModelHook):

@@ -19,11 +19,10 @@ from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_p
 from torch import Tensor, nn
 
 from seqpar.graphs.signature import form_of
-from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import Changes
-from tests.support.meshes import mesh_for, random
+from tests.support.meshes import random
 from tests.support.pool import Pool
-from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
+from tests.support.sharded import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 ATTENTION = ["to_q", "to_v", "to_out.0", "add_k_proj"]
@@ -42,13 +41,7 @@ def add(module: Any, name: str, config: Any = None, seed: int = 0) -> None:
     module.double()
 
 
-def made(kind: str, module: nn.Module, world: int, device: torch.device) -> ShardedCall:
-    """Return a body whose blocks are fused, or diffusers' own."""
-    return body_of(module, "ulysses", mesh_for("ulysses", world, device), kind == "fused")
-
-
 def step(name: str, module: Any) -> None:
-    """Do what a user does between two pictures."""
     steps: dict[str, Callable[[], object]] = {
         "load": lambda: (add(module, "a", seed=1), add(module, "b", seed=2)),
         "one": lambda: module.set_adapters(["a"], [1.0]),
@@ -56,8 +49,8 @@ def step(name: str, module: Any) -> None:
         "scale": lambda: module.set_adapters(["a", "b"], [0.3, 0.5]),
         "disable": lambda: module.disable_lora(),
         "enable": lambda: module.enable_lora(),
-        "fuse": lambda: module.fuse_lora(lora_scale=0.7),
-        "fuse safely": lambda: module.fuse_lora(safe_fusing=True),
+        "fuse": lambda: module.fuse_lora(lora_scale=0.7),  # in place
+        "fuse safely": lambda: module.fuse_lora(safe_fusing=True),  # replaces the data
         "unfuse": lambda: module.unfuse_lora(),
         "delete": lambda: module.delete_adapters("b"),
         "unload": lambda: module.unload_lora(),
@@ -65,61 +58,47 @@ def step(name: str, module: Any) -> None:
     steps[name]()
 
 
-STORY = ("load", "one", "both", "scale", "disable", "enable", "delete", "unload")
+STORIES = {
+    "adapters": ("load", "one", "both", "scale", "disable", "enable", "delete", "unload"),
+    "fusing": ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload"),
+}
 
 
-def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[float], bool, float]:
+def told(rank: int, world: int, device: torch.device, fused: bool, story: str) -> tuple[list[float], bool, float]:
     """Return the error after each step, whether unloading restored the bits, and how much adapters change."""
-    module, given = tiny().to(device), arguments("dev", device=device)
-    whole = copy.deepcopy(module)
-    body = made(kind, module, world, device)
-    before, found, states = ours(body, given), [], [body.sharded.key()]
-    largest = 0.0
-    for name in STORY:
+    module, given = tiny().to(device), arguments(device)
+    whole, body = copy.deepcopy(module), body_of(module, world, device, fused=fused)
+    before, errors, changes, state = ours(body, given), [], [0.0], body.sharded.key()
+    for name in STORIES[story]:
         step(name, module)
         step(name, whole)
-        assert body.sharded.key() != states[-1], name
-        got, truth = ours(body, given), theirs(whole, given)
-        assert body.sharded.key() == body.sharded.key()
-        found.append(error(got, truth))
-        largest = max(largest, error(got, before))
-        states.append(body.sharded.key())
-    return found, torch.equal(ours(body, given), before), largest
+        assert body.sharded.key() != state, name
+        got = ours(body, given)
+        state = body.sharded.key()
+        assert state == body.sharded.key()
+        errors.append(error(got, theirs(whole, given)))
+        changes.append(error(got, before))
+    return errors, torch.equal(ours(body, given), before), max(changes)
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "fused"), (3, "generic")])
-def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, world: int, kind: str) -> None:
-    for errors, restored, largest in ranks.run(world, told, kind):
+@pytest.mark.parametrize(
+    ("world", "fused", "story"),
+    [(2, True, "adapters"), (3, False, "adapters"), (2, True, "fusing"), (2, False, "fusing")],
+)
+def test_adapters_are_followed_and_unloading_restores_the_bits(
+    ranks: Pool, world: int, fused: bool, story: str
+) -> None:
+    for errors, restored, largest in ranks.run(world, told, fused, story):
         assert max(errors) < TOLERANCE
-        assert restored
+        assert restored or story == "fusing"  # which rounds
         assert largest > 1e-2
 
 
-def fusing(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
-    """Return the errors of fused, unfused and unloaded adapters; peft replaces the data (safely), or fuses in place."""
-    module, given = tiny().to(device), arguments("dev", device=device)
-    whole = copy.deepcopy(module)
-    body = made(kind, module, world, device)
-    ours(body, given)
-    found = []
-    for name in ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload"):
-        step(name, module)
-        step(name, whole)
-        found.append(error(ours(body, given), theirs(whole, given)))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_fusing_and_unfusing(ranks: Pool, kind: str) -> None:
-    for errors in ranks.run(2, fusing, kind):
-        assert max(errors) < TOLERANCE
-
-
-def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
+def scaled(rank: int, world: int, device: torch.device, fused: bool) -> list[float]:
     """Return the errors of calls with scales in `joint_attention_kwargs`, then without; last, of a wrong one."""
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     whole = copy.deepcopy(module)
-    body = made(kind, module, world, device)
+    body = body_of(module, world, device, fused=fused)
     for one in (module, whole):
         add(one, "a", LoraConfig(r=3, target_modules=EVERYTHING), 1)
     found = []
@@ -131,10 +110,10 @@ def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float
     return [*found, error(ours(body, given), theirs(whole, scaled_by))]
 
 
-@pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_a_scale_in_the_call(ranks: Pool, kind: str) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "generic"])
+def test_a_scale_in_the_call(ranks: Pool, fused: bool) -> None:
     """The last number is a negative control: a scale that is not applied is noticed."""
-    for *errors, control in ranks.run(2, scaled, kind):
+    for *errors, control in ranks.run(2, scaled, fused):
         assert max(errors) < TOLERANCE
         assert control > 1e-3
 
@@ -152,8 +131,8 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_adapters_are_merged(name: str) -> None:
-    module, given = tiny(), arguments("dev")
-    body = made("fused", module, 1, torch.device("cpu"))
+    module, given = tiny(), arguments()
+    body = body_of(module, fused=True)
     before = ours(body, given)
     kept = {key: x.clone() for key, x in module.state_dict().items()}
     add(module, "a", KINDS[name], 1)
@@ -166,16 +145,16 @@ def test_kinds_of_adapters_are_merged(name: str) -> None:
 
 
 def test_a_layer_that_an_adapter_saves_whole_is_computed() -> None:
-    module, given = tiny(), arguments("dev")
+    module, given = tiny(), arguments()
     module.add_adapter(LoraConfig(r=2, target_modules=ATTENTION, modules_to_save=["proj_out"]), "a")
-    body = made("fused", module, 1, torch.device("cpu"))
+    body = body_of(module, fused=True)
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
 
 
 def test_a_body_that_does_not_follow_is_noticed() -> None:
     """Negative control: with a frozen watch the error of a changed scale is far above the tolerance."""
-    module, given = tiny(), arguments("dev")
-    body = made("fused", module, 1, torch.device("cpu"))
+    module, given = tiny(), arguments()
+    body = body_of(module, fused=True)
     step("load", module)
     step("both", module)
     ours(body, given)
@@ -187,8 +166,8 @@ def test_a_body_that_does_not_follow_is_noticed() -> None:
 
 def test_changed_scales_keep_the_addresses() -> None:
     """Merged weights are written where captured calls read them."""
-    module, given = tiny(), arguments("dev")
-    body = made("fused", module, 1, torch.device("cpu"))
+    module, given = tiny(), arguments()
+    body = body_of(module, fused=True)
     step("load", module)
     step("both", module)
     ours(body, given)
@@ -204,25 +183,23 @@ def test_changed_scales_keep_the_addresses() -> None:
 
 
 def pipeline(module: nn.Module) -> FluxPipeline:
-    """Return a pipeline of nothing but this transformer, which is enough to load LoRAs."""
     scheduler = FlowMatchEulerDiscreteScheduler()
     return FluxPipeline(scheduler, None, None, None, None, None, module)
 
 
 def saved(folder: Path, seed: int) -> str:
-    """Write a LoRA as users download it, and return its folder."""
     module = tiny()
     add(module, "default", LoraConfig(r=2, target_modules=EVERYTHING), seed)
     FluxPipeline.save_lora_weights(folder / str(seed), get_peft_model_state_dict(module))
     return str(folder / str(seed))
 
 
-@pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_a_pipelines_loras(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "generic"])
+def test_a_pipelines_loras(tmp_path: Path, fused: bool) -> None:
     """Load two from files, weigh them, fuse, unfuse, exchange one, and unload, all by the pipeline's own methods."""
-    module, given = tiny(), arguments("dev")
+    module, given = tiny(), arguments()
     paths = [saved(tmp_path, seed) for seed in (1, 2)]
-    body = made(kind, module, 1, torch.device("cpu"))
+    body = body_of(module, fused=fused)
     before = ours(body, given)
     pipe = pipeline(module)
     results = [before]
@@ -255,11 +232,11 @@ def test_a_pipelines_loras(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_body_made_with_loaded_adapters() -> None:
-    module, given = tiny(), arguments("dev")
+    module, given = tiny(), arguments()
     plain = theirs(module, given)
     step("load", module)
     step("both", module)
-    body = made("fused", module, 1, torch.device("cpu"))
+    body = body_of(module, fused=True)
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
     module.unload_lora()
     assert error(ours(body, given), plain) < TOLERANCE
@@ -272,13 +249,13 @@ def test_bf16_is_rounded_once() -> None:
     for index, (key, weight) in enumerate(module.named_parameters()):
         if "lora_" in key:
             weight.requires_grad_(False).copy_(0.1 * random(tuple(weight.shape), index))
-    given, wide = arguments("dev", torch.bfloat16), arguments("dev")
+    given, wide = arguments(dtype=torch.bfloat16), arguments()
     wide |= {name: x.double() for name, x in given.items() if isinstance(x, Tensor)}
     wide |= {name: (given[name].bfloat16() * 1000).double() / 1000 for name in ("timestep", "guidance")}
     truth = theirs(copy.deepcopy(module).double(), wide)
     with torch.no_grad():
         plain = (module(**given).sample.double() - truth).norm().item()
-    mine = (made("fused", module, 1, torch.device("cpu")).compute(form_of(given))[0].double() - truth).norm().item()
+    mine = (body_of(module, fused=True).compute(form_of(given))[0].double() - truth).norm().item()
     assert mine <= 1.25 * plain
 
 
@@ -304,5 +281,4 @@ def test_a_comparison_is_quick_and_counts_only_changes() -> None:
 
 
 def quickest(changes: Changes) -> float:
-    """Return the seconds of the quickest of some comparisons."""
     return min(timeit.repeat(changes.count, number=1, repeat=20))

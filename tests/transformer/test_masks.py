@@ -27,14 +27,13 @@ from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, captured, error
+from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, captured, error, raised
 
 KEYS = 22  # the text and image tokens of the tiny FLUX, in a batch of two
 LEFT_OUT = torch.arange(KEYS)[None] % torch.tensor([[5], [7]]) == 1
 
 
 def left_out(number: float) -> Tensor:
-    """Return a mask that adds a number to the scores of keys that are left out, in row 1 all those of rank 1 of 2."""
     keys = torch.arange(KEYS)
     of_rank_1 = ((keys >= 4) & (keys < 7) | (keys >= 15)) & (torch.arange(2)[:, None] == 1)
     return torch.zeros(2, 1, 1, KEYS).double().masked_fill((LEFT_OUT | of_rank_1)[:, None, None], number)
@@ -59,18 +58,15 @@ MASKS: dict[str, tuple[Callable[[], Tensor], bool]] = {
 
 
 def masked(rank: int, world: int, device: torch.device, names: Sequence[str], strategy: str) -> list[Outputs | str]:
-    """Return what a split FLUX returns with each of some masks, or its message."""
     body, answers = body_of(MODELS["flux"].build().to(device), world, device, strategy), list[Outputs | str]()
     for name in names:
-        try:
-            answers.append(called(body, with_mask(name, device)))
-        except ValueError as refused:
-            answers.append(str(refused))
+        outputs: list[Outputs] = []
+        message = raised(lambda name=name, outputs=outputs: outputs.append(called(body, with_mask(name, device))))
+        answers.append(outputs[0] if outputs else message)
     return answers
 
 
 def with_mask(name: str, device: torch.device | str) -> dict[str, Any]:
-    """Return a call's arguments with a mask."""
     mask = MASKS[name][0]().to(device)
     if name == "expanded":  # a copy to another device is whole
         mask = mask[:, :1, :1].expand(MASKS[name][0]().shape)
@@ -79,7 +75,6 @@ def with_mask(name: str, device: torch.device | str) -> dict[str, Any]:
 
 @cache
 def truth(name: str, device: str) -> Outputs:
-    """Return what the whole transformer returns with a mask, in host memory; it matters."""
     whole = MODELS["flux"].whole(arguments=with_mask(name, device), device=device)
     assert error(whole, MODELS["flux"].whole(device=device)) > VISIBLE
     return tuple(x.cpu() for x in whole)
@@ -105,7 +100,6 @@ def test_masks_are_right_or_refused_on_every_rank(
 
 
 def flagged(rank: int, world: int, device: torch.device, name: str) -> float:
-    """Return the error of a model whose padding is flagged by numbers in place of bool."""
     tiny = MODELS[name]
     arguments = tiny.arguments(device)
     key = next(key for key in arguments if key.endswith("mask"))
@@ -161,14 +155,12 @@ NAMES = {
 
 
 def padding(name: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return a mask that leaves no key of a tiny model's text out, and one that does."""
     partial = MODELS[name].arguments(device)[NAMES[name]]
     return torch.ones_like(partial), partial
 
 
 @cache
 def by_one(name: str, full: bool, device: str) -> Outputs:
-    """Return what the whole transformer returns with a full mask, or with its partial one, in host memory."""
     arguments = {**MODELS[name].arguments(device), NAMES[name]: padding(name, device)[not full]}
     return tuple(x.cpu() for x in MODELS[name].whole(arguments=arguments, device=device))
 
@@ -252,7 +244,6 @@ def test_negative_control_a_dropped_mask_shows(ranks: Pool, fault: str) -> None:
 
 
 def guided(rank: int, world: int, device: torch.device, first: bool) -> tuple[list[Outputs], list[bool]]:
-    """Return the results of both branches in each step, one with a full mask, and which first ones were promised."""
     tiny = MODELS["qwen_masked"]
     module, masks = tiny.build().to(device), padding("qwen_masked", device)
     seqpar.parallelize(module, make_mesh(device, cfg=2))
@@ -295,7 +286,7 @@ CUT = {
 
 
 def with_padding(name: str, batch: int, device: torch.device | str) -> dict[str, Any]:
-    """Return arguments whose texts have padding at their end, and in the middle for Krea 2."""
+    """Return arguments whose texts have padding at their end, or, for Krea 2, in the middle."""
     arguments = replace(MODELS[name], batch=batch).arguments(device)
     if name == "hunyuan":
         arguments["encoder_hidden_states"] = random((batch, 23, 24), 2, device)
@@ -357,72 +348,42 @@ def test_as_many_tokens_of_a_text_stay_as_ranks_need(name: str) -> None:
         assert name != "krea2" or len(short["position_ids"]) == stay + 15
 
 
-def test_masks_with_a_dim_between_leave_the_same_keys_out() -> None:
-    """Such a mask is no text that would be valid as a whole; diffusers takes none, and we know what it means."""
-    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
-    mask, wanted = arguments["encoder_attention_mask"], MODELS["krea2"].whole(None, arguments)
-    seqpar.parallelize(module, Mesh.single())
+def as_floats(mask: Tensor, valid: float, padding: float) -> Tensor:
+    return torch.where(mask != 0, valid, padding).double()
+
+
+# model, its mask in another form -> why it is refused; None: it is right
+FORMS: list[tuple[str, Callable[[Tensor], Tensor], str | None]] = [
+    # with a dim between a mask is no text that would be valid as a whole; diffusers takes none, and we know its meaning
+    ("krea2", lambda mask: mask.view(1, 1, 7), None),
+    ("krea2", lambda mask: mask.view(1, 1, 1, 7), None),
+    # numbers that are added to scores are 0 for a token, which nothing tells from padding
+    ("krea2", lambda mask: as_floats(mask, 1, 0), "encoder_attention_mask is floating"),
+    ("krea2", lambda mask: as_floats(mask, 0, 1), "encoder_attention_mask is floating"),
+    ("krea2", lambda mask: as_floats(mask, 0, -1e9), "encoder_attention_mask is floating"),
+    ("chroma", lambda mask: as_floats(mask, 1, 0.5), "attention_mask has numbers other than 0 and 1"),
+    # LTX adds them to the scores; without a zero they must not count as masks that leave no key out
+    ("ltx", lambda mask: as_floats(mask, 1, 0.5), None),
+    ("ltx2", lambda mask: as_floats(mask, 1, 0.5), None),
+    ("ltx", lambda mask: random((2, 1, 9), 5).abs() * -3 - 0.1, None),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "refused"), FORMS)
+def test_masks_of_other_forms_are_right_or_refused(
+    name: str, form: Callable[[Tensor], Tensor], refused: str | None
+) -> None:
+    tiny = MODELS[name]
+    arguments = with_padding("krea2", 1, "cpu") if name == "krea2" else tiny.arguments()
+    key = "attention_mask" if name == "chroma" else "encoder_attention_mask"
+    given = {**arguments, key: form(arguments[key])}
+    module = seqpar.parallelize(tiny.build(), Mesh.single())
     in_double(module)
-    for shape in ((1, 1, 7), (1, 1, 1, 7)):
-        with StayDouble():
-            got = flat(module(**{**arguments, "encoder_attention_mask": mask.view(shape)}, return_dict=False))
-        assert error(got, wanted) < TOLERANCE
-    seqpar.release(module)
-
-
-@pytest.mark.parametrize("padding", [0.0, -1e9])
-def test_floating_masks_whose_padding_would_be_left_out_are_refused(padding: float) -> None:
-    """Numbers that are added to scores are 0 for a token, which nothing tells from padding."""
-    module, arguments = MODELS["krea2"].build(), with_padding("krea2", 1, "cpu")
-    valid = arguments["encoder_attention_mask"]
-    arguments["encoder_attention_mask"] = torch.where(valid, float(padding == 0), padding).double()
-    seqpar.parallelize(module, Mesh.single())
-    with pytest.raises(ValueError, match="encoder_attention_mask is floating"):
-        module(**arguments, return_dict=False)
-    seqpar.release(module)
-
-
-def numbered(name: str) -> tuple[str, Tensor]:
-    """Return the name of a model's mask, and a floating one with 0.5 for padding, or 0 for Krea 2."""
-    mask = "attention_mask" if name == "chroma" else "encoder_attention_mask"
-    tokens = MODELS[name].arguments()[mask]
-    return mask, torch.where(tokens != 0, 1.0, 0.0 if name == "krea2" else 0.5).double()
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("ltx", None),
-        ("ltx2", None),
-        ("chroma", "attention_mask has numbers other than 0 and 1"),
-        ("krea2", "encoder_attention_mask is floating"),
-    ],
-)
-def test_masks_of_other_numbers_are_right_or_refused(name: str, told: str | None) -> None:
-    """LTX takes them as what is added to scores; without a zero they must not count as masks that leave no key out."""
-    tiny, (mask, numbers) = MODELS[name], numbered(name)
-    module, arguments = tiny.build(), {**tiny.arguments(), mask: numbers}
-    seqpar.parallelize(module, Mesh.single())
-    in_double(module)
-    if told is not None:
-        with pytest.raises(ValueError, match=told):
-            module(**arguments, return_dict=False)
-    else:
-        with StayDouble():
-            got = flat(module(**arguments, return_dict=False))
-        assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
-        assert error(got, tiny.whole(arguments={**arguments, mask: None})) > VISIBLE
-    seqpar.release(module)
-
-
-def test_additive_masks_of_ltx_are_right() -> None:
-    tiny = MODELS["ltx"]
-    module, arguments = tiny.build(), tiny.arguments()
-    text = arguments["encoder_hidden_states"].shape[1]
-    arguments["encoder_attention_mask"] = random((2, 1, text), 5).abs() * -3 - 0.1
-    seqpar.parallelize(module, Mesh.single())
-    in_double(module)
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            module(**given, return_dict=False)
+        return
     with StayDouble():
-        got = flat(module(**arguments, return_dict=False))
-    assert error(got, tiny.whole(arguments=arguments)) < TOLERANCE
-    seqpar.release(module)
+        got = flat(module(**given, return_dict=False))
+    assert error(got, tiny.whole(arguments=arguments if name == "krea2" else given)) < TOLERANCE
+    assert error(got, tiny.whole(arguments={**given, key: None})) > VISIBLE

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.transformer.parallelize import transformers_of
-from tests.support import ltx_pipelines, pipelines
+from tests.support import pipelines
 from tests.support.diffusers_tiny import moved
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
@@ -66,25 +66,21 @@ def brighter(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str
 
 
 def stopping(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Stop after the second step."""
     pipe._interrupt = step == 1
     return given
 
 
 def unipc(pipe: Any) -> None:
-    """Replace the scheduler by one with history."""
     pipe.scheduler = pipelines.THEIRS.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     )
 
 
 def heun(pipe: Any) -> None:
-    """Replace the scheduler by one with two evaluations a step."""
     pipe.scheduler = pipelines.THEIRS.FlowMatchHeunDiscreteScheduler()
 
 
 def perturbed(kind: str, plain: Callable[[], Any], layers: str) -> Callable[[], Any]:
-    """Return what makes a pipeline of a class with perturbed attention in some layers, of another one's parts."""
 
     def make() -> Any:
         parts = {name: part for name, part in plain().components.items() if part is not None}
@@ -175,12 +171,10 @@ PAGS = {
 }
 SMALL_VIDEO = {"height": 32, "width": 64, "num_frames": 5}
 LTX = {
-    "ltx": Case(ltx_pipelines.ltx, {**SMALL_VIDEO, **SHORT}),
+    "ltx": Case(pipelines.ltx, {**SMALL_VIDEO, **SHORT}),
     # guidance by the text, by a block without attention, and by video and sound apart
     "ltx-2": Case(
-        ltx_pipelines.ltx2,
-        {**SMALL_VIDEO, **ltx_pipelines.LTX2_TEXTS, "spatio_temporal_guidance_blocks": [1]},
-        prompt=None,
+        pipelines.ltx2, {**SMALL_VIDEO, **pipelines.LTX2_TEXTS, "spatio_temporal_guidance_blocks": [1]}, prompt=None
     ),
 }
 CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS | LTX
@@ -188,7 +182,6 @@ CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS | LTX
 
 @cache
 def true_picture(name: str, device: str) -> Tensor:
-    """Return the pictures of the unchanged pipeline, computed in one process on "cpu" or "cuda", in host memory."""
     pipe = CASES[name].pipe().to(device)
     CASES[name].change(pipe)
     return CASES[name].pictures(pipe).cpu()
@@ -229,7 +222,6 @@ def test_calls_of_a_pipeline_make_diffusers_pictures(ranks: Pool, world: int, cf
 
 
 def refused(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor] | str:
-    """Return this rank's pictures after `parallelize`, or the message of the ValueError."""
     try:
         return sharded(rank, world, device, names, cfg)
     except ValueError as error:

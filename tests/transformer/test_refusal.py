@@ -22,7 +22,6 @@ CALL = {"prompt": "a red cat", "height": 20, "width": 12, "num_inference_steps":
 
 
 def with_memory(patch: pytest.MonkeyPatch, left: float) -> None:
-    """Let weights leave so many bytes for decoding."""
 
     def of(vae: Any, mesh: Mesh, transport: str, modules: Any) -> MeshVAE:
         return MeshVAE(vae, mesh, transport, left=lambda: left)
@@ -31,7 +30,6 @@ def with_memory(patch: pytest.MonkeyPatch, left: float) -> None:
 
 
 def called(pipe: Any, **others: Any) -> int:
-    """Return the number of steps that a call of a FLUX pipeline makes."""
     steps = []
 
     def on_step(pipe: Any, step: int, t: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,6 @@ SHAPES = {"flux": (1, 48, 16), "sd3": (1, 4, 12, 16), "wan": (1, 16, 2, 4, 4)}
 
 
 def run(name: str, scheduler: Any, way: str, mesh: Mesh | None = None, **arguments: Any) -> Tensor:
-    """Return the last latents of a tiny pipeline, whose bf16 weights and noise are the same in each way."""
     THEIRS.utils.logging.set_verbosity_error()  # about `to`
     pipe = getattr(pipelines, name)().to(torch.bfloat16).to(torch.float64 if way == "truth" else torch.bfloat16)
     pipe.scheduler = scheduler

@@ -1,40 +1,49 @@
 # pyright cannot infer the types of diffusers' modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""Tests what users do with a transformer besides calling it: offload, compile, copy, save, LoRA between pictures."""
+"""Tests what users do with a transformer besides calling it: offload, wrap its methods, replace its VAE, train it.
+
+Last: what stays of pipelines that are parallelized, called and released or dropped, in long Python sessions.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import gc
 import io
-import tempfile
+import os
+import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch import nn
 
 import seqpar
 from seqpar.graphs.graphs import Graphs
 from seqpar.mesh.mesh import Mesh
+from seqpar.transformer import parallelize
 from seqpar.transformer.parallelize import passing
+from tests.support import pipelines
+from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
-from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
+from tests.support.sharded import CPU, TOLERANCE, VISIBLE, arguments, error, raised, theirs, tiny
 from tests.transformer.test_changes import Captures
+from tests.transformer.test_lora import add
 from tests.transformer.test_pipelines import CASES
 from tests.transformer.test_pipelines import TOLERANCE as PICTURE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
-CPU = torch.device("cpu")
-VISIBLE = 1e-3
 
 
 def sequential(module: Any) -> None:
@@ -57,8 +66,7 @@ MANAGED: dict[str, Callable[[Any], None]] = {
 
 
 def offloaded(rank: int, world: int, device: torch.device, how: str, wished: bool) -> str:
-    """Return the message with which a call refuses weights that travel between host and GPU."""
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     mesh = mesh_for("ulysses", world, device)
     before = tiny().to(device)
     MANAGED[how](before)
@@ -109,7 +117,7 @@ def hooks_everywhere(module: Any) -> None:
 def test_reasons_of_one_kind_are_one_line(
     capfd: pytest.CaptureFixture[str], change: Callable[[Any], None], reason: str
 ) -> None:
-    module, given = tiny(), arguments("dev")
+    module, given = tiny(), arguments()
     truth = theirs(module, given)
     change(module)
     seqpar.parallelize(module, Mesh.single())
@@ -120,8 +128,7 @@ def test_reasons_of_one_kind_are_one_line(
 
 
 def dispatched(rank: int, world: int, device: torch.device, wished: bool) -> tuple[float, str]:
-    """Return the error of a transformer that accelerate has dispatched to one device, and what is printed."""
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     truth = theirs(module, given)
     accelerate.dispatch_model(module, {"": device}, force_hooks=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -141,36 +148,12 @@ def test_a_transformer_on_one_device_is_not_offloaded(ranks: Pool, world: int, w
     assert ("4 blocks by fused kernels" in printed) == wished
 
 
-def surface(rank: int, world: int, device: torch.device) -> str:
-    """Check a parallelized transformer's config, folder and contexts; return the message for a copy."""
-    module, given = tiny().to(device), arguments("dev", device=device)
-    before = {key: x.clone() for key, x in module.state_dict().items()}
-    seqpar.parallelize(module, make_mesh(device))
-    theirs(module, given)
-    assert (module.config.in_channels, module.config["in_channels"], module.dtype) == (8, 8, torch.float64)
-    with tempfile.TemporaryDirectory() as folder, module.cache_context("cond"):
-        module.save_pretrained(folder)
-        read: Any = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.float64)
-    assert all(torch.equal(x.to(device), before[key]) for key, x in read.state_dict().items())
-    with pytest.raises(ValueError, match="cannot be copied") as raised:
-        copy.deepcopy(module)
-    seqpar.release(module)
-    assert torch.equal(theirs(copy.deepcopy(module), given), theirs(module, given))
-    assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_parallelized_transformer_keeps_its_surface(ranks: Pool, world: int) -> None:
-    assert all("release" in copied for copied in ranks.run(world, surface))
-
-
 def refreshed(rank: int, world: int, device: torch.device, wished: bool) -> list[float]:
     """Return the errors of calls before and after a weight is replaced, which calls notice only after `refresh`.
 
     It is called without need, and between a step's two calls, as well.
     """
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     seqpar.parallelize(module, mesh_for("ulysses", world, device), native=wished)
     call: Any = module.forward
     call.graphs, truth = Graphs(call.mesh, Captures(), call.check_delivered), theirs(tiny().to(device), given)
@@ -212,8 +195,7 @@ def step_cache(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def three(module: Any, device: torch.device) -> list[torch.Tensor]:
-    """Return the results of three calls: of the second 7 of 13 tokens have moved by 1, most of them on rank 0."""
-    given = arguments("dev", device=device)
+    given = arguments(device)
     tokens = torch.arange(13, device=device)[:, None]
     moves = (tokens < 0, tokens < 7, tokens >= 0)
     return [theirs(module, {**given, "hidden_states": given["hidden_states"] + move}) for move in moves]
@@ -252,7 +234,6 @@ def remove_forward(module: Any) -> None:
 
 
 def restored(work: Callable[[], Any]) -> Any:
-    """Return the result of work, or the message of its ValueError, with the class of FLUX.1 as it was before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FluxTransformer2DModel, "forward", FluxTransformer2DModel.forward)
         try:
@@ -262,7 +243,6 @@ def restored(work: Callable[[], Any]) -> Any:
 
 
 def largest(outs: list[torch.Tensor], change: Callable[[Any], None], device: torch.device) -> float:
-    """Return the largest error of `three` to those of a plain transformer with the same change."""
 
     def true() -> list[torch.Tensor]:
         module = tiny().to(device)
@@ -288,8 +268,6 @@ FORWARDS: dict[str, tuple[Callable[[Any], None], str | None, str | None]] = {
     "another forward of the class": (replace_class, OWN, OWN),
     "a class of its own": (subclass, "TeaFlux overrides forward, which may decide by one rank's tokens", ""),
 }
-# (ranks, of them on the cfg axis): alone, branches only, split by two and three
-LAYOUTS = [(1, 1), (2, 2), (2, 1), (3, 1)]
 
 
 def with_forward(rank: int, world: int, device: torch.device, name: str, cfg: int, early: bool) -> Any:
@@ -312,9 +290,15 @@ def with_forward(rank: int, world: int, device: torch.device, name: str, cfg: in
     return restored(work)
 
 
-@pytest.mark.parametrize(("world", "cfg"), LAYOUTS)
-@pytest.mark.parametrize(("name", "early"), [(name, early) for name in FORWARDS for early in (True, False)][:-1])
-def test_a_users_forward_is_right_or_refused(ranks: Pool, name: str, early: bool, world: int, cfg: int) -> None:
+EARLY = [(name, early) for name in FORWARDS for early in (True, False)][:-1]
+# tokens that are shared by two or three ranks; one rank, or two with branches of their own
+LAYOUTS = [
+    (*layouts[index % 2], *row) for layouts in (((2, 1), (3, 1)), ((2, 2), (1, 1))) for index, row in enumerate(EARLY)
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "name", "early"), LAYOUTS)
+def test_a_users_forward_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str, early: bool) -> None:
     """Ranks that decided by their own tokens would decide otherwise than each other.
 
     What may decide so is refused where tokens are split, and runs as it is elsewhere.
@@ -340,7 +324,7 @@ def test_negative_control_the_cache_skips_a_call() -> None:
 
 def alone(rank: int, world: int, device: torch.device) -> tuple[str, str]:
     """Return the messages where the last rank alone has another forward, and where no rank has ours any more."""
-    module, given = tiny().to(device), arguments("dev", device=device)
+    module, given = tiny().to(device), arguments(device)
     seqpar.parallelize(module, make_mesh(device, cfg=1), native=False)
     call = module.forward
     if rank == world - 1:
@@ -363,30 +347,22 @@ def test_a_forward_that_is_replaced_on_one_rank_is_one_error_on_all(ranks: Pool)
 # Wrappers around a pipeline's transformer and VAE ------------------------------------------------------------
 
 
-def with_partial(method: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(method)
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "wraps": lambda method: wraps(method)(lambda *args, **kwargs: method(*args, **kwargs)),
+    "partial": partial,
+    "compile": lambda method: torch.compile(method, backend="eager"),
+    "nothing copied": lambda method: lambda *args, **kwargs: method(*args, **kwargs),
+}
 
 
-def with_wraps(method: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
-
-
-def with_compile(method: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(method, backend="eager")
-
-
-def with_nothing_copied(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: method(*args, **kwargs)
-
-
-def wrapped_pipeline(rank: int, world: int, device: torch.device, wrap: Any) -> tuple[list[float], str]:
+def wrapped_pipeline(rank: int, world: int, device: torch.device, wrapper: str) -> tuple[list[float], str]:
     """Return a pipeline's errors with wrappers around its methods, after the release and again; and what is printed."""
     case = replace(CASES["flux"], output="pt")
     truth, pipe = case.pictures(case.pipe().to(device)), case.pipe().to(device)
     with redirect_stdout(io.StringIO()) as out:
         seqpar.parallelize(pipe, make_mesh(device, cfg=1))
         for part, name in ((pipe.transformer, "forward"), (pipe.vae, "decode")):
-            setattr(part, name, wrap(getattr(part, name)))
+            setattr(part, name, WRAPPERS[wrapper](getattr(part, name)))
         pictures = [case.pictures(pipe, rank) for _ in range(2)]
         with passing(pipe, lambda: None):
             pictures.append(case.pictures(pipe, rank))
@@ -398,13 +374,278 @@ def wrapped_pipeline(rank: int, world: int, device: torch.device, wrap: Any) -> 
     return [float((x - truth).abs().max()) for x in pictures], out.getvalue()
 
 
-@pytest.mark.parametrize("wrap", [with_wraps, with_partial, with_compile, with_nothing_copied])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_methods_of_a_pipelines_parts_may_be_wrapped(ranks: Pool, world: int, wrap: Any) -> None:
+@pytest.mark.parametrize(("world", "wrapper"), [(1, "wraps"), (2, "partial"), (3, "compile"), (2, "nothing copied")])
+def test_methods_of_a_pipelines_parts_may_be_wrapped(ranks: Pool, world: int, wrapper: str) -> None:
     """A wrapper stays after the release; a VAE that is shared with a decode of its own decodes whole images."""
-    for rank, (errors, said) in enumerate(ranks.run(world, wrapped_pipeline, wrap)):
+    for rank, (errors, said) in enumerate(ranks.run(world, wrapped_pipeline, wrapper)):
         assert max(errors) < PICTURE
         assert said.count("stays the forward of the released FluxTransformer2DModel") == (rank == 0)
         assert said.count("the decode that was set on the AutoencoderKL stays") == (rank == 0)
         whole = "every rank decodes whole images, because its decode was replaced by another function"
         assert said.count(whole) == (rank == 0 and world > 1)
+
+
+# What stays ----------------------------------------------------------------------------------------------------
+
+ROUNDS = 20
+KEPT = ("descriptors", "threads", "process groups", "mappings")
+
+
+def kept() -> list[int]:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    lines = Path("/proc/self/maps").read_bytes().count(b"\n")
+    return [*(len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")), groups, lines]
+
+
+def by_release(module: nn.Module, rank: int, number: int) -> None:
+    seqpar.release(module)
+
+
+def by_collection(module: nn.Module, rank: int, number: int) -> None:
+    """Rank 1 collects later than rank 0, after its next call."""
+
+
+def by_another_thread(module: nn.Module, rank: int, number: int) -> None:
+    """Collect what the round before has left in another thread, as a group of NCCL is: its ranks end it together."""
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+
+
+def by_error(module: nn.Module, rank: int, number: int) -> None:
+    """After the release, a call that finds the transformer wrong only when its mesh is there."""
+    seqpar.release(module)
+    other = tiny()
+    other.set_attention_backend("native")
+    with pytest.raises(ValueError, match="Attention backend native"):
+        seqpar.parallelize(other)
+
+
+ENDS: dict[str, Callable[[nn.Module, int, int], None]] = {
+    "released": by_release,
+    "collected": by_collection,
+    "collected by another thread": by_another_thread,
+    "refused": by_error,
+}
+
+
+def grown(rank: int, world: int, device: torch.device, how: str, transport: str) -> dict[str, int]:
+    before = list[int]()
+    for number in range(ROUNDS + 4):
+        module = tiny(num_layers=1, num_single_layers=1).to(device)
+        seqpar.parallelize(module, transport=transport)
+        theirs(module, arguments(device))
+        ENDS[how](module, rank, number)
+        del module
+        if how != "collected" or rank == 0 or number % 2:
+            gc.collect()
+        if number == 3:
+            before = kept()
+    return {name: new - old for name, new, old in zip(KEPT, kept(), before, strict=True)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ENDS)
+def test_nothing_stays_of_a_session(ranks: Pool, how: str) -> None:
+    """A socket, a thread or a group that stayed of every round would be there 20 times."""
+    for more in ranks.run(2, grown, how, "peer" if how == "released" else "collective"):
+        assert max(more.values()) < ROUNDS // 2, more
+        assert more["process groups"] <= 1  # that which the next `parallelize` ends
+
+
+def test_release_restores_what_was_set_on_the_objects_before() -> None:
+    pipe = pipelines.flux()
+    objects = (pipe.transformer, pipe.vae)
+    for part in objects:
+        for name in ("forward", "decode", "cache_context"):
+            if hasattr(part, name):
+                setattr(part, name, getattr(part, name))  # a bound method, now the object's own attribute
+    before = [{name: x for name, x in vars(part).items() if not name.startswith("_")} for part in objects]
+    other = pipelines.flux()
+    other.vae = pipe.vae  # a decoder that two pipelines share
+    for each in (pipe, other):
+        seqpar.parallelize(each, Mesh.single())
+    seqpar.release(pipe)
+    assert vars(pipe.vae)["decode"] is not before[1]["decode"]
+    seqpar.release(other)
+    for part, wanted in zip(objects, before, strict=True):
+        assert {name: x for name, x in vars(part).items() if not name.startswith("_")} == wanted
+
+
+def rounds(rank: int, world: int, device: torch.device) -> list[int]:
+    """Return the numbers of process groups after rounds of `parallelize` and `release`, one with a caller's mesh.
+
+    In each round, calls fail first: rank 1 cannot move the transformer, and then it cannot be computed.
+    """
+
+    def fails(*_: object) -> NoReturn:
+        raise ValueError("failed")
+
+    given, counts, module = mesh_for("ulysses", world, device), [], tiny().to(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelize, "_has_host", lambda mesh: False)
+        patch.setattr(parallelize, "BACKENDS", "gloo" if device.type == "cpu" else parallelize.BACKENDS)
+        for mesh in (given, None, given, None):
+            for name in ["refuse", "_move"][: 1 + rank]:
+                with pytest.MonkeyPatch.context() as broken:
+                    broken.setattr(parallelize, name, fails)
+                    assert "failed" in raised(lambda mesh=mesh: seqpar.parallelize(module, mesh))
+            if rank != 1:
+                assert raised(lambda mesh=mesh: seqpar.parallelize(module, mesh)) == "rank 1: failed"
+            counts.append(len(dist.distributed_c10d._world.pg_names))
+            seqpar.parallelize(module, mesh)
+            counts.append(len(dist.distributed_c10d._world.pg_names))
+            theirs(module, arguments(device))
+            seqpar.release(module)
+    seqpar.parallelize(module, given)  # the caller's mesh still works
+    theirs(module, arguments(device))
+    seqpar.release(module)
+    return counts
+
+
+def test_release_frees_the_process_groups_of_parallelize(ranks: Pool) -> None:
+    for counts in ranks.run(2, rounds):
+        assert len(set(counts[::2])) == 1
+        assert min(counts[1::2]) > counts[0]
+
+
+# Another VAE ---------------------------------------------------------------------------------------------------
+
+CALL: dict[str, Any] = {"prompt": "a red cat", "height": 16, "width": 16, "num_inference_steps": 2}
+CALL |= {"max_sequence_length": 16, "output_type": "pt"}
+
+
+class Around(nn.Module):
+    """A user's own class around a VAE."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattr__("vae"), name) if name != "vae" else super().__getattr__(name)
+
+
+def with_another_vae(rank: int, world: int, device: torch.device, on: tuple[int, ...]) -> tuple[list[str], Any]:
+    """Return the messages of a pipeline whose VAE is replaced on some ranks, and pictures with a wrapper around it."""
+    pipe: Any = seqpar.parallelize(pipelines.flux().to(device), make_mesh(device, cfg=1))
+    shared, messages = pipe.vae, list[str]()
+
+    def picture() -> torch.Tensor:
+        return pipe(**CALL, generator=torch.Generator().manual_seed(rank)).images  # ranks draw other noise
+
+    pictures = [picture()]
+    for _ in range(2):
+        if rank in on:
+            pipe.vae = pipelines.decoder(9).to(device)
+        with pytest.raises(ValueError, match="VAE was replaced after parallelize") as raised:
+            picture()
+        messages.append(str(raised.value))
+    for pipe.vae in (shared, Around(shared), torch.compile(shared)):
+        pictures.append(picture())
+    pipe.vae = pipelines.decoder(9).to(device)
+    seqpar.release(pipe)
+    pipe = seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    return messages, torch.stack([*pictures, picture()])
+
+
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=str)
+def test_another_vae_is_refused_alike_on_all_ranks(ranks: Pool, on: tuple[int, ...]) -> None:
+    (first, pictures), (second, others) = ranks.run(2, with_another_vae, on)
+    assert first == second
+    assert "Call seqpar.release, replace the VAE" in first[0]
+    assert torch.equal(pictures, others)
+    assert (pictures[:4] - pictures[0]).abs().max() < 1e-9
+    assert (pictures[4] - pictures[0]).abs().max() > 1e-2
+
+
+# Gradients -----------------------------------------------------------------------------------------------------
+
+
+def adapted(module: Any) -> None:
+    add(module, "a", seed=1)
+    for name, weight in module.named_parameters():
+        weight.requires_grad_("lora" in name)
+
+
+def trained(module: Any) -> None:
+    adapted(module)
+    module.train()
+
+
+GRADS: dict[str, tuple[Callable[[Any], object], bool, str | None]] = {
+    "frozen": (lambda module: None, True, None),
+    "no_grad": (lambda module: module.requires_grad_(), False, None),
+    "fresh": (lambda module: module.requires_grad_(), True, "require gradients, but parallelize supports inference"),
+    "adapter": (adapted, True, "require gradients, but parallelize supports inference"),
+    "training": (trained, True, "is in training mode"),
+    "validation": (trained, False, None),
+}
+
+
+def in_grad_mode(rank: int, world: int, device: torch.device, how: str, on: int | None) -> tuple[str, str, float]:
+    """Return what is raised and printed by calls in grad mode, or without, and the error of a result.
+
+    on: the only rank in grad mode, or None for all.
+    """
+    change, wants, _ = GRADS[how]
+    module, given, errors = tiny(num_layers=1).to(device), arguments(device), [0.0]
+    change(module)
+    truth = theirs(module, given)
+
+    def calls() -> None:
+        for _ in range(2):
+            with torch.set_grad_enabled(wants and on in (None, rank)), StayDouble():
+                result = module(**given).sample
+            assert not result.requires_grad
+            errors.append(error(result, truth))
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        seqpar.parallelize(module, make_mesh(device, cfg=1))
+        before = len(out.getvalue())
+        message = raised(calls)
+    return message, out.getvalue()[before:], max(errors)
+
+
+@pytest.mark.parametrize(
+    ("how", "world"), [*((how, 1 + index % 2) for index, how in enumerate(GRADS)), ("training", 2)]
+)
+def test_calls_in_grad_mode_say_that_they_have_no_gradients(ranks: Pool, how: str, world: int) -> None:
+    text = GRADS[how][-1]
+    for rank, (message, printed, wrong) in enumerate(ranks.run(world, in_grad_mode, how, None)):
+        assert wrong < 1e-9
+        if how == "training":
+            assert str(text) in message
+        else:
+            assert message == "nothing was raised"
+            assert printed.count("\n") == (1 if text and rank == 0 else 0)
+            assert text is None or rank > 0 or text in printed
+
+
+def test_training_on_one_rank_alone_is_refused_on_all(ranks: Pool) -> None:
+    first, second = (message for message, *_ in ranks.run(2, in_grad_mode, "training", 1))
+    assert first == second
+    assert first.startswith("rank 1: FluxTransformer2DModel is in training mode")
+
+
+# Models without some blocks ------------------------------------------------------------------------------------
+
+
+def without_blocks(rank: int, world: int, device: torch.device, native: bool) -> list[float]:
+    """Return the errors of transformers without one kind of blocks, for a text of one token, too."""
+    found, given = [], arguments(device)
+    few = {name: given[name].narrow(dim, 0, 1) for name, dim in (("encoder_hidden_states", 1), ("txt_ids", 0))}
+    for name in ("num_layers", "num_single_layers"):
+        module: Any = tiny(**{name: 0}).to(device)
+        for call in (given, {**given, **few}):
+            truth = theirs(module, call)
+            seqpar.parallelize(module, mesh_for("ulysses", world, device), native=native)
+            found.append((theirs(module, call) - truth).abs().max().item())
+            seqpar.release(module)
+    return found
+
+
+@pytest.mark.parametrize(("world", "native"), [(1, True), (3, True), (3, False)])
+def test_an_empty_list_of_blocks_is_skipped(ranks: Pool, world: int, native: bool) -> None:
+    for found in ranks.run(world, without_blocks, native):
+        assert max(found) < 1e-12

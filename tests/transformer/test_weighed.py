@@ -26,7 +26,7 @@ from tests.support.meshes import EXACT, LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import refused as why_refused
 from tests.support.pool import Pool
-from tests.transformer.test_body import TOLERANCE, VISIBLE, Outputs, body_of, captured, error
+from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, captured, error
 
 TEXT, IMAGE = 7, 15  # tokens of the tiny Chroma
 # kind of mask -> the tokens that are zeros in it, in all rows or in the first one
@@ -46,7 +46,6 @@ WEIGHED = {"alike": 3, "all": 7, "two": 2}  # how many tokens of padding attenti
 
 
 def mask_of(kind: str, batch: int) -> Tensor:
-    """Return a mask (B, L) for the tokens of text and image."""
     mask = torch.ones(batch, TEXT + IMAGE).double()
     mask[: 1 if kind == "unlike" else batch, list(ZEROS[kind])] = 0
     return mask.bool() if kind == "bool" else mask
@@ -140,7 +139,6 @@ def test_what_was_read_of_a_mask_counts_until_it_is_written_and_for_texts_of_its
 
 
 def verified(rank: int, world: int, device: torch.device, fault: bool) -> str:
-    """Return what verifying a call in fp32 finds."""
     module = MODELS["chroma"].build().float().to(device)
     given = cast(arguments("alike", device), torch.float64, torch.float32)
     seqpar.parallelize(module, mesh_for("ulysses", world, device), strategy="ulysses")
@@ -180,7 +178,6 @@ def test_masks_of_other_tokens_or_rows_are_refused_on_all_ranks_alike(ranks: Poo
 
 
 def guided(rank: int, world: int, device: torch.device, axes: dict[str, int]) -> tuple[list[Tensor], int]:
-    """Return the results of both branches in some steps, whose texts have 3 and 2 tokens of padding, and the graphs."""
     module, strategy = MODELS["chroma"].build().to(device), "ulysses"
     seqpar.parallelize(module, make_mesh(device, **axes), strategy=strategy)
     in_double(module)
@@ -193,7 +190,6 @@ def guided(rank: int, world: int, device: torch.device, axes: dict[str, int]) ->
 
 
 def steps(module: Any, device: torch.device) -> list[Tensor]:
-    """Return both branches' results of four steps."""
     results = []
     with torch.no_grad(), StayDouble():
         for step in range(4):

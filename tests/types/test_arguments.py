@@ -21,8 +21,8 @@ from tests.support import pipelines
 from tests.support.diffusers_tiny import SD3
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
+from tests.support.sharded import arguments, tiny
 from tests.support.tiny import CLASSES, diffusers_dit
-from tests.support.tiny_flux import arguments, tiny
 
 NOISE = draw_noise((1, 4, 8, 8), torch.Generator().manual_seed(0))
 SETTINGS: dict[str, Any] = {"steps": 2, "guidance": Guidance(3.0)}
@@ -207,7 +207,7 @@ def not_finite(rank: int, world: int, device: torch.device) -> list[str]:
     """Return what calls of a transformer tell of numbers on the host that one rank alone has."""
     module: Any = tiny()
     parallelize(module.to(device), make_mesh(device, cfg=1))
-    given, factor = arguments("dev", device=device), torch.tensor([float("nan"), 1])
+    given, factor = arguments(device), torch.tensor([float("nan"), 1])
     wrong = {name: (given[name].cpu() * factor).to(given[name].dtype) for name in NUMBERS}
     calls = [{name: wrong[name] if rank == where else given[name].cpu()} for where in (0, 1) for name in NUMBERS]
     return [refusal(lambda mine=mine: float(module(**{**given, **mine}).sample.sum())) for mine in calls]

@@ -1,6 +1,6 @@
 """The square of the positive part of each value, as some models have it between the products of their MLP.
 
-Only `tests/test_one_file.py` adds this kernel to the folder; `toy_labels`, a model that it adds too, calls it.
+Only `tests/test_one_file.py` adds this kernel to the folder; a model would call it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,6 @@ class Model(SequenceModel):
         self.final = nn.ModuleDict({"image": nn.Linear(width, 4 * patch), "token": nn.Linear(width, TOKEN)})
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return rotary rows; text positions count from 100."""
         starts, dim = {"text": 100.0, "image": 0.0, "token": 50.0}, self.config.attention_head_dim
         found = {}
         for name, length in lengths.items():
@@ -96,7 +95,6 @@ class Model(SequenceModel):
         return found
 
     def encode(self, **prompt: Tensor) -> Encoded:
-        """Return the projected text."""
         if self.config.fresh:
             return Encoded(pooled=prompt)
         text = self.into["text"](prompt["text"].to(self.pooled.weight.dtype))
@@ -113,7 +111,6 @@ class Model(SequenceModel):
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """See `SequenceModel`."""
         dtype = self.pooled.weight.dtype
         ready = () if self.config.fresh else ("text",)
         x = {
@@ -132,7 +129,6 @@ class Model(SequenceModel):
         return {name: self.final[name](x[name]) for name in self.STATE}
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return zeros of the same length."""
         return {name: torch.zeros_like(x) for name, x in prompt.items()}
 
 

@@ -34,7 +34,6 @@ class Pipeline(FromTexts):
 
     @staticmethod
     def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the tensors of a prompt."""
         return {"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}
 
     def latents(
@@ -61,11 +60,9 @@ class Files(own_loop.Files):
 
     @staticmethod
     def locate(name: str | Path | Blueprint) -> Files:
-        """Find a toy."""
         return Files(locate(name))
 
     def check(self, request: GenerationRequest) -> OwnJob:
-        """Return the job of a request."""
         request.needs_prompts()
         prompts, scheduler = request.pictures, DDIMScheduler(clip_sample=False)
         timed(scheduler, request.steps)

@@ -25,12 +25,10 @@ LONGEST_S = 0.003
 
 
 def why_not(mesh: Mesh) -> str | None:
-    """Return None, because it works on any mesh."""
     return None
 
 
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
-    """Return None, because it works between any ranks."""
     return None
 
 
@@ -92,17 +90,14 @@ class DelayedToHeads:
         self._finish: Callable[[], None] | None = None
 
     def outboxes(self) -> Outboxes:
-        """Return the outboxes; poison them and what was delivered last."""
         self._finish = None
         poison(*self._outgoing, self._slab)
         return self._boxes
 
     def start(self) -> None:
-        """Send q, k, v as they are now."""
         self._finish = begun(self._axis, self._outgoing, self._incoming)
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Deliver the data (see `seqpar.transports._exchanges.ToHeads`)."""
         (self._finish or begun(self._axis, self._outgoing, self._incoming))()
         q, k, v = self._slab.transpose(0, 1).split(self._split, dim=2)
         return q, k, v
@@ -122,12 +117,10 @@ class DelayedToTokens:
         self._incoming = [self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size)]
 
     def outboxes(self) -> Destinations:
-        """Return the outboxes; poison them and what was delivered last."""
         poison(*self._boxes, self._out)
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """Deliver the data (see `seqpar.transports._exchanges.ToTokens`)."""
         swap(self._axis, self._boxes, self._incoming)
         return self._out
 
@@ -149,22 +142,18 @@ class DelayedKeyValues:
         self._boxes = Outboxes([Outbox(self._q.transpose(0, 1), k, v, heads, kv_heads)])
 
     def outboxes(self) -> Outboxes:
-        """Return the outboxes; poison them and what was delivered last."""
         self._finish.clear()
         poison(self._q, *self._mine, *self._all)
         return self._boxes
 
     def start(self) -> None:
-        """Send k and v as they are now."""
         self._start(0)
         self._start(1)
 
     def start_keys(self) -> None:
-        """Send k as it is now."""
         self._start(0)
 
     def start_values(self) -> None:
-        """Send v as it is now."""
         self._start(1)
 
     def _start(self, part: int) -> None:
@@ -173,7 +162,6 @@ class DelayedKeyValues:
         poison(self._mine[part])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Deliver the data (see `seqpar.transports._exchanges.KeyValues`)."""
         for part in range(2):
             if part not in self._finish:
                 self._start(part)
@@ -190,12 +178,10 @@ class DelayedRotation:
         self._mine = like.new_empty(sizes[axis.rank], *shape)
 
     def outbox(self) -> Tensor:
-        """Return the poisoned outbox."""
         poison(self._mine)
         return self._mine
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each block and pass it on (see `seqpar.transports._exchanges.Rotation`)."""
         count, block, nothing = self._axis.size, self._mine.clone(), self._mine[:0]
         after, before = (self._axis.rank + 1) % count, (self._axis.rank - 1) % count
         poison(self._mine)
@@ -216,12 +202,10 @@ class DelayedGather:
         self._mine, self._whole = like.new_empty(sizes[axis.rank], *shape), like.new_empty(sum(sizes), *shape)
 
     def outbox(self) -> Tensor:
-        """Return the outboxes; poison them and what was delivered last."""
         poison(self._mine, self._whole)
         return self._mine
 
     def deliver(self) -> Tensor:
-        """Deliver the data (see `seqpar.transports._exchanges.Gather`)."""
         swap(self._axis, [self._mine.clone() for _ in self._sizes], self._whole.split(self._sizes))
         return self._whole
 
@@ -233,7 +217,6 @@ class DelayedHalo:
         self._axis, self._nothing = axis, like.new_empty(0)
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Swap the edges (see `seqpar.transports._exchanges.Halo`)."""
         outgoing, incoming = ([self._nothing] * self._axis.size for _ in range(2))
         for step, mine, theirs in ((-1, first, before), (1, last, after)):
             if mine is not None:

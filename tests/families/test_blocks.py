@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
 
+import seqpar
 from seqpar.families import flux3, z_image
 from seqpar.families._cuts import Cuts, Joint
 from seqpar.families._find import BLOCKS, CUTS
@@ -26,16 +29,17 @@ from seqpar.families._find import FUSED as FILES_WITH_BLOCKS
 from seqpar.kernels import adaln, prepare
 from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import ShardedAttention
-from seqpar.transformer.blocks import BlockHook
+from seqpar.transformer.blocks import NO_ROOM, BlockHook, FusedBlocks
 from tests.support import families_page
 from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, short_truth, truth
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS
+from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, computed, error
 from tests.transformer.test_lora import add, step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # peft warns of a second adapter
 ROUNDED = 1e-6
 # how the classes begin whose blocks have functions
 KINDS = ("Chroma", "CogVideoX", "Flux", "HunyuanVideo", "Krea2", "LTX", "QwenImage", "SD3", "Wan", "ZImage")
@@ -384,28 +388,41 @@ def test_what_a_function_does_not_take_is_computed_by_diffusers_own(
     assert capfd.readouterr().out.count("because attention has the arguments attention_mask") >= 1
 
 
-STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
+STORY = ("load", "one", "both", "a call's scale", "scale", "disable", "enable", "delete", "unload")
+FUSING = ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload")  # by new data, then in place
+STORIES = [
+    *((1 + index % 3, name, True, STORY) for index, name in enumerate(("qwen", "wan", "flux", "z_image", "krea2"))),
+    *((2, name, True, STORY) for name in ("hunyuan15", "sd3_dual")),
+    (3, "flux", False, STORY),
+    (2, "flux", True, FUSING),
+    (2, "flux", False, FUSING),
+]
 
 
-def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
-    """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = (
-        MODELS[name],
-        [],
-        "attention_kwargs" if name in ("krea2", "qwen", "wan", "hunyuan15") else "joint_attention_kwargs",
-    )
+def story(
+    rank: int, world: int, device: torch.device, name: str, fused: bool, actions: tuple[str, ...]
+) -> tuple[list[tuple[float, int, str]], bool, float]:
+    """Return the error after each thing that a user does with adapters, the functions' calls, and what computes.
+
+    Then return whether the bits are at last those of the beginning, and how much adapters have changed.
+    """
+    tiny, answers, largest = MODELS[name], [], 0.0
+    options = "attention_kwargs" if name in ("krea2", "qwen", "wan", "hunyuan15") else "joint_attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
-        body = body_of(module, world, device, "ulysses", fused=True)
-        for action in STORY:
-            for one in (module, whole):
-                act(one, action)
+        body = body_of(module, world, device, fused=fused)
+        before, got, key = called(body, tiny.arguments(device)), (), body.sharded.key()
+        for action in actions:
+            act(module, action)
+            act(whole, action)
             given = tiny.arguments(device)
             given |= {options: {"scale": 0.4}} if action == "a call's scale" else {}
+            assert (body.sharded.key() != key) is (action != "a call's scale"), action
             calls.clear()
             got, wanted = called(body, given), tiny.whole(whole, copy.deepcopy(given))
-            told.append((action, error(got, wanted), len(calls), body.sharded.texts()["computation"]))
-    return told
+            key, largest = body.sharded.key(), max(largest, error(got, before))
+            answers.append((error(got, wanted), len(calls), body.sharded.texts()["computation"]))
+    return answers, all(map(torch.equal, got, before)), largest
 
 
 def act(module: Any, action: str) -> None:
@@ -417,18 +434,18 @@ def act(module: Any, action: str) -> None:
         step(action, module)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "hunyuan15"), (2, "sd3_dual"), (2, "z_image"), (2, "krea2")],
-)
-def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
-    count = len(blocks_named(name))
-    for told in ranks.run(world, story, name):
-        for action, wrong, calls, computation in told:
+@pytest.mark.parametrize(("world", "name", "fused", "actions"), STORIES)
+def test_adapters_are_merged_and_unloading_restores_the_bits(
+    ranks: Pool, world: int, name: str, fused: bool, actions: tuple[str, ...]
+) -> None:
+    count = len(blocks_named(name)) if fused else 0
+    for answers, restored, largest in ranks.run(world, story, name, fused, actions):
+        for action, (wrong, calls, computation) in zip(actions, answers, strict=True):
             assert wrong < TOLERANCE, action
             assert calls == count, action
-            assert computation.startswith(f"{count} blocks by fused kernels")
+            assert not fused or computation.startswith(f"{count} blocks by fused kernels")
+        assert restored or actions is FUSING  # which rounds
+        assert largest > VISIBLE
 
 
 def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,3 +498,88 @@ def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: 
     tiny, device = MODELS["flux3_reference"], ranks.device
     called(body_of(tiny.build().to(device), 1, torch.device(device), fused=True), tiny.arguments(device))
     assert calls == [1, 1, 1, 2]  # of text, image and reference alone, then of all
+
+
+# Adapters whose copies of weights do not fit into the memory
+
+# what a user does -> whether copies have room, whether functions compute the blocks then, whether the reason is told
+SHORT = {
+    "nothing": (True, True, False),
+    "load": (False, False, True),
+    "both": (True, False, True),
+    "unload": (True, True, False),
+    "load again": (True, True, False),
+    "a call's scale": (False, False, False),  # one rank computes this call; all ranks learn the reason at the next one
+    "enable": (True, False, True),
+}
+
+
+@contextmanager
+def room_for(copies: float) -> Iterator[list[ref[Tensor]]]:
+    """Let memory be too small for more copies than some, and note those that are made."""
+    made, copy_into = list[ref[Tensor]](), adopt.copied_into
+
+    def copied(like: Tensor, room: Tensor | None) -> Tensor:
+        if len(made) >= copies:
+            raise torch.OutOfMemoryError("out of memory")
+        mine = copy_into(like, room)
+        made.append(ref(mine))
+        return mine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adopt, "copied_into", copied)
+        yield made
+
+
+def short(
+    rank: int, world: int, device: torch.device, actions: tuple[str, ...]
+) -> tuple[list[tuple[float, int, str, bool]], str]:
+    """Return, after each action, the error, the functions' calls, what computes, whether copies exist; what is printed.
+
+    Where copies do not fit, only the last rank lacks room, for the fourth one.
+    """
+    tiny, answers, copies = MODELS["wan"], [], list[ref[Tensor]]()
+    module, whole = tiny.build().to(device), tiny.build().to(device)
+    with counted() as calls, redirect_stdout(StringIO()) as printed:
+        for action in actions:
+            for one in (module, whole) if action != "nothing" else ():
+                act(one, action.removesuffix(" again"))
+            given = tiny.arguments(device)
+            given |= {"attention_kwargs": {"scale": 0.4}} if action == "a call's scale" else {}
+            calls.clear()
+            lacks = rank == world - 1 and not SHORT[action][0]
+            with room_for(3 if lacks else torch.inf) as made, StayDouble(), torch.no_grad():
+                if not answers:
+                    seqpar.parallelize(module, make_mesh(device, cfg=1))
+                    in_double(module)
+                got = flat(module(**given, return_dict=False))
+                wanted = flat(whole(**copy.deepcopy(given), return_dict=False))
+            copies += made
+            told, exist = module.forward.sharded.texts(), any(one() is not None for one in copies)
+            answers.append((error(got, wanted), len(calls), told["computation"], exist))
+    seqpar.release(module)
+    return answers, printed.getvalue()
+
+
+@pytest.mark.parametrize(("world", "actions"), [(1, tuple(SHORT)), (2, tuple(SHORT)[:5]), (2, ("load",))])
+def test_adapters_whose_copies_do_not_fit_on_one_rank_are_left_to_diffusers_own(
+    ranks: Pool, world: int, actions: tuple[str, ...]
+) -> None:
+    for rank, (answers, printed) in enumerate(ranks.run(world, short, actions)):
+        for action, (wrong, calls, computation, exist) in zip(actions, answers, strict=True):
+            _, fused, says = SHORT[action]
+            assert wrong < TOLERANCE, action
+            assert calls == (2 if fused else 0), action
+            assert (NO_ROOM in computation) is says, action
+            assert exist is (action == "load again"), action
+        assert printed.count(f"2 of 2 blocks are diffusers' own, because {NO_ROOM}") == (rank == 0)
+
+
+def test_negative_control_adapters_that_are_left_out_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swallowing(self: FusedBlocks) -> None:
+        with suppress(torch.OutOfMemoryError):
+            self._merge()
+
+    monkeypatch.setattr(FusedBlocks, "_take_weights", swallowing)
+    (_, (wrong, *_)), _ = short(0, 1, torch.device("cpu"), ("nothing", "load"))
+    assert wrong > VISIBLE

@@ -79,30 +79,24 @@ class Recorder:
         self.state = CallState(self.mesh, plan)
 
     def compute(self, call: Form) -> tuple[Tensor, ...]:
-        """Return a view of the shared buffer."""
         (out,) = type(self.module).forward(self.module, **call.whole, return_dict=False)
         self.calls.append(len(out))
         self.buffer = self.buffer.to(out.device)
         return (self.buffer[: out.numel()].view(out.shape).copy_(out),)
 
     def key(self) -> Hashable:
-        """Return the key."""
         return self.key_
 
     def version(self) -> Hashable:
-        """Return the key."""
         return self.key_
 
     def texts(self) -> dict[str, str]:
-        """Return nothing that ranks compare."""
         return {}
 
     def check(self) -> None:
-        """Count the checks."""
         self.checks += 1
 
     def release(self) -> None:
-        """Count the releases."""
         self.released += 1
 
 
@@ -124,14 +118,12 @@ class Replayed:
     released: bool = False
 
     def replay(self) -> None:
-        """Compute again from the same input tensors into the same results."""
         assert not self.released
         self.replays += 1
         for room, value in zip(self.results, self.work(), strict=True):
             room.copy_(value)
 
     def release(self) -> None:
-        """Refuse every later replay."""
         self.released = True
 
 
@@ -144,7 +136,6 @@ class Captures:
     warm_ups: list[int] = field(default_factory=list)
 
     def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
-        """Return a captured call, and note how often it should have run before."""
         self.warm_ups.append(warm_up)
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")

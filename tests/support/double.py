@@ -21,13 +21,11 @@ class StayDouble:
     depth = 0
 
     def __enter__(self) -> None:
-        """Replace the methods, unless they are replaced already."""
         if StayDouble.depth == 0:
             TENSORS.float, TENSORS.to = KEEPING
         StayDouble.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Let tensors inherit their own methods again."""
         StayDouble.depth -= 1
         if StayDouble.depth == 0:
             del TENSORS.float, TENSORS.to
@@ -40,7 +38,6 @@ class Keeping:
         self._own, self._asked = own, asked
 
     def __get__(self, x: Tensor | None, kind: type) -> Any:
-        """Return the method of a tensor, or this as the function that takes it."""
         return self if x is None else partial(self, x)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

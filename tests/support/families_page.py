@@ -53,7 +53,6 @@ HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit
 
 
 def table() -> str:
-    """Return the table in Markdown; a family without a line for a number of GPUs reads "not measured"."""
     rows = [HEAD, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for file, models, name, own in FAMILIES:
         for gpus in (1, 2):
@@ -83,7 +82,6 @@ def _calls(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def written() -> str:
-    """Return the page with the table as it is now."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

@@ -40,7 +40,6 @@ def run(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def shown(value: Any) -> dict[str, Any]:
-    """Return a value as text, and as a PNG if it is a picture."""
     if not hasattr(value, "_repr_png_"):
         return {"text/plain": [repr(value)]}
     return {"image/png": base64.b64encode(value._repr_png_()).decode(), "text/plain": ["a picture"]}

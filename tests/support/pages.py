@@ -32,13 +32,11 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Return its commands, each on one line, without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [re.sub(r"\s+#.*", "", line).strip() for line in lines if COMMAND.match(line)]
 
 
 def pages() -> list[Path]:
-    """Return the files of all pages; those of a date tell what was run then."""
     docs = sorted((ROOT / "docs").rglob("*.md"))
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in docs if path.parent.name != "benchmarks")]
 
@@ -58,11 +56,9 @@ def blocks(text: str, page: str) -> Iterator[Block]:
 
 
 def words(command: str) -> list[str]:
-    """Return the words of a command."""
     return shlex.split(command.removesuffix("&"))
 
 
 def every_block() -> list[Block]:
-    """Return the blocks of all pages."""
     paths = [(path, str(path.relative_to(ROOT))) for path in pages()]
     return [block for path, name in paths for block in blocks(path.read_text(encoding="utf-8"), name)]

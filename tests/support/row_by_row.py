@@ -38,7 +38,6 @@ def _sums(x_XE: Tensor, y_YE: Tensor) -> Tensor:
 
 
 def _filled(curve: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return a curve of numbers that all fill vectors, so that their places do not count."""
     return curve(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
 
 
@@ -63,7 +62,6 @@ class RowByRow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`."""
         if func in CURVES and args[0].numel():
             return _filled(lambda x: func(x, *args[1:], **(kwargs or {})), args[0])
         return PRODUCTS.get(func, func)(*args, **(kwargs or {}))

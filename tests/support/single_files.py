@@ -30,7 +30,6 @@ def converter_of_width(width: int) -> Any:
 
 
 def flux(model: Any) -> dict[str, Tensor]:
-    """Return the state dict of Black Forest Labs' Flux."""
     names = {"x_embedder": "img_in", "context_embedder": "txt_in", "proj_out": "final_layer.linear"}
     embedders = {"timestep_embedder": "time_in", "text_embedder": "vector_in", "guidance_embedder": "guidance_in"}
     for theirs, bfl in embedders.items():
@@ -59,7 +58,6 @@ def flux(model: Any) -> dict[str, Tensor]:
 
 
 def sd3(model: Any) -> dict[str, Tensor]:
-    """Return the state dict of Stability's MMDiTX."""
     names = {"pos_embed.proj": "x_embedder.proj", "pos_embed.pos_embed": "pos_embed"}
     names |= {"context_embedder": "context_embedder", "proj_out": "final_layer.linear"}
     for theirs, own in (("timestep_embedder", "t_embedder"), ("text_embedder", "y_embedder")):
@@ -84,7 +82,6 @@ def sd3(model: Any) -> dict[str, Tensor]:
 
 
 def wan(model: Any) -> dict[str, Tensor]:
-    """Return the state dict of Wan's WanModel."""
     names = {"patch_embedding": "patch_embedding", "proj_out": "head.head", "scale_shift_table": "head.modulation"}
     embedder = "condition_embedder"
     names |= {f"{embedder}.time_proj": "time_projection.1"}

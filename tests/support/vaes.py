@@ -130,7 +130,6 @@ def tiny(name: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def latents(name: str, batch: int, rows: int, columns: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return random latents of a case, the same at every call."""
     generator = torch.Generator().manual_seed(rows * 100 + columns)
     return torch.randn(batch, *CASES[name].latents, rows, columns, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -148,12 +147,10 @@ def extra(name: str, batch: int, dtype: torch.dtype = torch.float64) -> tuple[Te
 
 
 def decoded(vae: Any, z: Tensor, *args: Any) -> Tensor:
-    """Return the decoded picture without gradients; `vae` may be anything with its `decode`."""
     with torch.no_grad():
         return vae.decode(z, *args).sample
 
 
 def encoded(vae: Any, x: Tensor) -> Tensor:
-    """Return mean and log-variance of the latents without gradients."""
     with torch.no_grad():
         return vae.encode(x).latent_dist.parameters

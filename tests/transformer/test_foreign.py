@@ -212,9 +212,31 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class OnFlux(FluxAttnProcessor):
-    """FLUX's processor with another attention of (B, H, l, D) in it; it inherits what diffusers' dispatcher is told."""
+    """FLUX's processor with another attention in it; it inherits what diffusers' dispatcher is told."""
 
-    attend: Callable[..., Tensor]
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention of (B, H, l, D)."""
+        whole = torch.linspace(-1, 1, 3 * k.shape[-1], dtype=k.dtype, device=k.device).view(1, 1, 3, -1)
+        whole = whole.expand(len(k), k.shape[1], -1, -1)  # keys that every rank has whole, as IP-adapters have them
+        match self.kind:
+            case "softmax":
+                return softmax(q, k, v)
+            case "flex_attention":
+                return flex_attention(q, k, v)
+            case "torch's":
+                return F.scaled_dot_product_attention(q, k, v)
+            case "twice":  # both ways to be reached
+                more = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+                second = dispatch_attention_fn(*(x.transpose(1, 2) for x in (q, k, v)), **more).transpose(1, 2)
+                return F.scaled_dot_product_attention(q, k, 2 * v) - second
+            case "a picture":
+                return F.scaled_dot_product_attention(q, k, v) + softmax(q, whole, whole)
+            case _:  # only the picture is reached
+                return softmax(q, k, v) + F.scaled_dot_product_attention(q, whole, whole)
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, mask: Any = None, rows: Any = None
@@ -232,46 +254,6 @@ class OnFlux(FluxAttnProcessor):
             return out
         text = encoder_hidden_states.shape[1]
         return attn.to_out[1](attn.to_out[0](out[:, text:])), attn.to_add_out(out[:, :text])
-
-
-class Softmax(OnFlux):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softmax(q, k, v)
-
-
-class Flex(OnFlux):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v)
-
-
-class Torch(OnFlux):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
-
-
-class Twice(OnFlux):
-    """Both ways to be reached, one after the other."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        first = F.scaled_dot_product_attention(q, k, 2 * v)
-        more = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        return first - dispatch_attention_fn(*(x.transpose(1, 2) for x in (q, k, v)), **more).transpose(1, 2)
-
-
-class Picture(OnFlux):
-    """A second attention by hand to keys that every rank has whole, as IP-adapters have it."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        whole = torch.linspace(-1, 1, 3 * k.shape[-1], dtype=k.dtype, device=k.device).view(1, 1, 3, -1)
-        return F.scaled_dot_product_attention(q, k, v) + softmax(q, whole, whole)
-
-
-class OnlyPicture(OnFlux):
-    """Torch's attention to whole keys alone; that to the tokens of all ranks is by hand."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        whole = k.new_ones((1, 1, 3, k.shape[-1])).expand(len(k), k.shape[1], -1, -1)
-        return softmax(q, k, v) + F.scaled_dot_product_attention(q, whole, whole)
 
 
 def seat(make: Callable[[], Any]) -> Callable[[Any], None]:
@@ -307,12 +289,11 @@ def pictures(tokens: int) -> Callable[[torch.device], dict[str, Any]]:
 
 
 PROCESSORS = {
-    "softmax": seated("flux", Softmax, f"(processor Softmax) {UNREACHED}"),
-    "flex_attention": seated("flux", Flex, f"(processor Flex) {UNREACHED}"),
-    "only a picture": seated("flux", OnlyPicture, f"(processor OnlyPicture) {UNREACHED}"),
-    "torch's": seated("flux", Torch),
-    "twice": seated("flux", Twice),
-    "a picture": seated("flux", Picture),
+    **{
+        kind: seated("flux", partial(OnFlux, kind), f"(processor OnFlux) {UNREACHED}")
+        for kind in ("softmax", "flex_attention", "only a picture")
+    },
+    **{kind: seated("flux", partial(OnFlux, kind)) for kind in ("torch's", "twice", "a picture")},
     "AttnProcessor": seated("pixart", theirs.AttnProcessor, f"(processor AttnProcessor) {UNREACHED}"),
     "SlicedAttnProcessor": seated("dit", lambda: theirs.SlicedAttnProcessor(2), "SlicedAttnProcessor"),
     "PAG of one stream": seated("pixart", theirs.PAGIdentitySelfAttnProcessor2_0),

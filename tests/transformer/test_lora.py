@@ -1,6 +1,9 @@
 # pyright cannot infer the types of diffusers' and peft's modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""Tests LoRA and its kin, merged for fused blocks and by diffusers' own, against diffusers with peft's layers."""
+"""Tests LoRA and its kin, merged for fused blocks and by diffusers' own, against diffusers with peft's layers.
+
+`tests/families/test_blocks.py` tells the story of a session with adapters for each family.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from torch import Tensor, nn
 from seqpar.graphs.signature import form_of
 from seqpar.transformer.changes import Changes
 from tests.support.meshes import random
-from tests.support.pool import Pool
 from tests.support.sharded import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
@@ -56,66 +58,6 @@ def step(name: str, module: Any) -> None:
         "unload": lambda: module.unload_lora(),
     }
     steps[name]()
-
-
-STORIES = {
-    "adapters": ("load", "one", "both", "scale", "disable", "enable", "delete", "unload"),
-    "fusing": ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload"),
-}
-
-
-def told(rank: int, world: int, device: torch.device, fused: bool, story: str) -> tuple[list[float], bool, float]:
-    """Return the error after each step, whether unloading restored the bits, and how much adapters change."""
-    module, given = tiny().to(device), arguments(device)
-    whole, body = copy.deepcopy(module), body_of(module, world, device, fused=fused)
-    before, errors, changes, state = ours(body, given), [], [0.0], body.sharded.key()
-    for name in STORIES[story]:
-        step(name, module)
-        step(name, whole)
-        assert body.sharded.key() != state, name
-        got = ours(body, given)
-        state = body.sharded.key()
-        assert state == body.sharded.key()
-        errors.append(error(got, theirs(whole, given)))
-        changes.append(error(got, before))
-    return errors, torch.equal(ours(body, given), before), max(changes)
-
-
-@pytest.mark.parametrize(
-    ("world", "fused", "story"),
-    [(2, True, "adapters"), (3, False, "adapters"), (2, True, "fusing"), (2, False, "fusing")],
-)
-def test_adapters_are_followed_and_unloading_restores_the_bits(
-    ranks: Pool, world: int, fused: bool, story: str
-) -> None:
-    for errors, restored, largest in ranks.run(world, told, fused, story):
-        assert max(errors) < TOLERANCE
-        assert restored or story == "fusing"  # which rounds
-        assert largest > 1e-2
-
-
-def scaled(rank: int, world: int, device: torch.device, fused: bool) -> list[float]:
-    """Return the errors of calls with scales in `joint_attention_kwargs`, then without; last, of a wrong one."""
-    module, given = tiny().to(device), arguments(device)
-    whole = copy.deepcopy(module)
-    body = body_of(module, world, device, fused=fused)
-    for one in (module, whole):
-        add(one, "a", LoraConfig(r=3, target_modules=EVERYTHING), 1)
-    found = []
-    for scale in (0.25, 2.0, None, 0.25):
-        scaled_by = {**given, "joint_attention_kwargs": {"scale": scale}}
-        plain = given if scale is None else scaled_by  # diffusers' own layers take no None
-        found.append(error(ours(body, plain), theirs(whole, plain)))
-        assert body.sharded.key() == body.sharded.key()
-    return [*found, error(ours(body, given), theirs(whole, scaled_by))]
-
-
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "generic"])
-def test_a_scale_in_the_call(ranks: Pool, fused: bool) -> None:
-    """The last number is a negative control: a scale that is not applied is noticed."""
-    for *errors, control in ranks.run(2, scaled, fused):
-        assert max(errors) < TOLERANCE
-        assert control > 1e-3
 
 
 KINDS = {

@@ -7,6 +7,7 @@ other ranks are given other seeds: all ranks must end with rank 0's picture.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -17,12 +18,14 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
 import seqpar
-from seqpar.transformer.parallelize import transformers_of
+from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.parallelize import keep_fp32, passing, transformers_of
 from tests.support import pipelines
 from tests.support.diffusers_tiny import moved
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
-from tests.support.meshes import random
+from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -291,3 +294,156 @@ def test_negative_control_options_and_seeds_are_visible(ranks: Pool) -> None:
     assert (latents - plain.pictures(pipe, rank=1)).abs().max() > VISIBLE
     for name in ("a callback changes latents", "interrupt"):
         assert (guided - true_picture(name, "cpu")).abs().max() > VISIBLE, name
+
+
+# Cancelled runs end on all ranks at the same place, and the next picture is the same
+
+
+class Wants:
+    """Wants a run to end when it is asked for the time `place`; None: never."""
+
+    def __init__(self, place: int | None) -> None:
+        self.asked, self._place = 0, place
+
+    def __call__(self) -> Reason | None:
+        self.asked += 1
+        return "cancelled" if self.asked == self._place else None
+
+
+def given_up(rank: int, world: int, device: torch.device, name: str, cfg: int) -> tuple[int, list[int], list[bool]]:
+    """Give a pipeline's calls up at places from the first to the last, as the last rank wants it.
+
+    Returns how many boundaries a whole call passes, where each call ended, and whether the call after it has the bits
+    of the first one.
+    """
+    case, mesh = CASES[name], make_mesh(device, cfg=cfg)
+    pipe, passes = seqpar.parallelize(case.pipe(), mesh), list[int]()
+    case.pictures(pipe, rank)  # from now on it is known whether a step has two calls
+    with passing(pipe, lambda: passes.append(0)):
+        first = case.pictures(pipe, rank)
+    count, ends, same = len(passes), list[int](), list[bool]()
+    for place in sorted({1, count // 2 + 1, count}):
+        wants = Wants(place if rank == world - 1 else None)
+        with pytest.raises(CancelledError), passing(pipe, StepBoundary(mesh, wants)):
+            case.pictures(pipe, rank)
+        ends.append(wants.asked)
+        same.append(torch.equal(first, case.pictures(pipe, rank)))
+    seqpar.release(pipe)
+    return count, ends, same
+
+
+PLACES = [
+    (1, 1, "sd3"),
+    (2, 1, "flux"),
+    (2, 2, "flux, true guidance"),
+    (2, 2, "wan"),
+    (2, 1, "wan, two experts"),
+    (2, 2, "qwen-image"),
+    (3, 1, "pixart"),
+    (2, 1, "image to image"),
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "name"), PLACES)
+def test_a_pipeline_ends_at_any_place_and_goes_on_with_the_same_bits(
+    ranks: Pool, world: int, cfg: int, name: str
+) -> None:
+    for count, ends, same in ranks.run(world, given_up, name, cfg):
+        assert count >= 3  # a call of the transformer in each step
+        assert ends == sorted({1, count // 2 + 1, count})
+        assert all(same), same
+
+
+def test_a_pipeline_that_is_not_parallelized_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not parallelized"), passing(CASES["flux"].pipe(), lambda: None):
+        pass
+
+
+# With 16-bit weights, the state of the loop can stay in fp32
+
+STATE_STEPS = 28
+FLOW: Any = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+SHIFT: Any = {"use_dynamic_shifting": True, "time_shift_type": "exponential"}
+CALL: dict[str, Any] = {"prompt": "a red cat", "height": 24, "width": 32}
+TRUE = {**NEGATIVE, "true_cfg_scale": 2.0}
+STATE_VIDEO = {"num_frames": 5, "height": 32}
+
+
+def rounded(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Round timestep and guidance as FLUX.1 rounds them in bf16, which no state can change."""
+    times = ("timestep", "guidance")
+    return args, kwargs | {name: (kwargs[name].bfloat16() * 1000).double() / 1000 for name in times if name in kwargs}
+
+
+SMALL: Any = {"in_channels": 16, "attention_head_dim": 8, "num_attention_heads": 2, "axes_dims_rope": (2, 2, 4)}
+SHAPES = {"flux": (1, 48, 16), "sd3": (1, 4, 12, 16), "wan": (1, 16, 2, 4, 4)}
+
+
+def run(name: str, scheduler: Any, way: str, mesh: Mesh | None = None, **arguments: Any) -> Tensor:
+    pipelines.THEIRS.utils.logging.set_verbosity_error()  # about `to`
+    pipe = getattr(pipelines, name)().to(torch.bfloat16).to(torch.float64 if way == "truth" else torch.bfloat16)
+    pipe.scheduler = scheduler
+    if way == "truth" and name == "flux":
+        pipe.transformer.register_forward_pre_hook(rounded, with_kwargs=True)
+    prepares, seen = pipe.prepare_latents, list[Tensor]()
+    seqpar.parallelize(pipe, mesh or Mesh.single())
+    if way == "fp32":
+        assert keep_fp32(pipe) is None
+    noise = torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(5)).bfloat16()
+    with StayDouble() if way == "truth" else nullcontext():
+        pipe(
+            **{**CALL, **arguments},
+            latents=noise.to(pipe.transformer.dtype),
+            num_inference_steps=STATE_STEPS,
+            callback_on_step_end=lambda pipe, i, t, tensors: seen.append(tensors["latents"]) or {},
+        )
+    seqpar.release(pipe)
+    assert pipe.prepare_latents == prepares
+    return seen[-1]
+
+
+STATES: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
+    ("flux", lambda: pipelines.flow(shift=3.0), SHORT, 2.0),
+    ("flux", lambda: pipelines.flow(shift=3.0), TRUE, 1.5),
+    ("flux", lambda: pipelines.THEIRS.UniPCMultistepScheduler(**FLOW, **SHIFT), SHORT, 2.0),
+    ("flux", lambda: pipelines.THEIRS.DPMSolverMultistepScheduler(**FLOW, **SHIFT), SHORT, 1.5),
+    ("sd3", lambda: pipelines.flow(shift=3.0), SHORT, 1.05),
+    ("wan", lambda: pipelines.flow(shift=3.0), STATE_VIDEO, 1.3),
+]
+
+
+@pytest.mark.parametrize(("name", "scheduler", "arguments", "factor"), STATES)
+def test_latents_are_closer_to_the_truth(
+    name: str, scheduler: Callable[[], Any], arguments: dict[str, Any], factor: float
+) -> None:
+    """Measured: FLUX 2.8 (with two branches 1.8, UniPC 3.0, DPM-Solver 1.6), SD3 1.1, Wan 1.6 times as close."""
+    truth = run(name, scheduler(), "truth", **arguments)
+    plain, fp32 = (run(name, scheduler(), way, **arguments) for way in ("bf16", "fp32"))
+    assert fp32.dtype == torch.float32
+    away = [float((x.double() - truth).norm() / truth.norm()) for x in (plain, fp32)]
+    assert factor * away[1] < away[0] < 0.1
+
+
+def on_ranks(rank: int, world: int, device: torch.device, cfg: int) -> Tensor:
+    scheduler = pipelines.flow(shift=3.0)
+    return run("flux", scheduler, "fp32", mesh_for("ulysses", world, device, cfg), **TRUE)
+
+
+@pytest.mark.parametrize("cfg", [1, 2])
+def test_ranks_keep_it_alike_and_promise_it(ranks: Pool, cfg: int) -> None:
+    alone = run("flux", pipelines.flow(shift=3.0), "fp32", **TRUE)
+    for latents in ranks.run(2, on_ranks, cfg):
+        assert latents.dtype == torch.float32
+        assert (latents - alone).norm() / alone.norm() < 0.05
+
+
+def test_where_it_is_not_kept() -> None:
+    """In other data types nothing is rounded, and a ControlNet would be given latents that it does not take."""
+    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
+    assert keep_fp32(pipe) == "the transformer has weights of float64"
+    seqpar.release(pipe)
+    parts = {name: part for name, part in pipe.components.items() if name not in ("image_encoder", "feature_extractor")}
+    net = pipelines.THEIRS.FluxControlNetModel(num_layers=1, num_single_layers=1, **SMALL)
+    pipe = seqpar.parallelize(pipelines.THEIRS.FluxControlNetPipeline(**parts, controlnet=net), Mesh.single())
+    assert keep_fp32(pipe) == "controlnet may read the latents, too"
+    seqpar.release(pipe)

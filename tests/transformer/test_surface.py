@@ -46,22 +46,10 @@ from tests.transformer.test_pipelines import TOLERANCE as PICTURE
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 
 
-def sequential(module: Any) -> None:
-    accelerate.cpu_offload(module, execution_device=CPU)
-
-
-def grouped(module: Any) -> None:
-    module.enable_group_offload(CPU, CPU, offload_type="leaf_level")
-
-
-def whole_model(module: Any) -> None:
-    accelerate.cpu_offload_with_hook(module, execution_device=CPU)
-
-
-MANAGED: dict[str, Callable[[Any], None]] = {
-    "sequential offload": sequential,
-    "group offload": grouped,
-    "model offload": whole_model,
+MANAGED: dict[str, Callable[[Any], object]] = {
+    "sequential offload": lambda module: accelerate.cpu_offload(module, execution_device=CPU),
+    "group offload": lambda module: module.enable_group_offload(CPU, CPU, offload_type="leaf_level"),
+    "model offload": lambda module: accelerate.cpu_offload_with_hook(module, execution_device=CPU),
 }
 
 
@@ -89,29 +77,23 @@ def test_offload_is_refused_in_one_sentence(ranks: Pool, how: str, wished: bool)
         assert "has offloaded weights" in message or "move the pipeline there" in message
 
 
-class Louder(torch.nn.Linear):
+class Louder(nn.Linear):
     """A layer of others, as quantised ones are."""
 
 
-def others_everywhere(module: Any) -> None:
-    """Give every block a linear layer of another class, as GGUF, bitsandbytes and quanto do."""
-    for path, one in [*module.named_modules()]:
-        if type(one) is torch.nn.Linear and "blocks." in path:
-            one.__class__ = Louder
+def others(layer: Any) -> None:
+    layer.__class__ = Louder  # as GGUF, bitsandbytes and quanto do
 
 
-def hooks_everywhere(module: Any) -> None:
-    """Put a hook of accelerate on every layer."""
-    for path, one in [*module.named_modules()]:
-        if type(one) is torch.nn.Linear and "blocks." in path:
-            accelerate.hooks.add_hook_to_module(one, accelerate.hooks.ModelHook())
+def hooked(layer: Any) -> None:
+    accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (others_everywhere, "transformer_blocks.0.norm1.linear is a Louder and no Linear"),
-        (hooks_everywhere, "accelerate's hook ModelHook is on transformer_blocks.0.norm1.linear"),
+        (others, "transformer_blocks.0.norm1.linear is a Louder and no Linear"),
+        (hooked, "accelerate's hook ModelHook is on transformer_blocks.0.norm1.linear"),
     ],
 )
 def test_reasons_of_one_kind_are_one_line(
@@ -119,7 +101,9 @@ def test_reasons_of_one_kind_are_one_line(
 ) -> None:
     module, given = tiny(), arguments()
     truth = theirs(module, given)
-    change(module)
+    for path, layer in [*module.named_modules()]:
+        if type(layer) is nn.Linear and "blocks." in path:
+            change(layer)
     seqpar.parallelize(module, Mesh.single())
     assert error(theirs(module, given), truth) < TOLERANCE
     printed = capfd.readouterr().out
@@ -160,7 +144,7 @@ def refreshed(rank: int, world: int, device: torch.device, wished: bool) -> list
     errors = [error(theirs(module, given), truth) for _ in range(3)]
     seqpar.refresh(module)
     errors += [error(theirs(module, given), truth) for _ in range(3)]
-    module.proj_out.weight = torch.nn.Parameter(module.proj_out.weight * 2, requires_grad=False)
+    module.proj_out.weight = nn.Parameter(module.proj_out.weight * 2, requires_grad=False)
     seqpar.refresh(module)
     after = [theirs(module, given) for _ in range(3)]
     seqpar.release(module)

@@ -22,7 +22,7 @@ from seqpar.families._find import CUTS, FILES
 from seqpar.families._tiny import Tiny
 from seqpar.transformer.forward import CallState
 from tests.families.test_blocks import FUSED, blocks_named, counted
-from tests.support.diffusers_tiny import MODELS, SPLIT, truth
+from tests.support.diffusers_tiny import MODELS, SPLIT, flat, truth
 from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, refused
 from tests.support.pool import Pool
 from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, error
@@ -90,6 +90,14 @@ def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> N
         assert {2, 3, 4} <= {case[2] for case in of_strategy}
         assert {case[3] for case in of_strategy} == set(TRANSPORTS)
         assert {bool(case[4]) for case in of_strategy} == ({False, True} if strategy in EXACT else {False})
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "lumina2"])
+def test_the_truth_leaves_out_roundings_to_fp32_and_nothing_else(name: str) -> None:
+    """There must be some, or `StayDouble` is not needed."""
+    with torch.no_grad():
+        rounded = flat(MODELS[name].build()(**MODELS[name].arguments(), return_dict=False))
+    assert TOLERANCE < error(rounded, truth(name, "cpu")) < 1e-4
 
 
 # Negative controls ---------------------------------------------------------------------------------------------

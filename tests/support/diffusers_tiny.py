@@ -17,7 +17,7 @@ import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
 from torch import Tensor, nn
 
-from tests.support.double import StayDouble
+from tests.support.foreign import StayDouble
 from tests.support.meshes import random
 
 HEADS = 5

@@ -44,9 +44,9 @@ import seqpar
 from seqpar.families._cuts import block_lists
 from seqpar.families._find import cuts_of
 from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.attention import parts_of_users
 from seqpar.transformer.foreign import look
 from seqpar.transformer.parallelize import cfg_by_default
-from seqpar.transformer.attention import parts_of_users
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for, random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,24 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that writes a tiny pipeline of tests/support/pipelines.py, once, and returns its folder."""
     from tests.support import pipelines  # loads diffusers, after TRITON_INTERPRET is set
 
-    made: dict[str, Path] = {}
-
+    @cache
     def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            pipe = pipelines.flux(False) if name == "schnell" else getattr(pipelines, name)()
-            pipe.save_pretrained(made[name])
-        return made[name]
+        path = tmp_path_factory.mktemp(name)
+        made = {"schnell": lambda: pipelines.flux(False), "wan22": lambda: pipelines.wan(2)}
+        made.get(name, getattr(pipelines, name, None))().save_pretrained(path)
+        return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the LoRAs of `tests.cli.loras.of_flux`."""
+    from tests.cli.loras import of_flux
+
+    return of_flux(tmp_path_factory.mktemp("lora"))

@@ -23,72 +23,99 @@ from safetensors.torch import load_file, save_file
 from seqpar.cli import summary as progress
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from tests.cli.test_prompts import refused
+from tests.cli.runs import refused
+from tests.cli.test_refused import right, told
 from tests.pipelines.test_folder import changed
 from tests.support.pool import Pool
 
+Spoil = Callable[[Path], object]
 
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ("transformer", "truncated or not a safetensors file"),
-        ("text_encoder_2", "truncated or not a safetensors file"),
-        ("tokenizer_2", "has no tokenizer_config.json; it is no tokenizer's folder"),
-        ("model_index.json", "has no text_encoder_2, which prompts need"),
-        ("config.json", "model.safetensors: got embeddings.position_embedding.weight of shape (16, 32), expected"),
-    ],
-)
-def test_a_bad_folder_is_refused_by_name(
-    folders: Callable[[str], Path], tmp_path: Path, spoil: str, message: str
-) -> None:
-    copy = Path(shutil.copytree(folders("flux"), tmp_path / "copy"))
-    if spoil == "tokenizer_2":
-        (copy / spoil / "tokenizer_config.json").unlink()
-    elif spoil.endswith(".json"):
-        path = copy / "text_encoder" / spoil if spoil == "config.json" else copy / spoil
-        change = {"hidden_size": 24} if spoil == "config.json" else {"text_encoder_2": [None, None]}
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    else:
-        (file,) = (copy / spoil).glob("*.safetensors")
+
+def cut(part: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (file,) = (folder / part).glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-100])
-    assert message in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
+
+    return spoil
 
 
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("name", "encoder", "message"),
-    [
-        ("flux", "text_encoder_2", "got a text_encoder_2 that fails on a prompt: math domain error"),
-        ("sd3", "text_encoder_3", "got a text_encoder_3 that fails on a prompt: math domain error"),
-    ],
-)
-def test_an_encoder_that_fails_on_a_prompt_is_named(
-    folders: Callable[[str], Path], tmp_path: Path, name: str, encoder: str, message: str
-) -> None:
-    with changed(folders(name) / encoder / "config.json", relative_attention_max_distance=0):
-        assert refused(folders(name), tmp_path / "x.png", {"prompt": ("a",)}) == message
-    assert not (tmp_path / "x.png").exists()
+def gone(file: str) -> Spoil:
+    return lambda folder: (folder / file).unlink()
+
+
+def config(file: str, **change: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+
+    return spoil
+
+
+def last_layer(value: float) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (file,) = (folder / "transformer").glob("*.safetensors")
+        tensors = load_file(file)
+        tensors["proj_out.weight"] = torch.full_like(tensors["proj_out.weight"], value)
+        save_file(tensors, file, {"format": "pt"})
+
+    return spoil
+
+
+IN_LOOP = "got pipeline .*, which fails in its loop: "
+OFF: dict[str, Any] = {"relative_attention_max_distance": 0}
 
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("name", "spoil", "message"),
     [
-        ("vae", {"shift_factor": None}, "unsupported operand type"),
-        ("transformer", {"pos_embed_max_size": ""}, "The size of tensor a"),
-        ("scheduler", {"shift_terminal": True}, "index 3"),
+        ("flux", cut("transformer"), ".*truncated or not a safetensors file"),
+        ("flux", cut("text_encoder_2"), ".*truncated or not a safetensors file"),
+        ("flux", gone("tokenizer_2/tokenizer_config.json"), ".*has no tokenizer_config.json; it is no tokenizer's fol"),
+        (
+            "flux",
+            config("model_index.json", text_encoder_2=[None, None]),
+            ".*has no text_encoder_2, which prompts need",
+        ),
+        (
+            "flux",
+            config("text_encoder/config.json", hidden_size=24),
+            r".*model.safetensors: got embeddings.position_embedding.weight of shape \(16, 32\), expected",
+        ),
+        (
+            "flux",
+            config("text_encoder_2/config.json", **OFF),
+            "got a text_encoder_2 that fails on a prompt: math domain",
+        ),
+        (
+            "sd3",
+            config("text_encoder_3/config.json", **OFF),
+            "got a text_encoder_3 that fails on a prompt: math domain",
+        ),
+        ("sd3", config("vae/config.json", shift_factor=None), f"{IN_LOOP}unsupported operand type"),
+        ("sd3", config("transformer/config.json", pos_embed_max_size=""), f"{IN_LOOP}The size of tensor a"),
+        ("sd3", config("scheduler/scheduler_config.json", shift_terminal=True), f"{IN_LOOP}index 3"),
+        ("flux", last_layer(1e35), ".*latents stopped being finite at step 2 of 2"),  # whose squares overflow
+        ("flux", last_layer(float("nan")), ".*got NaN or infinity in proj_out.weight"),
     ],
 )
-def test_a_value_that_fails_in_diffusers_loop_is_one_message(
-    folders: Callable[[str], Path], tmp_path: Path, file: str, change: dict[str, Any], message: str
+def test_what_is_wrong_in_a_folder_is_one_message(
+    folders: Callable[[str], Path], tmp_path: Path, name: str, spoil: Spoil, message: str
 ) -> None:
-    folder = folders("sd3")
-    with changed(folder / file / ("scheduler_config.json" if file == "scheduler" else "config.json"), **change):
-        told = refused(folder, tmp_path / "x.png", {"prompt": ("a",)})
-    assert re.match(rf"got pipeline {folder}, which fails in its loop: {message}", told), told
+    folder = Path(shutil.copytree(folders(name), tmp_path / "copy"))
+    spoil(folder)
+    text = refused(folder, tmp_path / "x.png", prompt=("a",))
+    assert re.match(message, text), text
+    assert "\n" not in text
     assert not (tmp_path / "x.png").exists()
+
+
+def test_a_truncated_checkpoint_is_the_same_message_on_every_rank(ranks: Pool, folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    cut(".")(copy)
+    (one, _), (other, _) = ranks.run(2, told, Args(**right(copy, tmp_path / "x.png")))
+    assert one == other
+    assert "truncated or not a safetensors file" in one
 
 
 WRONG = (None, 0, -1, 7, "x", [], [1], 1.5, True, {}, -0.5)
@@ -105,26 +132,21 @@ def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:
             yield path, f"{name}={value}"
 
 
-def ending(folder: Path, out: Path) -> str | None:
-    """Return the message in which a run ends, or None if it makes a picture."""
-    try:
-        run(Args(str(folder), prompt=("a",), steps=2, size="24x32", out=out))
-    except (ValueError, FloatingPointError) as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.filterwarnings("ignore")
 def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """docs/reliability.md counts those that were run outside of the tests."""
     folder, out, made = folders("sd3"), tmp_path / "x.png", 0
     for path, change in altered(folder, 10):
-        told = ending(folder, out)
-        assert told is None or ("\n" not in told and len(told) < 700), (path, change)
-        assert out.exists() == (told is None), (path, change)
+        message = None
+        try:
+            run(Args(str(folder), prompt=("a",), steps=2, size="24x32", out=out))
+        except (ValueError, FloatingPointError) as error:
+            message = str(error)
+        assert message is None or ("\n" not in message and len(message) < 700), (path, change)
+        assert out.exists() == (message is None), (path, change)
         out.unlink(missing_ok=True)
-        made += told is None
+        made += message is None
     assert 0 < made < 10
 
 
@@ -141,14 +163,12 @@ def test_an_error_of_ours_in_diffusers_loop_stays_as_it_is(
 
 
 def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
-    """Return the class of the error in which a run ends if attention returns a token less than it was given."""
+    """The class of the error in which a run ends if attention returns a token less than it was given."""
     from seqpar.transformer.attention import ShardedAttention
 
-    right = ShardedAttention.of_streams
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        patch.setattr(
-            ShardedAttention, "of_streams", lambda *given, **named: [x[:, 1:] for x in right(*given, **named)]
-        )
+    attend, sink = ShardedAttention.of_streams, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(sink), redirect_stderr(sink):
+        patch.setattr(ShardedAttention, "of_streams", lambda *given: [x[:, 1:] for x in attend(*given)])
         with pytest.raises((RuntimeError, ValueError)) as error:  # (the caller looks at its class)
             run(args)
     return error.type.__name__
@@ -159,17 +179,3 @@ def test_a_wrong_split_is_a_bug_and_no_mistake_in_a_file(
 ) -> None:
     args = Args(str(folders("sd3")), prompt=("a",), steps=2, size="24x32", dtype="fp32", out=tmp_path / "x.png")
     assert ranks.run(2, planted, replace(args, mesh="ulysses=2")) == ["RuntimeError"] * 2
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_latents_that_are_not_finite_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folders("flux"), tmp_path / "copy"))
-    (file,) = (copy / "transformer").glob("*.safetensors")
-    tensors = load_file(file)
-    whole = tensors["proj_out.weight"]
-    tensors["proj_out.weight"] = torch.full_like(whole, 1e35)  # whose squares overflow in the second step
-    save_file(tensors, file, {"format": "pt"})
-    assert "latents stopped being finite at step 2 of 2" in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
-    tensors["proj_out.weight"] = torch.full_like(whole, float("nan"))
-    save_file(tensors, file, {"format": "pt"})
-    assert "got NaN or infinity in proj_out.weight" in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})

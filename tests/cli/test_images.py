@@ -1,4 +1,4 @@
-"""`seqpar sample --image` and `--frames`: pictures drawn anew, edited, and made videos of, as diffusers alone does."""
+"""`seqpar sample --image` and `--frames`: image to image, edits and videos of images, as diffusers alone makes them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from seqpar.pipelines.arguments import (
 )
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.request import GenerationRequest
-from tests.cli.test_prompts import SAME, pixels, shown
-from tests.cli.test_sample import parameters
+from tests.cli.runs import SAME, parameters, pixels, shown, theirs
 from tests.support.pool import Pool
 
 THEIRS: Any = diffusers  # pyright does not see what it imports lazily
@@ -47,14 +46,6 @@ def picture(shift: int = 0) -> Image.Image:
 def of_rank_0(rank: int, world: int, device: torch.device, args: Args) -> tuple[str, str]:
     """What a run prints, where the other ranks have no file of the pictures' names."""
     return shown(rank, world, device, args if rank == 0 else replace(args, image=("not there",) * len(args.image)))
-
-
-def theirs(kind: str, folder: Path, **arguments: Any) -> np.ndarray:
-    """The picture or video that a class of diffusers alone makes."""
-    pipe = getattr(THEIRS, kind).from_pretrained(folder, torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    made = pipe(prompt="a red cat", generator=torch.Generator().manual_seed(3), output_type="np", **arguments)
-    return np.asarray(made.images[0] if hasattr(made, "images") else made.frames[0])
 
 
 def ordered(folder: Path, tmp_path: Path, count: int = 1, **flags: Any) -> Args:
@@ -81,10 +72,9 @@ def test_a_model_of_texts_draws_the_picture_of_rank_0_anew(
     assert silent == ("", "")
     same = {"image": picture(), "num_inference_steps": 4, "guidance_scale": 3.5, **size}
     for strength, differs in ((0.6, False), (0.9, True)):  # the second is a negative control
-        truth = theirs("FluxImg2ImgPipeline", folder, **same, strength=strength)
-        assert (abs(pixels(tmp_path / "x.png") / 255 - truth).max() > (SAME + 0.5) / 255) == differs
-    (image,) = parameters(tmp_path / "x.png")["chosen"]["images"]
-    assert image == Picture(args.image[0], picture()).facts
+        truth = theirs(folder, "FluxImg2ImgPipeline", **same, strength=strength)
+        assert (abs(pixels(tmp_path / "x.png") - truth).max() > SAME) == differs
+    assert parameters(tmp_path / "x.png")["chosen"]["images"] == [Picture(args.image[0], picture()).facts]
 
 
 def test_several_pictures_are_edited_at_the_size_of_the_first(
@@ -98,14 +88,8 @@ def test_several_pictures_are_edited_at_the_size_of_the_first(
     assert pixels(tmp_path / "x.png").shape == (HEIGHT, WIDTH, 3)
     images = [picture(), picture(100)]
     for given, differs in ((images, False), (images[:1], True)):
-        truth = theirs("Flux2KleinPipeline", folder, image=given, num_inference_steps=2)
-        assert (abs(pixels(tmp_path / "x.png") / 255 - truth).max() > (SAME + 0.5) / 255) == differs
-
-
-def frames(path: Path) -> np.ndarray:
-    """The frames of a video, from 0 to 1."""
-    with av.open(str(path)) as file:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]) / 255
+        truth = theirs(folder, "Flux2KleinPipeline", image=given)
+        assert (abs(pixels(tmp_path / "x.png") - truth).max() > SAME) == differs
 
 
 def blocks(frames_FHW3: np.ndarray) -> np.ndarray:
@@ -124,17 +108,23 @@ def test_a_picture_becomes_a_video_whose_metadata_holds_every_parameter(
     with av.open(str(args.out)) as file:
         told = json.loads(file.metadata["comment"])
         assert file.streams.video[0].average_rate == 8
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]) / 255
     assert f"pixels {told['pixels']}\n" in out
     assert told["chosen"]["images"] == [Picture(args.image[0], picture()).facts]
     assert (told["prompt"], told["frames"], told["seed"]) == (["a red cat"], 5, 3)
-    same = {"num_frames": 5, "num_inference_steps": 2, "height": 32, "width": 48}
     for image, differs in ((picture(), False), (Image.new("RGB", (WIDTH, HEIGHT), "red"), True)):
-        truth = theirs("WanImageToVideoPipeline", folder, image=image, **same)
-        assert (abs(blocks(frames(args.out)) - blocks(truth)).mean() > BLURRED) == differs
+        truth = theirs(folder, "WanImageToVideoPipeline", image=image, num_frames=5, height=32, width=48)
+        assert (abs(blocks(frames) - blocks(truth)).mean() > BLURRED) == differs
 
 
 def asked(**changes: Any) -> GenerationRequest:
-    return GenerationRequest("x", torch.float32, prompts=("a",), **changes)
+    """A request, with so many images."""
+    images = (Picture("p", picture()),) * changes.pop("images", 0)
+    return GenerationRequest("x", torch.float32, prompts=("a",), images=images, **changes)
+
+
+def call_of(name: str) -> Any:
+    return inspect.signature(getattr(THEIRS, name).__call__).parameters
 
 
 @pytest.mark.parametrize(
@@ -149,8 +139,8 @@ def asked(**changes: Any) -> GenerationRequest:
     ],
 )
 def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister: str) -> None:
-    kind, images = getattr(THEIRS, name), (Picture("p", picture()),)
-    assert taking_images(asked(images=images), kind, index).__name__ == sister
+    kind = getattr(THEIRS, name)
+    assert taking_images(asked(images=1), kind, index).__name__ == sister
     assert taking_images(asked(), kind, index) is kind
 
 
@@ -165,59 +155,52 @@ def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister
         ("FluxPipeline", {"strength": 0.5}, "--strength 0.5 with --model x: it changes an input image; add --image"),
         ("FluxFillPipeline", {"images": 1}, "got a FluxFillPipeline, which takes a mask"),
         ("QwenImageEditPlusPipeline", {"images": 2, "repeat": 2}, "2 results with --image, but QwenImageEdit"),
+        # flags that mean another thing to a pipeline
+        ("LTXConditionPipeline", {"images": 1, "strength": 0.5}, "--strength 0.5 with --model x: for LTXCond"),
+        ("ChronoEditPipeline", {"images": 1, "frames": 81}, "--frames 81 with --model x: ChronoEditPipeline generates"),
     ],
 )
-def test_a_picture_too_few_or_too_many_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    changes = {**changes, "images": (Picture("p", picture()),) * changes.get("images", 0)}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        taking_images(asked(**changes), getattr(THEIRS, name), {})
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("LTXConditionPipeline", {"strength": 0.5}, "--strength 0.5 with --model x: for LTXCond"),
-        ("ChronoEditPipeline", {"frames": 81}, "--frames 81 with --model x: ChronoEditPipeline generates"),
-    ],
-)
-def test_a_flag_that_means_another_thing_to_a_pipeline_is_refused(
+def test_too_few_or_too_many_pictures_and_flags_that_do_not_fit_are_refused(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
-    parameters = inspect.signature(getattr(THEIRS, name).__call__).parameters
+    def work() -> None:
+        taking_images(asked(**changes), getattr(THEIRS, name), {})
+        check_flags(asked(**changes), name, call_of(name))
+
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_flags(asked(images=(Picture("p", picture()),), **changes), name, parameters)
+        work()
 
 
 def test_the_area_of_a_size_is_kept_where_the_pipeline_has_its_own() -> None:
-    parameters = inspect.signature(THEIRS.FluxKontextPipeline.__call__).parameters
-    image = (Picture("p", picture()),)
-    height, width = image[0].size
-    assert sides(asked(images=image, size=(512, 256)), parameters) == {"max_area": 512 * 256}
-    assert sides(asked(images=image), parameters) == {"height": height, "width": width}
+    call = call_of("FluxKontextPipeline")
+    assert sides(asked(images=1, size=(512, 256)), call) == {"max_area": 512 * 256}
+    assert sides(asked(images=1), call) == {"height": HEIGHT, "width": WIDTH}
 
 
 @pytest.mark.parametrize(("name", "own", "tells"), [("LTXPipeline", 25, True), ("WanPipeline", FPS, False)])
 def test_a_model_is_told_the_frames_a_second_where_it_asks(name: str, own: int, tells: bool) -> None:
-    call = inspect.signature(getattr(THEIRS, name).__call__).parameters
+    call = call_of(name)
     assert (frame_rate(asked(), call), frame_rate(asked(fps=30), call)) == (own, 30)
     assert arguments_of(asked(fps=30), name, call, False).get("frame_rate") == (30 if tells else None)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "stretched"),
+    ("name", "arguments", "shows"),
     [
-        ("FluxImg2ImgPipeline", {"height": 1024, "width": 1024}, "1024x1024"),
+        ("FluxImg2ImgPipeline", {"height": 1024, "width": 1024}, "stretched to 1024x1024; --size names another size"),
         ("FluxImg2ImgPipeline", {"height": 640, "width": 800}, None),
-        ("WanImageToVideoPipeline", {}, "480x832"),  # its default
+        ("WanImageToVideoPipeline", {}, "stretched to 480x832; --size names another size"),  # its default
         ("FluxKontextPipeline", {"height": 1024, "width": 1024}, None),  # which keeps the picture's shape
-        ("StableDiffusion3Img2ImgPipeline", {}, ""),  # whose own size the arguments do not tell
+        (  # whose own size the arguments do not tell
+            "StableDiffusion3Img2ImgPipeline",
+            {},
+            "stretched if the pipeline's own size has another shape; --size names one",
+        ),
     ],
 )
-def test_a_picture_that_is_stretched_is_told(name: str, arguments: dict[str, int], stretched: str | None) -> None:
-    call = inspect.signature(getattr(THEIRS, name).__call__).parameters
-    text = shown_image(Picture("p", picture()), arguments, call)
-    told = {"": ", stretched if the pipeline's own size has another shape; --size names one", None: ""}
-    assert text == "p, 64x80 pixels" + told.get(stretched, f", stretched to {stretched}; --size names another size")
+def test_a_picture_that_is_stretched_is_told(name: str, arguments: dict[str, int], shows: str | None) -> None:
+    text = shown_image(Picture("p", picture()), arguments, call_of(name))
+    assert text == ", ".join(filter(None, ("p", "64x80 pixels", shows)))
 
 
 def test_the_pipelines_that_pass_sigmas_are_those_of_diffusers() -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import tyro
 from tyro import _fmtlib
 
 from seqpar import __version__
@@ -115,6 +116,11 @@ def test_words_that_do_not_parse_are_one_line(
     with pytest.raises(SystemExit) as stop:  # of other ranks under torchrun, which say nothing
         command(words.split(), rank=1)
     assert (stop.value.code, capsys.readouterr()) == (2, ("", ""))
+
+
+def test_local_is_short_for_local_attention() -> None:
+    for flag in ("--local", "--local-attention"):
+        assert tyro.cli(Args, args=[flag, "flash"]) == Args(local="flash")
 
 
 def test_words_of_a_server_that_do_not_parse_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from seqpar.cli.args import ProfileArgs
 from seqpar.cli.sample import run
 from tests.cli.processes import environment, seqpar
-from tests.cli.test_sample import parameters
+from tests.cli.runs import parameters
 
 
 def test_two_ranks_make_the_picture_and_the_profile(tmp_path: Path) -> None:
@@ -40,29 +39,6 @@ def test_a_pipeline_of_diffusers_is_profiled(
     assert "FluxTransformerBlock" in text
     assert "FluxSingleTransformerBlock" in text
     assert (tmp_path / "p" / "profile.txt").is_file()
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"steps": 4},
-            "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change --steps or --profile-steps",
-        ),
-        ({"profile_steps": 0}, "got --profile-steps=0, expected a whole number from 1 to 100"),
-        ({"transport": "peer"}, "got --transport peer on CPUs, expected another one for a profile"),
-        ({"profile_out": Path(__file__)}, f"got --profile-out {__file__}, which is a file, expected a folder"),
-        ({"profile_out": Path(__file__) / "p"}, f"got output {__file__}/p/profile.txt, which cannot be written: Not a"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_profiled_is_refused(tmp_path: Path, flags: dict[str, object], message: str) -> None:
-    args = ProfileArgs(classes=("cat",), out=tmp_path / "x.png", profile_out=tmp_path / "p")
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the message is compared below)
-        run(replace(args, **flags))  # pyright: ignore[reportArgumentType]
-    assert str(raised.value).startswith(message)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.whole

@@ -25,11 +25,11 @@ from seqpar.cli.ranks import start, verdict, wanted
 from seqpar.cli.summary import Progress
 from seqpar.mesh.watch import Watch
 from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
-from tests.cli.test_mistakes import words
 from tests.support.forks import Forked
 from tests.support.pool import server
 
 LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
+RIGHT = ("--steps", "2", "--size", "64")
 FAILURE = Report("failure", "error: full", 1.0)
 LOST = Report("lost", "error: rank 0 waited in vain for rank 1", 0.0)
 MISTAKE, BUG, LATER = (
@@ -104,7 +104,9 @@ def test_ranks_end_where_a_later_one_cannot_be_started(monkeypatch: pytest.Monke
 
 
 def test_a_mistake_is_one_line_and_torchrun_reports_nothing(folder: Path, tmp_path: Path) -> None:
-    done = seqpar("sample", "--ranks", "2", *words(folder, tmp_path / "x.png", ("--mesh", "ulysses=3")))
+    done = seqpar(
+        *("sample", "--ranks", "2", "--model", folder, "--out", tmp_path / "x.png", *RIGHT, "--mesh", "ulysses=3")
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: got a mesh of data=1 x cfg=1 x ring=1 x ulysses=3, 3 ranks, for 2 process")
     assert done.stderr.count("\n") == 1
@@ -113,7 +115,7 @@ def test_a_mistake_is_one_line_and_torchrun_reports_nothing(folder: Path, tmp_pa
 
 
 def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Path) -> None:
-    done = torchrun(*words(folder, tmp_path / "x.png", ("--classes", "99")))
+    done = torchrun("--model", folder, "--out", tmp_path / "x.png", *RIGHT, "--classes", "99")
     assert done.returncode != 0
     message = "error: got class '99', expected a number 0 to 9"
     first, *rest = done.stderr.splitlines()

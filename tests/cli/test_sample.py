@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
 import time
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import seqpar as package
@@ -22,21 +18,8 @@ from seqpar.cli.sample import run
 from seqpar.cli.summary import Progress
 from seqpar.mesh.mesh import Mesh
 from tests.cli.processes import seqpar, torchrun
+from tests.cli.runs import SAME, parameters, pixels, shown
 from tests.support.pool import Pool
-
-
-def parameters(path: Path) -> dict[str, Any]:
-    """The parameters in a picture's metadata."""
-    with Image.open(path) as picture:
-        return json.loads(picture.info["seqpar"])
-
-
-def printed(rank: int, world: int, device: torch.device, args: Args) -> str:
-    """What a run prints on this rank."""
-    shown = io.StringIO()
-    with redirect_stdout(shown):
-        run(args)
-    return shown.getvalue()
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -44,7 +27,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
     flags = ("--model", folder, "--classes", "3", "5", "--steps", "3", "--size", "96x64", "--mesh", "ulysses=2")
     done = seqpar("sample", *flags, "--ranks", "2", "--out", tmp_path / "ours.png")
     assert done.returncode == 0, done.stderr
-    for shown in (
+    for text in (
         "mesh      ulysses 2 (2 x CPU, gloo)",
         "plan      ulysses 2 by ulysses, ",
         "nothing was measured here",
@@ -53,7 +36,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
         "24 tokens",
         " ms per step, ",
     ):
-        assert shown in done.stdout
+        assert text in done.stdout
     assert "3/3" in done.stderr  # the progress bar
     other = torchrun(*flags, "--out", tmp_path / "torchrun.png")
     assert other.returncode == 0, other.stderr
@@ -78,9 +61,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
     assert told["versions"] == {module.__name__: module.__version__ for module in (torch, diffusers, package)}
     assert set(Args.__dataclass_fields__) <= set(told)
     run(Args(str(folder), ("3", "5"), steps=3, size="96x64", out=tmp_path / "one.png"))
-    with Image.open(tmp_path / "ours.png") as two, Image.open(tmp_path / "one.png") as one:
-        assert two.size == one.size
-        assert max(abs(a - b) for a, b in zip(two.tobytes(), one.tobytes(), strict=True)) <= 2  # fp32, two orders
+    assert abs(pixels(tmp_path / "ours.png") - pixels(tmp_path / "one.png")).max() <= SAME
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -97,15 +78,15 @@ def test_a_preset_makes_a_preview_without_a_decoder(capsys: pytest.CaptureFixtur
 def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "new" / "x.png"
     args = Args(classes=("cat", "1"), strategy="ring", scheduler="HeunDiscreteScheduler", steps=2, repeat=2, out=out)
-    first, second = ranks.run(2, printed, args)
-    for shown in (
+    (first, _), (second, _) = ranks.run(2, shown, args)
+    for text in (
         "mesh      ring 2 (2 x ",
         "strategy  ring (as asked)",
         "branches  both on all ranks",
         "4 pictures",
         "the scheduler calls the model 3 times",
     ):
-        assert shown in first
+        assert text in first
     assert second == ""
     told = parameters(out)
     assert told["dtype"] == "auto"  # as given, beside the value that was used
@@ -125,7 +106,7 @@ def test_a_plan_is_made_for_the_processes_there_are(
     ranks: Pool, folder: Path, tmp_path: Path, mesh: str, classes: tuple[str, ...], axis: str, aim: str
 ) -> None:
     args = Args(str(folder), classes, steps=2, size="64", mesh=mesh, out=tmp_path / "x.png")
-    first, second = ranks.run(2, printed, args)
+    (first, _), (second, _) = ranks.run(2, shown, args)
     assert first.startswith(f"model     {folder}\nplan ")
     assert first.count("\nplan ") == 1
     assert all(text in first for text in (f"plan      {axis} 2, ", aim, f"mesh      {axis} 2 (2 x "))
@@ -137,14 +118,13 @@ def test_a_flag_says_how_pictures_are_decoded_and_it_is_told(ranks: Pool, tmp_pa
     made, one, two = list[Path](), ("cat",), ("cat", "1")
     for wish, classes, way in (("strips", two, "strips"), ("auto", one, "strips"), ("pictures", one, "")):
         args = Args(classes=classes, steps=2, vae=wish, out=tmp_path / f"{wish}.png")  # pyright: ignore
-        first, second = ranks.run(2, printed, args)
+        (first, _), (second, _) = ranks.run(2, shown, args)
         assert f"decoder   {'strips on 2 ranks' if way else 'whole images, some on each of 2 ranks'}" in first
         assert second == ""
         assert parameters(args.out)["chosen"]["vae"] == (way or "pictures")
         made.append(args.out)
     run(replace(args, vae="auto", classes=two, out=tmp_path / "one.png"))
-    with Image.open(made[0]) as strips, Image.open(tmp_path / "one.png") as alone:
-        assert max(abs(a - b) for a, b in zip(strips.tobytes(), alone.tobytes(), strict=True)) <= 2  # in two orders
+    assert abs(pixels(made[0]) - pixels(tmp_path / "one.png")).max() <= SAME
 
 
 def test_latents_that_are_not_finite_are_one_line(folder: Path, tmp_path: Path) -> None:

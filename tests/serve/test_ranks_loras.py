@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from seqpar.loading.names import LORAS
 from seqpar.serve.messages import Failed, ImageRequest, ImageResult
 from seqpar.serve.ranks.loop import SOCKET
+from tests.cli.loras import write
 from tests.cli.processes import seqpar
-from tests.cli.test_lora import write
 from tests.serve.test_ranks import FROG, named, picture
 from tests.support import pipelines
 from tests.support.driver import Driver, replica

@@ -155,13 +155,15 @@ def test_a_picture_of_another_length_and_a_cancelled_video(driver: Driver, folde
 
 
 def test_the_loras_of_both_transformers_give_the_frames_of_the_command(tmp_path: Path) -> None:
-    from tests.cli.test_wan_loras import lightning, trained, written
+    from tests.cli.loras import of_wan, written
     from tests.support import pipelines
 
     folder, loras = tmp_path / "wan22", tmp_path / "loras"
     pipelines.wan(2).save_pretrained(folder)
     loras.mkdir()
-    files = written(loras, {"high": lightning(1), "low": lightning(2), "style": trained(3)})
+    files = written(
+        loras, {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2), "style": of_wan("trained", 3)}
+    )
     fields: dict[str, Any] = {"size": (32, 32), "steps": 2, "frames": 5}
     sets = ((), (("high@transformer", 1.0), ("style@transformer_2", 0.5)), ())
     with replica(tmp_path, 2, str(folder), "--loras", str(loras)) as made:

@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def run(rank: int) -> None:
-    """Parse the flags and run the bench."""
     benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (a union of a tuple has no other form)
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     check(args)

@@ -79,7 +79,7 @@ SMALL_QWEN: Config = {
 
 
 def tokenizer(length: int) -> Any:
-    """Return a tokenizer whose tokens are letters, for texts of up to `length` tokens with <eos> at the end."""
+    """A tokenizer whose tokens are letters, for texts of up to `length` tokens with <eos> at the end."""
     import transformers  # here, because other benches run without it
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
@@ -101,7 +101,6 @@ def randomised(parts: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def flux(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = FLUX_SIZES) -> Any:
-    """Return diffusers' FluxPipeline around a transformer, with random weights made on the device."""
     import transformers  # here, because other benches run without it
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 
@@ -127,7 +126,6 @@ def flux(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Conf
 
 
 def qwen_image(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = QWEN_SIZES) -> Any:
-    """Return diffusers' QwenImagePipeline around a transformer, with random weights made on the device."""
     import transformers  # here, because other benches run without it
     from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 

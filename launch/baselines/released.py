@@ -72,19 +72,18 @@ class Released:
         return (self.text,) if self.joined else ()
 
     def sized(self, tokens: int | None, text: int | None) -> Released:
-        """Return the model with other numbers of tokens; one of None stays. A picture becomes as square as it can."""
+        """The model with other numbers of tokens; one of None stays. A picture becomes as square as it can."""
         if tokens is not None and len(self.size) != 2:
             raise ValueError(f"got {tokens} tokens for {self.name}, but its call has one size")
         size = self.size if tokens is None else squarest(tokens)
         return replace(self, size=size, text=self.text if text is None else text)
 
     def shortened(self, layers: int | None) -> Released:
-        """Return the model with at most this number of blocks of each kind; None: all."""
+        """The model with at most this number of blocks of each kind; None: all."""
         fewer = {} if layers is None else {name: layers for name in LAYERS if self.config.get(name, 0) > layers}
         return replace(self, config={**self.config, **fewer})
 
     def small(self) -> Released:
-        """Return the model with few blocks and heads and a small state, which runs on a CPU."""
         return replace(
             self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8, padded=0
         )
@@ -119,7 +118,6 @@ class Released:
 
 
 def squarest(tokens: int) -> tuple[int, int]:
-    """Return rows and columns of the picture with this number of tokens that is closest to a square."""
     rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
     return rows, tokens // rows
 
@@ -128,7 +126,6 @@ def squarest(tokens: int) -> tuple[int, int]:
 
 
 def flux_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text, timestep, guidance and ids as `FluxPipeline` passes them."""
     rows, columns = model.size
     image = random(1, rows * columns, model.config["in_channels"])
     ids = torch.zeros(rows, columns, 3)
@@ -146,7 +143,7 @@ def flux_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
 
 
 def chroma_inputs(model: Released, random: Callable[..., Tensor], words: int | None = None) -> dict[str, Any]:
-    """Return packed latents, text with its mask, timestep and ids as `ChromaPipeline` passes them.
+    """Packed latents, text with its mask, timestep and ids as `ChromaPipeline` passes them.
 
     words: the tokens of the text that are no padding, but for one after them; None: all. The mask's numbers are added
     to the scores of two tokens, so that padding is attended to, too.
@@ -161,7 +158,6 @@ def chroma_inputs(model: Released, random: Callable[..., Tensor], words: int | N
 
 
 def cogvideox_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a video, text, timestep and rotary rows as `CogVideoXPipeline` passes them."""
     (frames, rows, columns), side, dim = model.size, model.config["patch_size"], model.config["attention_head_dim"]
     latents = random(1, frames, model.config["in_channels"], side * rows, side * columns)
     whole = ((0, 0), (rows, columns))
@@ -174,7 +170,6 @@ def cogvideox_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str
 
 
 def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text, timestep, guidance and ids of four axes as `Flux2Pipeline` passes them."""
     rows, columns = model.size
     image = random(1, rows * columns, model.config["in_channels"])
     images, texts = torch.zeros(1, rows, columns, 4), torch.zeros(1, model.text, 4)
@@ -191,14 +186,13 @@ def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def flux3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text, timestep and ids of four axes as diffusers' blocks of FLUX.3 pass them."""
     made = flux2_inputs(model, random)
     ids = {name: made[name][0] for name in ("img_ids", "txt_ids")}  # without batch rows
     return {name: x for name, x in made.items() if name != "guidance"} | ids
 
 
 def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, layers of a text, its mask, timestep and ids as `Krea2Pipeline` passes them.
+    """Packed latents, layers of a text, its mask, timestep and ids as `Krea2Pipeline` passes them.
 
     Padding comes before the last five tokens of the text, which the template appends. Any text has a mask.
     """
@@ -216,7 +210,7 @@ def krea2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text without padding, timestep and shapes as Qwen-Image's pipelines pass them.
+    """Packed latents, text without padding, timestep and shapes as Qwen-Image's pipelines pass them.
 
     A size of three sides is that of a picture and of the reference images after it.
     """
@@ -231,7 +225,6 @@ def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
 
 
 def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a picture, text, pooled text and timestep as `StableDiffusion3Pipeline` passes them."""
     latents = random(1, model.config["in_channels"], *(side * model.config["patch_size"] for side in model.size))
     return {
         "hidden_states": latents,
@@ -242,7 +235,6 @@ def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
 
 
 def hunyuan_video_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a video, text with its mask, pooled text and guidance as `HunyuanVideoPipeline` passes them."""
     patch, length = model.config["patch_size"], max(model.padded, model.text)
     frames, rows, columns = model.size
     video = random(1, model.config["in_channels"], frames, rows * patch, columns * patch)
@@ -257,7 +249,7 @@ def hunyuan_video_inputs(model: Released, random: Callable[..., Tensor]) -> dict
 
 
 def hunyuan_video15_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a video and its texts as `HunyuanVideo15Pipeline` passes them: no glyphs, and no picture.
+    """Latents of a video and its texts as `HunyuanVideo15Pipeline` passes them: no glyphs, and no picture.
 
     Their places are all padding; without padding there are none.
     """
@@ -285,7 +277,7 @@ def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
 
 
 def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return `wan_inputs` with a timestep for each token, as `WanImageToVideoPipeline` passes to Wan 2.2's 5B model.
+    """`wan_inputs` with a timestep for each token, as `WanImageToVideoPipeline` passes to Wan 2.2's 5B model.
 
     That of the first frame, which is given, is 0.
     """
@@ -296,7 +288,6 @@ def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def z_image_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a picture, text and time as `ZImagePipeline` passes them, in lists of one for each picture."""
     latents = random(model.config["in_channels"], 1, *(2 * side for side in model.size))
     return {
         "x": [latents],
@@ -306,7 +297,7 @@ def z_image_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, 
 
 
 def ltx_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents of a video, a text of which a quarter is padding, and timestep as `LTXPipeline` does."""
+    """Packed latents of a video, a text of which a quarter is padding, and timestep as `LTXPipeline` does."""
     frames, rows, columns = model.size
     video = random(1, model.tokens, model.config["in_channels"])
     padding = torch.arange(model.text, device=video.device)[None] < model.text - model.text // 4
@@ -323,7 +314,7 @@ def ltx_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
 
 
 def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents of a video and of its sound, texts and timestep as `LTX2Pipeline` passes them.
+    """Packed latents of a video and of its sound, texts and timestep as `LTX2Pipeline` passes them.
 
     Texts have no padding: learned tokens take the place of that. The video has 24 frames a second, the sound 25 tokens.
     Positions are given: a forward that makes them copies from the host, which no CUDA graph can hold.
@@ -419,7 +410,7 @@ class Family:
     state: str = "hidden_states"
 
     def model(self, name: str, size: tuple[int, ...], text: int, padded: int = 0, **changes: Any) -> Released:
-        """Return a model of this class. changes: arguments that differ from the class's defaults."""
+        """A model of this class. changes: arguments that differ from the class's defaults."""
         parameters = inspect.signature(getattr(diffusers, self.theirs).__init__).parameters.values()
         config = {each.name: each.default for each in parameters if each.default is not each.empty} | changes
         names = (self.theirs, config, size, text, self.inputs, self.narrow, self.joined, self.cheap, self.state)

@@ -21,13 +21,13 @@ from seqpar.mesh.mesh import Mesh
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Return diffusers' mesh of all ranks, None on one; make it once, because it creates communicators."""
+    """diffusers' mesh of all ranks, None on one; make it once, because it creates communicators."""
     world = mesh.world.size
     return init_device_mesh(mesh.device.type, (1, world), mesh_dim_names=("ring", "ulysses")) if world > 1 else None
 
 
 def engine_name(world: int, counts: tuple[int, ...]) -> str:
-    """Return the name of diffusers' engine: Ulysses, which won over its ring in every run.
+    """The name of diffusers' engine: Ulysses, which won over its ring in every run.
 
     counts: tokens of each stream, and heads; what does not divide by the ranks needs its "anything" mode.
     """
@@ -41,7 +41,7 @@ def shared_copy(module: nn.Module) -> Any:
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return diffusers' attention backend for its engine: the fastest that its context parallelism takes.
+    """diffusers' attention backend for its engine: the fastest that its context parallelism takes.
 
     That is cuDNN's for 16-bit numbers on GPUs, and torch's own choice elsewhere: diffusers' context parallelism hands
     cuDNN any dtype unchecked, which reads fp32 as something else.
@@ -87,7 +87,7 @@ def classes_kept() -> Iterator[None]:
 
 
 def engine(module: nn.Module, name: str, ranks: DeviceMesh | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the module with the attention of `backend_for`, split over the ranks; name: of `engine_name`."""
+    """The module with the attention of `backend_for`, split over the ranks; name: of `engine_name`."""
     twin = shared_copy(module)
     with backends_kept():
         twin.set_attention_backend(backend_for(device, dtype))
@@ -102,7 +102,7 @@ def engine(module: nn.Module, name: str, ranks: DeviceMesh | None, device: torch
 
 
 def cached(module: nn.Module, world: int) -> Any:
-    """Return the module with cache-dit's Ulysses over all ranks, cuDNN's attention, compiled blocks, and no cache.
+    """The module with cache-dit's Ulysses over all ranks, cuDNN's attention, compiled blocks, and no cache.
 
     It replaces methods and attention backends of diffusers: wrap its use in `classes_kept` and `backends_kept`.
     Raises ImportError without the package.

@@ -116,7 +116,6 @@ class Case:
 
 
 def main(args: Calls) -> None:
-    """Measure all token counts on the running processes; rank 0 prints and appends the lines."""
     if args.model not in RELEASED:
         raise ValueError(f"got --model {args.model}, expected one of {', '.join(RELEASED)}")
     if args.masked and not CUTS[RELEASED[args.model].theirs].masks:
@@ -157,7 +156,6 @@ def ours(case: Case) -> Iterator[Row]:
 
 @contextmanager
 def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
-    """Parallelize a copy of diffusers' module, which shares its weights."""
     mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
     module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
     transport = "auto" if alone and cfg == 1 else case.args.transport
@@ -174,7 +172,6 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
 
 
 def step_of(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
-    """Return the last result of a step: a call for each branch of guidance, on latents that are new in each step."""
     state, out = case.model.state, []
     fresh = {**case.arguments, state: tree_map(torch.clone, case.arguments[state])}
     for name in names:
@@ -184,7 +181,7 @@ def step_of(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
 
 
 def first(result: Any) -> Tensor:
-    """Return a transformer's result, or that of its first picture, if it returns a list of pictures."""
+    """A transformer's result, or that of its first picture, if it returns a list of pictures."""
     return result[0] if isinstance(result, list) else result
 
 
@@ -204,7 +201,6 @@ class Keeps:
         return step
 
     def facts(self) -> Line:
-        """Return the largest relative error of any rank's result, and in exact mode a digest of this rank's."""
         assert self.out is not None
         truth = self._case.truth
         error = float((self.out.double() - truth.double()).norm() / truth.double().norm())
@@ -217,7 +213,6 @@ class Keeps:
 
 @contextmanager
 def _ceiling(case: Case, mine: Share) -> Iterator[Timed]:
-    """Compute one rank's matrix products and attention alone."""
     device = case.mesh.device
     local = choose_local(case.args.local, device, case.dtype, case.work.head_dim, mine.masked).name
     step = ceiling(case.work, mine, local, case.dtype, device)

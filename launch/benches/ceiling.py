@@ -34,7 +34,7 @@ class Share:
 
 
 def share(work: Work, tokens: int, strategy: str, mesh: Mesh, rows: int = 2, others: tuple[int, ...] = ()) -> Share:
-    """Return this rank's share of one picture with `rows` batch rows (each rank of a data axis has one picture).
+    """This rank's share of one picture with `rows` batch rows (each rank of a data axis has one picture).
 
     rows: 2 for two guidance branches in a batch, which a cfg axis splits. others: tokens of the streams besides the
     state.
@@ -62,7 +62,7 @@ class Alone:
 
 
 def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a step of only the blocks' cuBLAS matrix products and attention, with a rank's shapes and random data.
+    """A step of only the blocks' cuBLAS matrix products and attention, with a rank's shapes and random data.
 
     The blocks cycle through more copies of the weights than the L2 cache holds. The products that make the modulation
     are left out.
@@ -86,7 +86,6 @@ def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: tor
 
 
 def _block(kind: Alone, weights: Sequence[Tensor], attend: Core) -> None:
-    """Compute the products before attention, attention, and the products after it."""
     pairs = list(zip(kind.inputs, weights, strict=True))
     for x, weight in pairs[: kind.first]:
         F.linear(x, weight)

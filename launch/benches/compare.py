@@ -65,7 +65,6 @@ class Compare:
 
 
 def main(args: Compare) -> None:
-    """Print a table of the ms of every work in each checkout, and whether results have the same bits."""
     if unknown := [work for work in args.works if work.partition(":")[0] not in WORKS]:
         raise ValueError(f"got --works {unknown[0]}, expected works that begin with {', '.join(WORKS)}")
     if args.rounds < 1 or args.gpus < 1 or args.calls < 1:
@@ -113,7 +112,6 @@ def _job(work: str, tree: Path, args: Compare) -> Iterator[Iterator[dict[str, An
 
 
 def _rounds(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Ask the ranks for one round after the other; the first one is what they say when they are ready."""
     number = 0
     while True:
         (folder / f"ask-{number}").touch()
@@ -127,7 +125,7 @@ def _rounds(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str
 
 
 def named(tree: Path) -> str:
-    """Return the name of a checkout in lines and tables: its folder, or "this" for the one that this file is in."""
+    """The name of a checkout in lines and tables: its folder, or "this" for the one that this file is in."""
     return "this" if tree == ROOT else tree.name
 
 

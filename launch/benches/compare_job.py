@@ -53,12 +53,11 @@ class Setting:
         return self.seqpar.Mesh.from_env(cfg=cfg, ring=ring, ulysses=self.ranks // cfg // ring, device=self.device)
 
     def wait(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def called(self, call: Callable[[], Tensor]) -> Timer:
-        """Return the timer of a call, by the host's clock once the device has done all calls."""
+        """The timer of a call, by the host's clock once the device has done all calls."""
         kept: list[Tensor] = []
 
         @torch.no_grad()
@@ -75,7 +74,7 @@ class Setting:
         return Timer(ms, lambda: digest(kept[0]))
 
     def stepped(self, latents: Callable[[int, Callable[[int], None]], Tensor]) -> Timer:
-        """Return the timer of a step of runs of our own loop. latents: makes a run of so many steps with a callback."""
+        """The timer of a step of runs of our own loop. latents: makes a run of so many steps with a callback."""
         kept: list[Tensor] = []
 
         def run() -> float:
@@ -136,7 +135,6 @@ def step(at: Setting, model: str, tokens: str, *options: str) -> Timer:
 
 
 def unidiffuser(at: Setting) -> Timer:
-    """A step of UniDiffuser by our own loop, a guided picture of 512 x 512 pixels."""
     rooms = import_module("seqpar.pipelines.unidiffuser")
     uvit = import_module("seqpar.loop.models.uvit")
     files = rooms.Files.locate(rooms.Blueprint("unidiffuser-v1", uvit, uvit.PRESETS["unidiffuser-v1"]))
@@ -149,7 +147,6 @@ def unidiffuser(at: Setting) -> Timer:
 
 
 def decode(at: Setting, pixels: str) -> Timer:
-    """A decoding of a picture in strips, by the VAE of a parallelized FLUX.1 pipeline whose transformer is small."""
     side, pipe = int(pixels), flux(at, small_transformer=True)
     at.seqpar.parallelize(pipe, at.mesh(), vae=at.ranks > 1)
     shape = (1, pipe.vae.config.latent_channels, side // 8, side // 8)
@@ -158,7 +155,6 @@ def decode(at: Setting, pixels: str) -> Timer:
 
 
 def picture(at: Setting, pixels: str, steps: str = "28") -> Timer:
-    """A picture from the prompt to the PNG, by a parallelized FLUX.1 pipeline; each checkout writes its own PNG."""
     side, pipe = int(pixels), flux(at)
     save, main = import_module("seqpar.pipelines.pictures").save, at.mesh().is_main
     at.seqpar.parallelize(pipe)  # on the layout that the planner chooses

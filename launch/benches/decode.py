@@ -58,7 +58,6 @@ class Decoder:
         return self.frames is not None and self.frames > 1
 
     def build(self, dtype: torch.dtype, device: torch.device, tiny: bool = False) -> Any:
-        """Return the decoder with random weights, the same on every rank of one type of device."""
         kind: Any = getattr(diffusers, self.kind)
         with torch.device(device):
             made = kind(**{**self.config, **(self.narrow if tiny else {})}).eval().requires_grad_(False)
@@ -67,7 +66,6 @@ class Decoder:
         return made
 
     def shape(self, size: tuple[int, int], frames: int) -> tuple[int, ...]:
-        """Return the shape of the latents of a picture or video of (height, width) pixels, rounded down."""
         sides = tuple(side // self.factor for side in size)
         return 1, self.channels, *(() if self.frames is None else (self.latent_frames(frames),)), *sides
 
@@ -93,7 +91,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def latents(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return smooth random latents of variance one in fp32 in host memory, the same on every rank.
+    """Smooth random latents of variance one in fp32 in host memory, the same on every rank.
 
     shape: (1, C, h, w) or (1, C, T, h, w).
     """
@@ -139,7 +137,6 @@ class Case:
 
 
 def main(args: Decode) -> None:
-    """Measure all decoders and sizes; rank 0 prints and appends the lines."""
     sizes, device = check(args), Mesh.joined().device
     mesh = Mesh.from_env(cfg=1, device=device)
     for name in args.vae:
@@ -152,7 +149,7 @@ def main(args: Decode) -> None:
 
 
 def check(args: Decode) -> list[tuple[int, int]]:
-    """Return the sizes as (height, width); `ValueError` for flags that cannot be measured."""
+    """The sizes as (height, width); `ValueError` for flags that cannot be measured."""
     if unknown := [name for name in args.vae if name not in DECODERS]:
         raise ValueError(f"got the decoder {unknown[0]}, expected one of {', '.join(DECODERS)}")
     args.check()
@@ -212,8 +209,6 @@ def _ours(case: Case, graph: bool) -> Iterator[Timed]:
 
 
 class _Work:
-    """Decodes latents, and keeps the result."""
-
     def __init__(self, decode: Callable[..., Any], z: Tensor) -> None:
         self._decode, self._z = decode, z
         self.out: Tensor | None = None
@@ -229,6 +224,5 @@ def _facts(case: Case, out: Tensor | None) -> Line:
 
 
 def far(x: Tensor, truth: Tensor) -> dict[str, float]:
-    """Return the relative distance of a picture to another one, and the largest difference."""
     difference = x.double() - truth.double()
     return {"difference": float(difference.norm() / truth.double().norm()), "most": float(difference.abs().max())}

@@ -52,7 +52,6 @@ class Exchange(Flags):
 
 
 def main(args: Exchange) -> None:
-    """Measure all moves and sizes; rank 0 prints and appends the lines."""
     world = Mesh.joined()
     check(args, world.world.size)
     mesh = Mesh.from_env(cfg=1, device=world.device)
@@ -64,7 +63,6 @@ def main(args: Exchange) -> None:
 
 
 def check(args: Exchange, world: int) -> None:
-    """Raise `ValueError` for flags that cannot be measured."""
     if world < 2:
         raise ValueError("got 1 process, expected at least 2; start with torchrun --nproc_per_node=2")
     args.check()
@@ -117,7 +115,6 @@ def _timed(move: Move, mesh: Mesh) -> Timed:
 
 
 def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Move:
-    """Return our move as a strategy makes it: the prepare (or push) kernel writes into the readers' buffers."""
     mine, all_heads = layout.tokens[axis.rank], layout.q_slice(axis.rank)
     if move == "ulysses back":
         _, back = transport._heads(axis, layout)  # no turn check: this direction is used alone

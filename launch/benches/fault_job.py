@@ -68,7 +68,7 @@ class Job:
         return [*self.words, "--out", str(self.out)]
 
     def settings(self) -> dict[str, str]:
-        """Return what the job's environment has besides this process's; its temporary files have their own folder."""
+        """What the job's environment has besides this process's; its temporary files have their own folder."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         own = {"TMPDIR": str(self.folder / "tmp"), PLANTED: self.plant.text(), "PYTHONPATH": path, "COLUMNS": "200"}
         return {"OMP_NUM_THREADS": "1", **own, **dict(self.environment)}
@@ -99,12 +99,10 @@ class Outcome:
 
 
 def by_command(job: Job) -> Started:
-    """Start `seqpar WORDS`, which starts its ranks itself."""
     return _started(job, [sys.executable, "-m", "launch.benches.planted"])
 
 
 def by_torchrun(job: Job) -> Started:
-    """Start the same ranks by torchrun; words: without --gpus and --ranks."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return _started(job, [*agent, "-m", "launch.benches.planted"])
 
@@ -123,7 +121,6 @@ def _started(job: Job, program: list[str]) -> Started:
 
 
 def carried_out(job: Job, start: Callable[[Job], Started] = by_command) -> Outcome:
-    """Start the job, send its signals, wait for the last process, and look at what is left. It never hangs."""
     for name in ("tmp", "out"):
         (job.folder / name).mkdir(parents=True)
     shared, began = _names(SHARED), time.time()
@@ -144,7 +141,7 @@ def carried_out(job: Job, start: Callable[[Job], Started] = by_command) -> Outco
 
 
 def _watched(job: Job, process: Started, began: float, shared: set[str]) -> tuple[int | None, float, set[str]]:
-    """Return the exit code (None for a job that had to be killed), when its last process was gone, and what it shared.
+    """The exit code (None for a job that had to be killed), when its last process was gone, and what it shared.
 
     shared: the names of shared memory that were there before.
     """
@@ -166,7 +163,6 @@ def _watched(job: Job, process: Started, began: float, shared: set[str]) -> tupl
 
 
 def _sent(job: Job, process: Started, alive: Iterable[Process], waiting: list[Signal]) -> list[Signal]:
-    """Send what is due and return the rest."""
     moment = job.plant.moment()
     if not waiting or not moment.exists():
         return waiting

@@ -64,7 +64,7 @@ class Deadlines:
         return "--first-deadline-s", f"{self.first:g}", "--deadline-s", f"{self.later:g}"
 
     def bound(self, case: Case) -> float | None:
-        """Return the seconds after which no process may be left; None for a job that goes on."""
+        """The seconds after which no process may be left; None for a job that goes on."""
         if case.code == 0:
             return None
         return self.more + {"nothing": 0.0, "first": self.first, "later": self.later}[case.within]
@@ -100,7 +100,7 @@ CASES = (
 def wrong(
     case: Case, outcome: Outcome, deadlines: Deadlines, bits: str | None, message: str | None = None
 ) -> list[str]:
-    """Return what is not as it must be, nothing if all is.
+    """What is not as it must be, nothing if all is.
 
     bits: the digest of a job without a fault; message: the line that says how the job ended, the last one by default.
     """
@@ -202,7 +202,6 @@ class Row:
 
 
 def main(args: Faults) -> None:
-    """Run all jobs, print the table, append the lines; `SystemExit` if a job did not end as it must."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"got {os.environ['WORLD_SIZE']} processes, but this bench starts its own: run it without torchrun"
@@ -225,7 +224,7 @@ def main(args: Faults) -> None:
 
 
 def cached(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Return the environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
+    """The environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
     return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in CACHES)
 
 
@@ -266,7 +265,6 @@ def run_all(
 
 
 def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None]) -> Row:
-    """Run one job in a separate folder and judge it."""
     ranks = ("--ranks", "2") if starter == "seqpar" else ()
     words = ("sample", *ranks, *WORDS, "--transport", transport, *args.deadlines.flags())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -290,7 +288,6 @@ def used() -> list[int]:
 
 
 def freed(before: Sequence[int]) -> list[int]:
-    """Return how many MB more each GPU holds than before, once the driver has had time to free them."""
     end = time.monotonic() + 10
     while max(more := [now - then for now, then in zip(used(), before, strict=True)], default=0) > FREE_MB:
         if time.monotonic() > end:

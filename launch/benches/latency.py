@@ -98,7 +98,6 @@ class Bench:
         return {"prompt": "a red fox in deep snow", **shape, **other}
 
     def picture(self, **other: Any) -> Picture:
-        """Generate an image."""
         start = time.monotonic()
         parts = asked(self.port, self.body(**other))["seqpar"]["seconds"]
         return Picture(time.monotonic() - start, parts.pop("file"), parts)
@@ -108,7 +107,6 @@ Part = Callable[[Bench], dict[str, Any]]
 
 
 def main(args: Latency) -> None:
-    """Run all parts in turn; print what each found, and append a line for each."""
     folder = str(args.folder)
     words = ["--queue", str(args.waiting + 64)]
     if args.model == FLUX:
@@ -187,7 +185,6 @@ def _full(bench: Bench) -> dict[str, Any]:
 
 
 def _waits(bench: Bench) -> socket.socket:
-    """Send a request of low priority whose answer is not read."""
     line, text = socket.create_connection(("127.0.0.1", bench.port)), json.dumps(bench.body(priority="low"))
     head = f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
     line.sendall(f"{head}content-type: application/json\r\n\r\n{text}".encode())
@@ -195,7 +192,6 @@ def _waits(bench: Bench) -> socket.socket:
 
 
 def _cancelled(bench: Bench) -> dict[str, Any]:
-    """Seconds from a DELETE at a random time of a run to the begin of the next order."""
     every = [_one_cancel(bench) for _ in range(bench.args.cancels)]
     return {"median_s": median(every), "most_s": max(every), "every": every}
 
@@ -234,7 +230,6 @@ def _switched(bench: Bench) -> dict[str, Any]:
 
 
 def _killed(bench: Bench) -> dict[str, Any]:
-    """Seconds from a SIGKILL of one rank to the notice of it, to ready, and to the next picture."""
     found: dict[str, list[float]] = {"noticed_s": [], "ready_s": [], "picture_s": []}
     for _ in range(bench.args.kills):
         rank = _until(lambda: a_rank(bench.front, bench.drawn))

@@ -51,7 +51,6 @@ class Loading:
 
 
 def main(args: Loading) -> None:
-    """Print the seconds of both ways, each those of the slowest rank."""
     if args.ranks < 1 or args.rounds < 1:
         raise ValueError(f"got --ranks {args.ranks} --rounds {args.rounds}, expected at least 1")
     write(args.model, args.folder)
@@ -71,7 +70,6 @@ def write(model: str, folder: Path) -> None:
 
 
 def _started(program: list[str], words: tuple[str, ...], gpu: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a job. gpu: the only one that it sees; None for all."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, "HF_ENABLE_PARALLEL_LOADING": "yes"}
     if gpu is not None:

@@ -24,8 +24,8 @@ from launch.benches.timing import graphed, over, timed
 from seqpar.kernels.push import push
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner import rates
-from seqpar.planner.machine import here, ranks_of_a_host
 from seqpar.planner.plan import choose_local, load_local
+from seqpar.planner.rates import here, ranks_of_a_host
 from seqpar.transports import _contract
 from seqpar.transports._contract import Transport
 from seqpar.transports._exchanges import HeadLayout
@@ -76,7 +76,6 @@ CPU = Sizes(
 
 
 def main(args: Rates) -> None:
-    """Measure all rates, save them, and print them with the path of the file."""
     mesh = Mesh.from_env()
     dtype = DTYPES.get(args.dtype, default_dtype(mesh.device))
     found = measure(mesh, dtype)
@@ -117,7 +116,6 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
 
 
 def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a matrix product of random numbers (zeros would be faster), with more weights than a cache holds."""
     count = over(inputs * outputs * dtype.itemsize) if device.type == "cuda" else 1
     x, *weights = (torch.randn(n, inputs, device=device).to(dtype) for n in (rows, *[outputs] * count))
     turns = cycle(weights)
@@ -146,7 +144,7 @@ def copying(size: int, device: torch.device) -> Callable[[], object]:
 
 
 def exchanges(mesh: Mesh, host: int | None, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
-    """Return the curve of each transport that works between all ranks: bytes that leave each rank -> us.
+    """The curve of each transport that works between all ranks: bytes that leave each rank -> us.
 
     host: as of `Rates`. On several hosts the one that works is measured between all of them, and within each.
     """
@@ -183,7 +181,7 @@ def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
 
 
 def push_back(transport: Transport, mesh: Mesh, tokens: int) -> Callable[[], object]:
-    """Return the move of attention's output back to its tokens' ranks: `tokens` bf16 rows of one head to each rank."""
+    """The move of attention's output back to its tokens' ranks: `tokens` bf16 rows of one head to each rank."""
     world = mesh.world.size
     layout = HeadLayout(1, (tokens,) * world, world, world, PUSHED_DIM, torch.bfloat16, mesh.device)
     _, back = transport._heads(mesh.world, layout)  # no turn check: this direction is used alone
@@ -192,7 +190,7 @@ def push_back(transport: Transport, mesh: Mesh, tokens: int) -> Callable[[], obj
 
 
 def time_us(work: Callable[[], object], device: torch.device, repeat: int | None = None) -> float:
-    """Return us of one call, in a CUDA graph on a GPU.
+    """us of one call, in a CUDA graph on a GPU.
 
     It runs for `SECONDS`, or `repeat` times if all ranks must make the same number of calls.
     """

@@ -55,7 +55,6 @@ def planted() -> Plant:
 
 
 def happen(plant: Plant) -> None:
-    """Let the fault happen to this process, now."""
     unfinished = plant.moment().with_suffix(".part")
     unfinished.write_text(repr(time.time()))
     unfinished.replace(plant.moment())
@@ -188,7 +187,6 @@ def start_planted_ranks() -> None:
 
 
 def main() -> None:
-    """Plant the fault, then do what the words say."""
     from seqpar.cli.main import main as command
 
     if "RANK" in os.environ:

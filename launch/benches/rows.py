@@ -96,14 +96,12 @@ class Flags:
     """Append JSON lines here."""
 
     def check(self) -> None:
-        """Raise `ValueError` for flags that cannot be measured."""
         if self.rounds < 1 or self.seconds <= 0:
             told = f"--rounds {self.rounds} --seconds {self.seconds:g}"
             raise ValueError(f"got {told}, expected at least 1 and more than 0")
 
 
 def asked(rows: Iterable[Row], words: Sequence[str]) -> list[Row]:
-    """Return the rows whose name contains one of the words, in the order of the words, each row once; all without."""
     by_name = {row.name: row for row in rows}
     names = [name for word in words or ("",) for name in by_name if word in name]
     return [by_name[name] for name in dict.fromkeys(names)]
@@ -138,7 +136,7 @@ class References(ExitStack):
         self._ready: dict[str, Timed] = {}
 
     def of(self, row: Row) -> tuple[Timed | None, str | None]:
-        """Return (the row's reference, None), or (None, why there is none); a row may name none at all."""
+        """(the row's reference, None), or (None, why there is none); a row may name none at all."""
         wanted = row.reference
         if wanted is None or wanted.name in self._ready:
             return self._ready.get(wanted.name) if wanted else None, None
@@ -189,7 +187,6 @@ def _allocated(device: torch.device) -> float:
 
 
 def free(device: torch.device) -> None:
-    """Free what a row held, so that the next one starts from the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -214,7 +211,7 @@ def shown(line: Line) -> str:
 
 
 def split(steps: Steps, mesh: Mesh) -> dict[str, Any]:
-    """Return what the line of a row says, whose graphs have been captured; `split_ms` adds up to the time of a step."""
+    """What the line of a row says, whose graphs have been captured; `split_ms` adds up to the time of a step."""
     recorder = StepRecorder(mesh, MEASURED, before=0, blocks=False)
     with recorder:
         steps(recorder.needs, recorder)

@@ -163,7 +163,6 @@ class Serve:
 
 
 def main(args: Serve) -> None:
-    """Run the server and its clients, print the verdicts, append a line; exit with code 1 if one of them is wrong."""
     ledger, begun = Ledger(), time.monotonic()
     with server(("builtin", "builtin-text"), args.ranks, ("--queue", "256")) as (process, port, log):
         until_ready(port)
@@ -220,7 +219,6 @@ def _run(args: Serve, ledger: Ledger, front: int, port: int) -> None:
 
 
 def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> Asked:
-    """Ask for a picture; leaves_s: seconds after which the client hangs up."""
     start, line = time.monotonic(), HTTPConnection("127.0.0.1", port, timeout=leaves_s or LIMIT_S)
     try:
         line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
@@ -238,7 +236,6 @@ def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> 
 
 
 def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading.Event) -> None:
-    """Cancel jobs, and kill and stop ranks, spread evenly over the requests."""
     drawn = random.Random(args.seed + 1)
     signals = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
     at = {round(args.requests * (index + 1) / (len(signals) + 1)): each for index, each in enumerate(signals)}
@@ -258,7 +255,6 @@ def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading
 
 
 def _cancel_one(port: int, drawn: random.Random) -> None:
-    """Cancel the job that runs, or one that waits."""
     open_jobs = [job["id"] for job in get(port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
     if open_jobs:
         get(port, f"/v1/jobs/{open_jobs[0] if drawn.random() < 0.7 else drawn.choice(open_jobs)}", "DELETE")

@@ -52,7 +52,6 @@ def server(
 
 
 def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
-    """Wait until a server listens; RuntimeError if it ends before."""
     while not (listening := [line for line in lines if '"event": "listening"' in line]):
         if process.poll() is not None:
             raise RuntimeError(f"got no server, but exit code {process.poll()}: {lines[-5:]}")
@@ -61,7 +60,7 @@ def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
 
 
 def a_rank(front: int, drawn: random.Random) -> int | None:
-    """Return the process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
+    """The process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
     ranks = []
     for child in _children(front):
         ranks += [each for each in _children(child) if "RANK" in _environment(each)]
@@ -84,7 +83,6 @@ def _environment(process: int) -> dict[str, str]:
 
 
 def until_ready(port: int) -> None:
-    """Wait until the ranks are ready. Raises OSError if the server has ended."""
     end = time.monotonic() + LIMIT_S
     while status(port, "/ready") != 200:
         if time.monotonic() > end:
@@ -111,7 +109,7 @@ def text_of(port: int, path: str, method: str = "GET") -> str:
 
 
 def asked(port: int, body: dict[str, Any]) -> Any:
-    """Return the answer to a request for pictures. Raises RuntimeError for anything but pictures."""
+    """The answer to a request for pictures. Raises RuntimeError for anything but pictures."""
     line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
         line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})

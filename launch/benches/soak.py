@@ -87,7 +87,6 @@ class Kind:
 
 
 def main(args: Soak) -> None:
-    """Run the parts, print their verdicts, append the lines; exit with code 1 if one of them failed."""
     mesh = Mesh.joined()
     env = {"gpus": mesh.world.size, "command": command(), "env": environment(mesh.device)}
     lines = []
@@ -135,7 +134,6 @@ def mixed(files: Files, count: int, scale: int = 1) -> list[Kind]:
 
 
 def sized(files: Files, count: int, scale: int = 1) -> list[Kind]:
-    """One kind for each of many sizes, the largest first."""
     own, unit = files.latent_size(None)[0], files.blueprint.config.patch_size
     sides, factor = range(own // 2, 3 * own, unit), scale * files.factor
     every = [(factor * height, factor * width) for height, width in itertools.product(sides, sides)]
@@ -206,7 +204,6 @@ def replays_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 
 
 def grown(part: str, name: str, lines: Sequence[Line]) -> tuple[str, bool]:
-    """Compare the most memory of the last quarter of the pictures with that of the pictures before it."""
     cut = len(lines) * 3 // 4
     before, after = (max((line[name] for line in some), default=0) for some in (lines[:cut], lines[cut:]))
     told = f"{part}: {name} memory at most {before / 2**20:.0f} MiB, in the last quarter {after / 2**20:.0f} MiB"
@@ -214,7 +211,6 @@ def grown(part: str, name: str, lines: Sequence[Line]) -> tuple[str, bool]:
 
 
 def slower(lines: Sequence[Line]) -> tuple[str, bool]:
-    """Compare the seconds of each kind's later pictures with those of its earlier ones."""
     ratios = []
     for _, group in itertools.groupby(sorted(lines, key=lambda line: line["kind"]), key=lambda line: line["kind"]):
         seconds = [line["seconds"] for line in group]
@@ -278,7 +274,6 @@ def kinds(count: int) -> list[tuple[int, int, int]]:
 
 @torch.no_grad()
 def _called(model: Any, known: Released, kind: tuple[int, int, int]) -> Tensor:
-    """Call a transformer several times and return the last result."""
     weight = next(model.parameters())
     inputs = replace(known, size=kind[:2], text=kind[2]).arguments(weight.dtype, weight.device)
     return [model(**inputs, return_dict=False)[0] for _ in range(TIMES)][-1]

@@ -70,7 +70,6 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout in the form that --layouts takes."""
         return f"{self.strategy}:{self.cfg}:{self.ring}"
 
     def __str__(self) -> str:
@@ -78,7 +77,6 @@ class Layout:
 
 
 def main(args: Steps) -> None:
-    """Measure all token counts on the running processes; rank 0 prints and appends the lines."""
     if args.exact:
         exact.turn_on()
     world = Mesh.joined()
@@ -91,7 +89,6 @@ def main(args: Steps) -> None:
 
 
 def check(args: Steps, world: int) -> None:
-    """Raise `ValueError` for flags that cannot be measured, before any weight is read."""
     for tokens in args.tokens:
         side = isqrt(max(0, tokens))
         if tokens < 1 or side**2 != tokens:
@@ -102,7 +99,7 @@ def check(args: Steps, world: int) -> None:
 
 
 def fitting(names: Sequence[str], world: int) -> list[Layout]:
-    """Return all layouts of this number of processes, or those named; `ValueError` for a name that does not fit.
+    """All layouts of this number of processes, or those named; `ValueError` for a name that does not fit.
 
     A single rank exchanges nothing, so only one strategy is listed for it.
     """
@@ -162,7 +159,6 @@ def ours(case: Case) -> Iterator[Row]:
 
 @contextmanager
 def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
-    """Sample by our own loop."""
     dit = DistributedDiT(case.model, case.mesh_of(layout), layout.strategy, case.args.local, case.args.transport)
     noise = draw_noise((1, case.model.config.in_channels, *case.size), torch.Generator().manual_seed(0))
     prompt = {"class_labels": torch.zeros(1, dtype=torch.int64)}
@@ -191,7 +187,6 @@ def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
 
 @contextmanager
 def _ceiling(case: Case, layout: Layout) -> Iterator[Timed]:
-    """Compute one rank's matrix products and attention alone."""
     work, device = work_of(case.model.config), case.mesh.device
     mine = share(work, case.tokens, layout.strategy, case.mesh_of(layout))
     step = ceiling(work, mine, case.local, case.dtype, device)

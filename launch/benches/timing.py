@@ -81,7 +81,6 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda")
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
@@ -99,12 +98,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this bench without its --out."""
     return "launch/bench.py " + re.sub(r" --out[ =]\S+", "", " ".join(sys.argv[1:]))
 
 
 def append(lines: Sequence[Mapping[str, Any]], out: Path | None) -> None:
-    """Add JSON lines to a file."""
     if out is not None:
         with out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

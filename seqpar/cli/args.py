@@ -11,6 +11,7 @@ import tyro
 import seqpar.attention
 from seqpar.types.plugins import plugins
 
+Dtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 HOW, NAMED = "How attention is sharded", "A named strategy gets all ranks."
 
 
@@ -78,7 +79,7 @@ class Options:
     fewer images than ranks. tiled: diffusers' tiling, which needs the least memory and leaves seams."""
     exact: bool = False
     """Bit-identical latents on any number of GPUs; slightly slower."""
-    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bf16 on GPUs, fp32 on CPUs."""
     first_deadline_s: float = 120.0
     """Exchange timeout in seconds until all ranks finish the first call of a shape (compile, capture)."""
@@ -89,13 +90,19 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Args(Options):
-    """Generate images or videos on one or more GPUs."""
+class Started:
+    """Flags of commands that start ranks."""
 
     gpus: int | None = None
     """GPUs to use, one process each [1]."""
     ranks: int | None = None
     """Processes to start: on GPUs if this machine has any, otherwise on the CPU."""
+
+
+@dataclass(frozen=True)
+class Args(Started, Options):
+    """Generate images or videos on one or more GPUs."""
+
     verify: bool = False
     """First compare a few steps with a single-rank run, block by block; stop at the first wrong block
     (docs/verifying.md)."""
@@ -127,38 +134,30 @@ class PlanArgs(Options):
 
 
 @dataclass(frozen=True)
-class VerifyArgs(Options):
+class VerifyArgs(Started, Options):
     """Compare all strategies, transports and dtypes with one full-precision rank; fail if one is too imprecise."""
 
     steps: int = 3
     """Denoising steps; each runs 10 to 20 single-rank evaluations."""
-    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype to compare; auto is fp32 and bf16, on GPUs also fp16 (exact mode: bf16 and fp16)."""
     out: Path = Path("verify.json")
     """JSON file with verdicts, flags and versions."""
-    gpus: int | None = None
-    """GPUs to use, one process each [1]."""
-    ranks: int | None = None
-    """Processes to start: on GPUs if this machine has any, otherwise on the CPU."""
     counts: tuple[int, ...] = ()
     """Numbers of ranks to compare, such as 2 4 [1 to the number of processes]."""
 
 
 @dataclass(frozen=True)
-class ReplicaArgs:
+class ReplicaArgs(Started):
     """The ranks of a server; `seqpar serve` starts them."""
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: tyro.conf.Positional[tuple[str, ...]] = ()
     """Models to serve, each as --model of `seqpar sample`."""
-    gpus: int | None = None
-    """GPUs to use, one process each."""
-    ranks: int | None = None
-    """Processes to start: on GPUs if this machine has any, otherwise on the CPU."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each."""
     warm: tuple[str, ...] = ()
     """Sizes, WIDTHxHEIGHT or auto, that models run before the ranks are ready."""
-    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bf16 on GPUs, fp32 on CPUs."""
     first_deadline_s: float = 120.0
     """As for `seqpar sample`."""

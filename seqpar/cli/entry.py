@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def _without_command(words: Sequence[str]) -> int:
-    """Print help, the version, or an error in one line, on rank 0 alone; return the exit code."""
     text, code = HELP, 0
     if not words:
         code = MISTAKE

@@ -83,7 +83,7 @@ class Reports:
         self._texts: list[bytes] = []
 
     def open(self) -> int:
-        """Return the write end for the next rank; the caller closes it in this process."""
+        """The write end for the next rank; the caller closes it in this process."""
         receive, send = os.pipe()
         os.set_blocking(receive, False)
         self._pipes.append(receive)
@@ -91,7 +91,6 @@ class Reports:
         return send
 
     def read(self) -> dict[int, Report]:
-        """Return the complete reports by rank."""
         for rank, pipe in enumerate(self._pipes):
             with suppress(BlockingIOError):
                 while text := os.read(pipe, 1 << 16):
@@ -114,7 +113,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error before a lost rank: releasing memory after a bug or a signal needs ranks that have exited."""
+    """The error before a lost rank: releasing memory after a bug or a signal needs ranks that have exited."""
     cause: BaseException | None = error
     while cause is not None and kind_of(cause) == "lost":
         if cause.__cause__ is not None:  # the process group's error about the lost rank
@@ -124,14 +123,17 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error's message as one line of limited length in printable characters."""
+    """An error's message as one line of limited length in printable characters."""
     parts = [part.strip() for part in str(error).splitlines() if part.strip()]
     text = shortened("; ".join(parts) or type(error).__name__, LONGEST)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def of_rank(rank: int, text: str) -> str:
+    return text if rank == 0 else f"rank {rank}: {text}"
+
+
 def shortened(text: str, longest: int) -> str:
-    """Return both ends of a text that is too long."""
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
@@ -209,7 +211,7 @@ def _say(rank: int, report: Report, error: BaseException, grace_s: float) -> Non
     text = report.text.rstrip()
     if _to_torchrun(report) and report.kind == "bug":  # torchrun's report has the traceback
         text = f"error: a bug: {type(error).__name__}: {line_of(error)}"
-    print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
+    print(of_rank(rank, text), file=sys.stderr, flush=True)
 
 
 def _to_torchrun(report: Report) -> bool:

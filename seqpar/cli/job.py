@@ -1,4 +1,4 @@
-"""Checked flags: everything that can be wrong with them is found here, before any weight is read.
+"""Checked flags: everything that can be wrong with them is found here, before any weight is read; and plans.
 
 Numbers are bounded before anything of their size is made, so that no flag makes this check itself long or large.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
-import seqpar.attention
-import seqpar.local
-import seqpar.transports
-from seqpar.cli.args import Args
+from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.loading.lora import parse as parse_lora
 from seqpar.loading.names import resolve
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
@@ -23,26 +20,16 @@ from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture, read
 from seqpar.pipelines.images import pictures_of_rank_0
 from seqpar.pipelines.pictures import check_writable, numbered
-from seqpar.pipelines.protocol import Job
+from seqpar.pipelines.protocol import Job, scales
 from seqpar.pipelines.request import GenerationRequest
 from seqpar.pipelines.videos import check_encoder
-from seqpar.planner.machine import Machine
-from seqpar.planner.plan import parse_mesh
-from seqpar.planner.search import Ranking
+from seqpar.planner.explain import explain
+from seqpar.planner.plan import check_names, parse_mesh, rank, transport_between
+from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host
+from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_whole
 from seqpar.types.guidance import check_layout
-from seqpar.types.plugins import plugin
 from seqpar.vae.strips import spread_of
-
-
-def decoding_line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> str | None:
-    """Return the line of a dry run: how pictures are decoded. None without a decoder, and where no layout fits."""
-    if not job.decodes or not ranking.ranked:
-        return None
-    world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
-    mode = "pictures" if args.exact and args.vae == "auto" else args.vae
-    spread = spread_of(job.load.images, mode, world, data, lambda: None)
-    return f"decoding: {spread}, unless the loaded weights leave too little memory for it"
 
 
 def check_decoding(job: Job, mesh: Mesh) -> None:
@@ -108,7 +95,7 @@ def _resolved(name: str) -> tuple[Path | None, str | None]:
 def check_flags(args: Args) -> None:
     """Raise ValueError for flags that are wrong whatever the model is."""
     _check_ranges(args)
-    _check_names(args)
+    check_names(args.strategy, args.local, args.transport)
     parse_size(args.size)
     tuple(map(parse_lora, args.lora))
 
@@ -172,7 +159,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def _check_ranges(args: Args) -> None:
-    """Raise ValueError for a number that is out of its range."""
     _check_counts(args.dry_run or ())
     for name, (least, most) in RANGES.items():
         if (value := getattr(args, name)) is not None:
@@ -190,7 +176,6 @@ def _check_ranges(args: Args) -> None:
 
 
 def _check_counts(counts: Sequence[int]) -> None:
-    """Raise ValueError for numbers of processes that no plan is made for."""
     most, total = MOST_PLANNED
     for count in counts:
         check_whole("GPUs to plan for", count, 1, most)
@@ -198,11 +183,53 @@ def _check_counts(counts: Sequence[int]) -> None:
         raise ValueError(f"got plans for {sum(counts)} GPUs together, expected at most {total}")
 
 
-def _check_names(args: Args) -> None:
-    """Raise where a transport, a strategy or a local attention does not exist."""
-    if args.strategy != "auto":
-        plugin(seqpar.attention, args.strategy, "strategy")
-    if args.transport != "auto":
-        plugin(seqpar.transports, args.transport, "transport")
-    if args.local != "auto":
-        plugin(seqpar.local, args.local, "local attention")
+# Plans -----------------------------------------------------------------------------------------------------------
+
+
+def as_dry_run(args: PlanArgs) -> Args:
+    """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
+    all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
+
+
+def preferences_of(args: Args) -> Preferences:
+    aim, axes = parse_mesh(args.mesh)
+    return Preferences(aim, axes, args.strategy, args.exact, args.local, args.transport)
+
+
+def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool = False) -> str:
+    """The tables of a plan: one per number of GPUs, or one for the running processes. Collective.
+
+    ValueError if no layout fits a single machine; beside other tables the reason replaces the table. hosts: machines
+    that have the GPUs. explained: whether to add why the first layout wins.
+    """
+    check_whole("--hosts", hosts, 1, 512)
+    if hosts > 1 and not args.dry_run:
+        raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
+    load = job.load
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
+    machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]
+    if not machines:
+        name = args.transport
+        name = transport_between(ranks.world, ranks.device).name if name == "auto" else name
+        machines = [here(ranks.device, ranks.world.size, name, ranks_of_a_host(ranks))]
+    tables = []
+    for machine in machines:
+        try:
+            tables.append(_table(args, job, machine, explained))
+        except ValueError as error:
+            if len(machines) < 2:
+                raise
+            tables.append(f"{machine}: {error}")
+    return "\n\n".join([head.replace("torch.", ""), *tables])
+
+
+def _table(args: Args, job: Job, machine: Machine, explained: bool) -> str:
+    ranking = rank(job.work, job.load, machine, preferences_of(args), job.request.dtype)
+    lines = [f"{machine}: {ranking}", ranking.table()]
+    if job.decodes and ranking.ranked:
+        world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
+        mode = "pictures" if args.exact and args.vae == "auto" else args.vae
+        spread = spread_of(job.load.images, mode, world, data, lambda: None)
+        lines.append(f"decoding: {spread}, unless the loaded weights leave too little memory for it")
+    return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])

@@ -17,6 +17,8 @@ from seqpar.cli.args import Args, ConvertArgs, PlanArgs, ProfileArgs, ReplicaArg
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 from seqpar.cli.signals import at_once, quick_exit
+from seqpar.mesh import mesh as meshes
+from seqpar.mesh.watch import Deadlines
 from seqpar.types.flags import parsed
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
@@ -28,7 +30,6 @@ Replica = Annotated[ReplicaArgs, tyro.conf.subcommand("replica")]
 
 
 def main() -> None:
-    """The `seqpar` command."""
     guarded(lambda rank: command(sys.argv[1:], rank))
 
 
@@ -51,7 +52,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         convert(args.source, args.target, args.heads, DTYPES.get(args.dtype))
     elif isinstance(args, PlanArgs):
         with at_once():
-            from seqpar.cli.plan import as_dry_run
+            from seqpar.cli.job import as_dry_run
             from seqpar.cli.sample import run
 
         run(as_dry_run(args), args.hosts, args.explain)
@@ -60,10 +61,16 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         if isinstance(args, ReplicaArgs):
             quick_exit(0)
     elif isinstance(args, ReplicaArgs):
+        if not args.models:
+            raise ValueError("got no model, expected at least one to serve")
         with at_once():
-            from seqpar.cli.replica import run_replica
+            from seqpar.cli.job import DTYPES
+            from seqpar.serve.ranks.loop import run as serve
 
-        run_replica(args)
+        deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
+        serve(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm)
+        meshes.close()
+        quick_exit(0)
     elif isinstance(args, VerifyArgs):
         with at_once():
             from seqpar.cli.verify import run_verify
@@ -77,7 +84,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
 
 
 def _is_start(args: Args | VerifyArgs | ReplicaArgs) -> bool:
-    """Return whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
+    """Whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
     count, world = wanted(args.gpus, args.ranks), os.environ.get("WORLD_SIZE")  # set in each rank
     asked = args.gpus is not None or args.ranks is not None
     if world is not None and asked and int(world) != count:

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from seqpar.cli.exits import STARTER, Kind, Report, Reports
+from seqpar.cli.exits import STARTER, Kind, Report, Reports, of_rank
 from seqpar.cli.signals import REPORTS, SIGNALS
 from seqpar.mesh.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
@@ -50,7 +50,7 @@ class Signalled:
 
 
 def wanted(gpus: int | None, ranks: int | None) -> int:
-    """Return the number of processes that the flags request; ValueError if they disagree or GPUs are missing."""
+    """The number of processes that the flags request; ValueError if they disagree or GPUs are missing."""
     if gpus is not None and ranks is not None:
         raise ValueError(f"got --gpus {gpus} and --ranks {ranks}; drop one of them")
     for name, count in (("gpus", gpus), ("ranks", ranks)):
@@ -133,7 +133,6 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to the running ranks and their child processes."""
     for rank in ranks:
         if rank.poll() is None:
             with suppress(ProcessLookupError):
@@ -154,7 +153,7 @@ def _noted(stop: Signalled) -> Iterator[None]:
 
 
 def _environment(folder: str, rank: int, count: int, pipe: int) -> dict[str, str]:
-    """Return a rank's environment: torchrun's variables, the folder, and sockets on this machine only."""
+    """A rank's environment: torchrun's variables, the folder, and sockets on this machine only."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     ours = {REPORTS: str(pipe), MEETING: folder, STARTER: str(os.getpid())}
     defaults = {
@@ -171,7 +170,7 @@ def _environment(folder: str, rank: int, count: int, pipe: int) -> dict[str, str
 
 
 def loopback(interfaces: Path = Path("/sys/class/net")) -> str:
-    """Return the name of the loopback interface; ValueError if there is none."""
+    """The name of the loopback interface; ValueError if there is none."""
     for file in sorted(interfaces.glob("*/flags")):
         if int(file.read_text(), 16) & (LOOPBACK | UP) == LOOPBACK | UP:
             return file.parent.name
@@ -182,7 +181,7 @@ def loopback(interfaces: Path = Path("/sys/class/net")) -> str:
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
-    """Return the message and exit code for failed ranks. codes: by rank; negative ones are signals.
+    """The message and exit code for failed ranks. codes: by rank; negative ones are signals.
 
     The first that applies: an invalid argument, a signal to a rank, a closed output, a failure, a signal that the
     starter does not send, a bug, an exit without a report, a lost rank. So the order in which ranks exit is irrelevant.
@@ -191,7 +190,7 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
     for rank, report in reports.items():
         kinds[report.kind][rank] = report
     for rank, report in kinds["mistake"].items():
-        return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
+        return of_rank(rank, report.text), report.code
     for rank, code in codes.items():
         if code - 128 in SIGNALS:
             return f"stopped: rank {rank} got {signal.Signals(code - 128).name}", code
@@ -215,10 +214,9 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
 
 
 def _first(reports: Mapping[int, Report]) -> tuple[str, int]:
-    """Return message and exit code of the first report, with its rank unless rank 0 reports the same."""
     rank, first = min(reports.items(), key=lambda pair: pair[1].time)
-    of_rank_0 = 0 in reports and reports[0].text == first.text
-    return first.text if of_rank_0 else f"rank {rank}: {first.text}", first.code
+    seen_on_0 = 0 in reports and reports[0].text == first.text
+    return of_rank(0 if seen_on_0 else rank, first.text), first.code
 
 
 def _ended_by(rank: int, number: int) -> str:
@@ -231,5 +229,5 @@ def _ended_by(rank: int, number: int) -> str:
 
 
 def _safe_path() -> list[str]:
-    """Return Python's flag that excludes the working directory from sys.path, if it is excluded here."""
+    """Python's flag that excludes the working directory from sys.path, if it is excluded here."""
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from seqpar.cli.args import Args
+from seqpar.cli.args import Args, ProfileArgs
 from seqpar.cli.exits import stoppable
-from seqpar.cli.job import check_decoding, checked, named, outputs, parse_size
-from seqpar.cli.plan import dry_run, preferences_of
-from seqpar.cli.profiling import check_profile, profiled
+from seqpar.cli.job import check_decoding, checked, dry_run, named, outputs, parse_size, preferences_of
 from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.pictures import grid, save
+from seqpar.pipelines.pictures import check_writable, grid, save
 from seqpar.pipelines.protocol import Events, Job, Model, Result
 from seqpar.pipelines.videos import save_video
 from seqpar.planner.plan import Plan, make
+from seqpar.types.arguments import check_whole
+
+MOST_STEPS = 100  # measured in a profile: a trace of more is too long to open
+OnStep = Callable[[int], None]
 
 
 def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
@@ -64,7 +67,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
 
 
 def _generate(args: Args, plan: Plan, model: Model, job: Job, ranks: Mesh) -> tuple[Result, float | None]:
-    """Return the result, and ms per step if the pipeline reports its steps; rank 0 shows bars."""
+    """The result, and ms per step if the pipeline reports its steps; rank 0 shows bars."""
     unit = "video" if job.video else "picture"
     with (
         Bar(len(job.request.images), "picture", ranks, "encoding") as encoding,
@@ -99,7 +102,7 @@ def _write(paths: Sequence[Path], job: Job, result: Result, facts: dict[str, Any
 
 
 def _size(args: Args, image: Any) -> dict[str, int]:
-    """Return the size of an image or video, and print a line if it is not the one that was asked for."""
+    """The size of an image or video, and print a line if it is not the one that was asked for."""
     *frames, rows, columns, _ = np.asarray(image).shape
     size = {"height": rows, "width": columns} | ({"frames": frames[0]} if frames else {})
     asked: dict[str, int] = dict(zip(("height", "width"), parse_size(args.size) or (), strict=False))
@@ -114,3 +117,50 @@ def _size(args: Args, image: Any) -> dict[str, int]:
 def _say(mesh: Mesh, text: str) -> None:
     if mesh.is_main:
         print(text, flush=True)
+
+
+# Profiles: other runs import nothing of them ------------------------------------------------------------------------
+
+
+def check_profile(args: Args, job: Job, ranks: Mesh) -> None:
+    """Raise ValueError for a profile that cannot be made, before any weight is read."""
+    if not isinstance(args, ProfileArgs):
+        return
+    from seqpar.profiling.record import steps_before, steps_needed, too_few
+
+    check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
+    if args.profile_out.exists() and not args.profile_out.is_dir():
+        raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
+    check_writable(args.profile_out / "profile.txt", ".txt")
+    if ranks.device.type == "cpu" and args.transport == "peer":
+        raise ValueError(
+            "got --transport peer on CPUs, expected another one for a profile: there ranks wait in many small "
+            "operations, which cannot be separated from work; leave it out"
+        )
+    if job.why_no_steps is not None:
+        raise ValueError(f"no profile is possible: {job.why_no_steps}")
+    before = steps_before(ranks)
+    if job.steps < steps_needed(args.profile_steps, before):
+        raise ValueError(f"{too_few(job.steps, args.profile_steps, before)}; change --steps or --profile-steps")
+
+
+@contextmanager
+def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[OnStep]:
+    """Yield what a run calls after each step; of a profile rank 0 prints the table in the end."""
+    if not isinstance(args, ProfileArgs):
+        yield on_step
+        return
+    from seqpar.profiling.profile import finished
+    from seqpar.profiling.record import StepRecorder
+    from seqpar.profiling.report import report
+
+    with StepRecorder(ranks, args.profile_steps) as recorder:
+
+        def both(index: int) -> None:
+            on_step(index)
+            recorder(index)
+
+        yield both
+    profile = finished(recorder, ranks, plan, plan.ranking.load, args.profile_out)
+    if ranks.is_main:
+        print(f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table", flush=True)

@@ -52,7 +52,7 @@ class Handler:
 
 
 def leaves() -> Leave:
-    """Return a function that exits with 128 + n after signal n. Rank 0 or the starter of ranks prints "stopped".
+    """A function that exits with 128 + n after signal n. Rank 0 or the starter of ranks prints "stopped".
 
     torchrun's agent ends ranks by SIGTERM when another one has failed, and has its own report.
     """
@@ -84,7 +84,6 @@ def take(handler: Handler, numbers: Sequence[signal.Signals] = SIGNALS) -> dict[
 
 @contextmanager
 def handled(handler: Handler, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Install a handler in this context."""
     before = take(handler, numbers)
     try:
         yield

@@ -42,7 +42,6 @@ class Bar:
             self._bar.close()
 
     def __call__(self, index: int) -> None:
-        """Count one more."""
         self.add(1)
 
     def add(self, done: int, total: int | None = None) -> None:
@@ -96,7 +95,6 @@ class Progress(Bar):
 
 
 def summary(args: Args, model: Model, job: Job) -> str:
-    """Lines that say what runs, where, and why."""
     mesh, plan = model.mesh, model.plan
     lines = [
         ("model", args.model),
@@ -137,12 +135,10 @@ def measured(per_step: float | None, loaded: float, whole: float) -> str:
 
 
 def listed(paths: Sequence[Path]) -> str:
-    """The files of a run as text."""
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that ran."""
     return {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
 
 

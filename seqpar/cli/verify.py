@@ -9,8 +9,7 @@ from dataclasses import asdict, fields
 import torch
 
 from seqpar.cli.args import Args, Options, VerifyArgs
-from seqpar.cli.job import DTYPES, check
-from seqpar.cli.plan import preferences_of
+from seqpar.cli.job import DTYPES, check, preferences_of
 from seqpar.cli.summary import versions
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
@@ -56,7 +55,7 @@ def run_verify(args: VerifyArgs) -> None:
 
 
 def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
-    """Return the job that the flags describe; ValueError for any flag that is wrong."""
+    """The job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if any(not 1 <= count <= world for count in args.counts):
         raise ValueError(
@@ -71,13 +70,12 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
 
 
 def _as_sample(args: VerifyArgs) -> Args:
-    """Return the flags of the run that is compared."""
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
     return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 
 def _dtypes(args: VerifyArgs, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the data types to compare; ValueError for those that exact mode has no kernels for."""
+    """The data types to compare; ValueError for those that exact mode has no kernels for."""
     if args.dtype != "auto":
         if args.exact and DTYPES[args.dtype].itemsize > 2:
             raise ValueError(f"got --exact with --dtype {args.dtype}, expected bf16 or fp16, which have such kernels")
@@ -87,7 +85,7 @@ def _dtypes(args: VerifyArgs, device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def _head(args: VerifyArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
-    """Return the lines that say what is compared with what, and what a reader of the table must know."""
+    """The lines that say what is compared with what, and what a reader of the table must know."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     known = {
         RANDOM: job.source.blueprint.checkpoint is None,

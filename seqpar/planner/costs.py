@@ -17,7 +17,7 @@ from seqpar.types.plugins import plugin, plugins
 
 
 def facts_of(strategy: str) -> StrategyFacts:
-    """Return the `FACTS` of a strategy's file; raise `ValueError` if the file or its `FACTS` is missing."""
+    """The `FACTS` of a strategy's file; raise `ValueError` if the file or its `FACTS` is missing."""
     facts = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
     if not isinstance(facts, StrategyFacts):
         expected = "a seqpar.types.facts.StrategyFacts in its file"
@@ -26,63 +26,46 @@ def facts_of(strategy: str) -> StrategyFacts:
 
 
 def strategies() -> dict[str, StrategyFacts]:
-    """Return name -> facts of every strategy in the folder, in the order of preference when predictions tie."""
     known = {name: facts_of(name) for name in plugins(seqpar.attention)}
     return dict(sorted(known.items(), key=lambda item: item[1].order))
 
 
 def exact_strategies() -> tuple[str, ...]:
-    """Return the strategies that only move data; exact mode accepts no others."""
     return tuple(name for name, facts in strategies().items() if facts.moves_only)
 
 
 def why_not(strategy: str, ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """Return the reason why a strategy cannot run on axes of these sizes, or None if it can."""
+    """The reason why a strategy cannot run on axes of these sizes, or None if it can."""
     reason = facts_of(strategy).why_not(ring, ulysses, heads, kv_heads)
     return None if reason is None else f"got strategy {strategy} with {reason}"
 
 
-def sharded_layer(
-    work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()
-) -> ShardedLayer:
-    """Return the `ShardedLayer` of one sequence of a layout, with `batch` rows on each rank.
+def layers(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> tuple[Layer, ...]:
+    """The operations of one layer for each rank of the sequence axis, with `batch` rows on each.
 
     tokens: those of the state; others: those of each other stream.
     """
-    whole, direct = tokens + sum(others), is_direct(layout.transport)
-    return ShardedLayer(work, layout.ring, layout.ulysses, whole, batch, direct, (tokens, *others))
-
-
-def is_direct(curve: str) -> bool:
-    """Return whether a transport, named by the key of its measured times, writes into the reader's memory."""
-    every = map(_contract.facts, _contract.names())
-    return any(facts.in_place and curve in facts.rates.values() for facts in every)
-
-
-def layers(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> tuple[Layer, ...]:
-    """Return the operations of one layer for each rank of the sequence axis."""
-    facts, at = facts_of(layout.strategy), sharded_layer(work, layout, tokens, batch, others)
+    # whether the transport, which its measured times name, writes into the reader's memory
+    transports = map(_contract.facts, _contract.names())
+    direct = any(facts.in_place and layout.transport in facts.rates.values() for facts in transports)
+    whole = tokens + sum(others)
+    at = ShardedLayer(work, layout.ring, layout.ulysses, whole, batch, direct, (tokens, *others))
+    facts = facts_of(layout.strategy)
     return tuple(facts.layer(at, rank) for rank in range(layout.sequence))
 
 
 def busiest(every: tuple[Layer, ...]) -> tuple[int, ...]:
-    """Return, for each exchange of a layer, the most that any rank sends or receives, in the unit of `Move`."""
+    """For each exchange of a layer, the most that any rank sends or receives, in the unit of `Move`."""
     exchanges = zip(*(layer.moves for layer in every), strict=True)
     return tuple(max(max(move.sent, move.received) for move in exchange) for exchange in exchanges)
 
 
-def reaches(layer: Layer, layout: Layout) -> tuple[int, ...]:
-    """Return, for each exchange of a layer, among how many neighbouring ranks it stays."""
-    return tuple(move.among or layout.sequence for move in layer.moves)
-
-
 def attention_calls(work: Work, layer: Layer, batch: int) -> tuple[Cost, ...]:
-    """Return the cost of each call of the local attention."""
     return tuple(core(batch, x.queries, x.keys, x.heads, work.head_dim, x.kv_heads) for x in layer.calls)
 
 
 def merge_bytes(work: Work, layer: Layer, batch: int, itemsize: int) -> tuple[int, int]:
-    """Return (bytes, kernels) of merging partial outputs.
+    """(bytes, kernels) of merging partial outputs.
 
     The first merge reads two outputs in the model's dtype; each later merge reads one and updates an fp32 result.
     """
@@ -109,7 +92,7 @@ class Totals:
 def totals(
     work: Work, layout: Layout, tokens: int, images: int, guidance: bool, itemsize: int, others: tuple[int, ...] = ()
 ) -> Totals:
-    """Return the cost of a step for `images` pictures; `guidance` doubles the rows of the batch."""
+    """The cost of a step for `images` pictures; `guidance` doubles the rows of the batch."""
     rows = images * (2 if guidance else 1)
     batch = -(-images // layout.data) * (2 if guidance and layout.cfg == 1 else 1)
     every, cost = layers(work, layout, tokens, batch, others), work.step(rows, tokens, others)
@@ -119,7 +102,7 @@ def totals(
 
 
 def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:
-    """Return the cost of a step's GEMMs (embedding and final layer too), attention and elementwise passes."""
+    """The cost of a step's GEMMs (embedding and final layer too), attention and elementwise passes."""
     by_kind = [[cost * kind.count for cost in work.parts(kind, b, s, others)] for kind in work.blocks]
     gemms, attention, passes = (sum(costs, Cost(0, 0)) for costs in zip(*by_kind, strict=True))
     once = sum((linear(b * s, *gemm) for gemm in work.once), Cost(0, 0))

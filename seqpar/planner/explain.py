@@ -6,29 +6,19 @@ docs/analysis.md derives these numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from seqpar.planner import costs
-from seqpar.planner.predict import GIB, Load, Prediction, predict
-from seqpar.planner.rates import Rates
+from seqpar.planner.predict import Load, Prediction, predict
+from seqpar.planner.rates import GIB, Rates
 from seqpar.planner.search import Ranking, name_of
 from seqpar.types.facts import Layer, Layout, Work
 
 PARTS = ("gemm", "attention", "elementwise", "exchange")
 
 
-@dataclass(frozen=True)
-class Way:
-    """A layout, the bytes that the busiest rank sends in its layers, and its number of exchanges per step."""
-
-    name: str
-    row: Prediction
-    sent: int
-    exchanges: int
-
-
 def explain(ranking: Ranking) -> str:
-    """Return the explanation of the chosen layout as text; `ValueError` if no layout fits the memory."""
+    """The explanation of the chosen layout as text; `ValueError` if no layout fits the memory."""
     layout = ranking.best
     lines = [f"why {name_of(layout)}:", *_costs(ranking), "", *_bounds(ranking)]
     if layout.data * layout.cfg * layout.sequence > 1:
@@ -67,7 +57,7 @@ def _tokens(count: int | None) -> str:
 
 
 def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
-    """Return the least number for which a condition holds that stays true once it is; None if that is above `most`."""
+    """The least number for which a condition holds that stays true once it is; None if that is above `most`."""
     low, high = 0, 1
     while not holds(high):
         if high >= most:
@@ -80,7 +70,7 @@ def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
 
 
 def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
-    """Return the tokens from which attention has half of a step's FLOPs."""
+    """The tokens from which attention has half of a step's FLOPs."""
 
     def holds(s: int) -> bool:
         cost = costs.parts(work, b, s, others)
@@ -90,7 +80,7 @@ def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int |
 
 
 def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
-    """Return the tokens from which attention is predicted to take half of a step on one GPU."""
+    """The tokens from which attention is predicted to take half of a step on one GPU."""
     alone = Layout(1, 1, 1, 1, "ulysses", next(iter(rates.exchange)))
 
     def holds(s: int) -> bool:
@@ -100,20 +90,12 @@ def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
     return first(holds)
 
 
-def ways(ranking: Ranking) -> list[Way]:
-    """Return the chosen layout and the best one of each other strategy."""
-    work, load = ranking.work, ranking.load
+def ways(ranking: Ranking) -> list[Prediction]:
+    """The chosen layout and the best one of each other strategy."""
     best: dict[str, Prediction] = {}
     for row in ranking.ranked:
         best.setdefault(row.layout.strategy if row.layout.sequence > 1 else "none", row)
-    return [_way(work, load, row) for row in best.values()]
-
-
-def _way(work: Work, load: Load, row: Prediction) -> Way:
-    layout = row.layout
-    cost = costs.totals(work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
-    exchanges = work.layers * len(_layer(work, load, layout).moves) + (layout.cfg > 1)
-    return Way(name_of(layout), row, cost.sent, exchanges)
+    return [*best.values()]
 
 
 def _layer(work: Work, load: Load, layout: Layout) -> Layer:
@@ -121,13 +103,16 @@ def _layer(work: Work, load: Load, layout: Layout) -> Layer:
 
 
 def _table(ranking: Ranking) -> list[str]:
+    work, load = ranking.work, ranking.load
     head = " ".join(f"{part:>10}" for part in PARTS)
     lines = [f"{'layout':<34} {'MB sent':>9} {'exchanges':>9} {'ms per step':>11} {head} {'GiB/rank':>10}"]
-    for way in ways(ranking):
-        row = way.row
+    for row in ways(ranking):
+        layout = row.layout
+        cost = costs.totals(work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
+        exchanges = work.layers * len(_layer(work, load, layout).moves) + (layout.cfg > 1)
         parts = " ".join(f"{getattr(row, part):10.2f}" for part in PARTS)
-        counts = f"{way.sent / 1e6:9.1f} {way.exchanges:9}"
-        lines.append(f"{way.name:<34} {counts} {row.ms:11.2f} {parts} {row.memory.total / GIB:10.1f}")
+        counts = f"{cost.sent / 1e6:9.1f} {exchanges:9}"
+        lines.append(f"{name_of(layout):<34} {counts} {row.ms:11.2f} {parts} {row.memory.total / GIB:10.1f}")
     return lines
 
 
@@ -142,7 +127,7 @@ def _reasons(ranking: Ranking) -> list[str]:
         hidden = f", hidden behind the GEMMs of {' and '.join(layer.behind)}" if layer.behind else ""
         times = {1: "once", 2: "twice"}.get(len(layer.moves), f"{len(layer.moves)} times")
         lines.append(f"{layout.sequence} ranks shard the tokens of a sequence and exchange {times} per layer{hidden}.")
-    lines += [f"{way.name}: {_against(chosen.row, way.row)}." for way in others]
+    lines += [f"{name_of(row.layout)}: {_against(chosen, row)}." for row in others]
     if ranking.too_big:
         lines.append(f"{len(ranking.too_big)} layouts do not fit the memory.")
     return lines

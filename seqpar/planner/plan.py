@@ -22,22 +22,14 @@ import seqpar.transports
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
-from seqpar.planner.machine import Machine, here, ranks_of_a_host
 from seqpar.planner.predict import Load
+from seqpar.planner.rates import Machine, here, ranks_of_a_host
 from seqpar.planner.search import Aim, Preferences, Ranking, search
 from seqpar.transports import _contract
 from seqpar.transports._contract import Transport
 from seqpar.types.arguments import check_kind
 from seqpar.types.facts import Layout, Work
 from seqpar.types.plugins import plugin, plugins
-
-
-def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
-    """Return the caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
-    joined = mesh or Mesh.from_env(*plan.sizes.values())
-    joined.on_all_ranks(lambda: plan.check(joined))
-    return joined
-
 
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 
@@ -68,31 +60,23 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return axis name -> size, in the form that `Mesh.from_env` accepts."""
+        """Axis name -> size, in the form that `Mesh.from_env` accepts."""
         return self.layout.sizes
 
     @property
     def exact(self) -> bool:
-        """Return whether results must have one rank's bits: keys are then held in the order of the streams."""
+        """Whether results must have one rank's bits: keys are then held in the order of the streams."""
         return self.ranking.preferences.exact
 
     @property
     def ms(self) -> float:
-        """Return the predicted time of a step in ms."""
         return self.ranking.ranked[0].ms
 
     def check(self, mesh: Mesh) -> None:
-        """Raise `ValueError` if the mesh has other sizes, or if its ranks cannot use the transport.
-
-        Every rank must call this at the same time.
-        """
+        """Raise ValueError if the mesh has other sizes, or if its ranks cannot use the transport. Collective."""
         if mesh.sizes != self.sizes:
             raise ValueError(f"got a plan for {self.layout} and a mesh of {mesh}, expected the same sizes; give one")
         check_transport(self.transport.name, mesh)
-
-    def table(self) -> str:
-        """Return a table with a row for each layout that was predicted."""
-        return self.ranking.table()
 
     def __str__(self) -> str:
         return str(self.ranking)
@@ -101,29 +85,43 @@ class Plan:
 def make(
     work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, preferences: Preferences, mesh: Mesh | None = None
 ) -> Plan:
-    """Return the plan for these processes, or for the caller's mesh; all ranks get the same, from rank 0's rates.
+    """The plan for these processes, or for the caller's mesh, from rank 0's rates. Collective.
 
-    Raises `ValueError` on every rank for unknown names and where no layout satisfies the preferences.
+    Raises the same ValueError on every rank for unknown names and where no layout satisfies the preferences.
     """
     preferences = replace(preferences, exact=preferences.exact or exact.is_on())
     if mesh is not None:
         preferences = replace(preferences, axes=mesh.sizes)
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
-    # trying a transport is collective: every rank must do it at the same time
     transport = ranks.on_all_ranks(lambda: choose_transport(preferences.transport, mesh or ranks, mesh is not None))
     machine = here(ranks.device, ranks.world.size, transport.name, ranks_of_a_host(ranks))
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
-    return ranks.share(
-        ranks.on_all_ranks(lambda: _decided(work, load, dtype, ranks.device, machine, preferences, transport)), Plan
-    )
+
+    def decide() -> Plan:
+        ranking = rank(work, load, machine, preferences, dtype)
+        layout, asked = ranking.best, preferences.strategy != "auto"
+        why = "as asked" if asked else "planned" if layout.sequence > 1 else "one rank a sequence"
+        alone = preferences.transport == "auto" and layout.sequence * layout.cfg == 1
+        moves = _nothing_to_exchange(ranks.device) if alone else transport
+        local = choose_local(preferences.local, ranks.device, dtype, work.head_dim, work.masked)
+        return Plan(layout, Choice(layout.strategy, why), moves, local, ranking)
+
+    return ranks.share(ranks.on_all_ranks(decide), Plan)
+
+
+def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
+    """The caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
+    joined = mesh or Mesh.from_env(*plan.sizes.values())
+    joined.on_all_ranks(lambda: plan.check(joined))
+    return joined
 
 
 def for_library(
     config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences, table: int
 ) -> Plan:
-    """Return the plan for a library call, which is assumed to make one picture of the model's own size.
+    """The plan for a library call, which is assumed to make one picture of the model's own size.
 
     config: the config of a model whose file exports `work`. table: see `Load`.
     """
@@ -137,7 +135,7 @@ def for_library(
 
 
 def work_of(config: Any) -> Work:
-    """Return the `Work` of a model, from the `work(config)` of the file that defines the config's class."""
+    """The `Work` of a model, from the `work(config)` of the file that defines the config's class."""
     file = sys.modules[type(config).__module__]
     if not hasattr(file, "work"):
         raise ValueError(f"{file.__name__} has no `work(config)`, which the planner requires of a model's file")
@@ -145,7 +143,7 @@ def work_of(config: Any) -> Work:
 
 
 def rank(work: Work, load: Load, machine: Machine, preferences: Preferences, dtype: torch.dtype) -> Ranking:
-    """Return all layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
+    """All layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
     measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."), machine.host)
     if machine.count > 1 and machine.transport not in measured.exchange:
         known = ", ".join(measured.exchange)
@@ -156,32 +154,13 @@ def rank(work: Work, load: Load, machine: Machine, preferences: Preferences, dty
     return search(work, load, machine.count, preferences, measured, machine.transport, machine.memory)
 
 
-def _decided(
-    work: Work,
-    load: Load,
-    dtype: torch.dtype,
-    device: torch.device,
-    machine: Machine,
-    preferences: Preferences,
-    transport: Choice,
-) -> Plan:
-    ranking = rank(work, load, machine, preferences, dtype)
-    layout = ranking.best
-    why = "as asked" if preferences.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
-    if preferences.transport == "auto" and layout.sequence * layout.cfg == 1:
-        transport = _nothing_to_exchange(device)
-    local = choose_local(preferences.local, device, dtype, work.head_dim, work.masked)
-    return Plan(layout, Choice(layout.strategy, why), transport, local, ranking)
-
-
 # Transports ----------------------------------------------------------------------------------------------------
 
 
 def choose_transport(name: str, mesh: Mesh, axes: bool = True) -> Choice:
-    """Return the transport of a mesh; `ValueError` if the named one does not work here.
+    """The transport of a mesh; ValueError if the named one does not work here. Collective.
 
-    axes: whether the mesh has the axes of the run; else a named transport is not tried yet. Every rank must call this
-    at the same time.
+    axes: whether the mesh has the axes of the run; else a named transport is not tried yet.
     """
     if name != "auto":
         _contract.load(name)
@@ -194,10 +173,7 @@ def choose_transport(name: str, mesh: Mesh, axes: bool = True) -> Choice:
 
 
 def transport_between(axis: Axis, device: torch.device) -> Choice:
-    """Return the best transport that "auto" may take and that works between these ranks.
-
-    Every rank of the axis must call this at the same time.
-    """
+    """The best transport that "auto" may take and that works between these ranks. Collective on the axis."""
     refused = ""
     for name in _contract.unasked(device.type):
         module = _contract.load(name)
@@ -209,7 +185,7 @@ def transport_between(axis: Axis, device: torch.device) -> Choice:
 
 
 def check_transport(name: str, mesh: Mesh) -> None:
-    """Raise `ValueError` if a transport does not work between these ranks; all must call this at the same time."""
+    """Raise ValueError if a transport does not work between these ranks. Collective."""
     reason = _contract.load(name).why_not(mesh)
     if reason is not None:
         simplest = _contract.unasked(mesh.device.type)[-1]
@@ -224,10 +200,7 @@ def _nothing_to_exchange(device: torch.device) -> Choice:
 
 
 def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> Choice:
-    """Return the local attention for this device, dtype, head dim and use of key masks.
-
-    Raises `ValueError` if the named one does not work with them.
-    """
+    """The local attention for a device, dtype, head dim and key masks; ValueError if the named one does not fit."""
     if name != "auto":
         reason = _why_not(name, device, dtype, head_dim, mask)
         if reason is not None:
@@ -265,10 +238,7 @@ def _fitting(
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool) -> str | None:
-    """Return why a local attention cannot be used here, or None if it can.
-
-    In exact mode its rows must also not depend on the number of rows.
-    """
+    # in exact mode its rows must also not depend on the number of rows
     module = plugin(seqpar.local, name, "local attention")
     reason = module.why_not(device, dtype, head_dim, mask)
     if reason is None and exact.is_on():
@@ -288,10 +258,7 @@ def check_names(strategy: str, local: str, transport: str) -> None:
 
 
 def named_mesh(mesh: Mesh | str | None, preferences: Preferences) -> tuple[Mesh | None, Preferences]:
-    """Return the caller's mesh, or None with preferences for what a text names, as `--mesh` does.
-
-    Raises ValueError for another text or another type.
-    """
+    """The caller's mesh, or None with preferences for what a text names, as `--mesh` does; else ValueError."""
     check_kind("mesh", mesh, Mesh, str, type(None), expected="a seqpar.Mesh, axes like 'cfg=2,ulysses=2', or 'auto'")
     if not isinstance(mesh, str):
         return mesh, preferences
@@ -300,14 +267,13 @@ def named_mesh(mesh: Mesh | str | None, preferences: Preferences) -> tuple[Mesh 
 
 
 def preferred_images(preferences: Preferences, ranks: Mesh) -> int:
-    """Return for how many pictures a call of the library is planned: one, or as many as ranks may have their own."""
+    """For how many pictures a call of the library is planned: one, or as many as ranks may have their own."""
     return ranks.world.size if preferences.aim == "throughput" else preferences.axes.get("data", 1)
 
 
 def parse_mesh(text: str, argument: str = "--mesh ") -> tuple[Aim, dict[str, int]]:
-    """Return the aim and the axis sizes that a `--mesh` text names.
+    """The aim and the axis sizes that a text names: "cfg=2,ulysses=2", "auto" or "throughput"; else ValueError.
 
-    "cfg=2,ulysses=2" names axis sizes; "auto" and "throughput" name only an aim. Other texts raise ValueError.
     argument: how the caller names it, for the message.
     """
     axes: dict[str, int] = {}
@@ -324,15 +290,12 @@ def parse_mesh(text: str, argument: str = "--mesh ") -> tuple[Aim, dict[str, int
 
 
 def load_strategy(name: str) -> ModuleType:
-    """Return the module of a strategy."""
     return plugin(seqpar.attention, name, "strategy")
 
 
 def load_transport(name: str) -> Transport:
-    """Return a new transport of that name, without any exchange or buffer yet."""
     return _contract.load(name).Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the function of a local attention, a `seqpar.types.protocols.Core`."""
     return plugin(seqpar.local, name, "local attention").attend

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from seqpar.mesh.shard import Shard
-from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes, reaches
-from seqpar.planner.rates import BETWEEN, Curve, Rates, rate_at, time_at
+from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
+from seqpar.planner.rates import BETWEEN, GIB, Curve, Rates, rate_at, time_at
 from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
-GIB = 1 << 30
 TABLE_BYTES = 2 << 30  # a larger modulation table is computed in parts, for some steps at a time
 USABLE = 0.95  # share of a device's memory; CUDA's context and NCCL's buffers need the rest
 
@@ -41,11 +40,11 @@ class Load:
     others: tuple[int, ...] = ()
 
     def rows(self, layout: Layout) -> int:
-        """Return the batch rows of the rank with most images: twice its images if it computes both branches."""
+        """The batch rows of the rank with most images: twice its images if it computes both branches."""
         return Shard(self.images, layout.data).sizes[0] * (2 if self.guidance and layout.cfg == 1 else 1)
 
     def mine(self, layout: Layout) -> tuple[int, tuple[int, ...]]:
-        """Return the most tokens on any rank: those of the state, and those of each other stream."""
+        """The most tokens on any rank: those of the state, and those of each other stream."""
         first, *others = (Shard(tokens, layout.sequence).sizes[0] for tokens in (self.tokens, *self.others))
         return first, tuple(others)
 
@@ -61,7 +60,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
         return self.weights + self.table + self.activations + self.exchange
 
 
@@ -78,11 +76,10 @@ class Prediction:
 
     @property
     def ms(self) -> float:
-        """Return the ms of a whole step."""
         return self.gemm + self.attention + self.elementwise + self.exchange
 
     def too_big(self, memory_gib: float | None) -> str | None:
-        """Return why the layout does not fit a device with `memory_gib`, or None if it fits or the limit is None."""
+        """Why the layout does not fit a device with `memory_gib`, or None if it fits or the limit is None."""
         need = self.memory.total / GIB
         if memory_gib is None or need <= USABLE * memory_gib:
             return None
@@ -90,7 +87,7 @@ class Prediction:
 
 
 def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
-    """Return the predicted time and memory of a step on this layout."""
+    """The predicted time and memory of a step on this layout."""
     b, (mine, others) = load.rows(layout), load.mine(layout)
     every = layers(work, layout, load.tokens, b, load.others)
     slowest = every[0]
@@ -136,19 +133,19 @@ def _cross_us(work: Work, kind: Blocks, b: int, mine: int, rates: Rates) -> floa
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
-    """Return the us of a matrix product: the longest of computing, reading the weights and launching a kernel."""
+    """The us of a matrix product: the longest of computing, reading the weights and launching a kernel."""
     compute = 2e-6 * rows * inputs * outputs / rate_at(rates.gemm, rows * outputs)
     return max(compute, 1e-6 * inputs * outputs * itemsize / rates.weights, rates.kernel_us)
 
 
 def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
-    """Return the us of an attention call, at the rate of the nearest measured head dim."""
+    """The us of an attention call, at the rate of the nearest measured head dim."""
     nearest = min(rates.attention, key=lambda dim: (max(dim, head_dim) / min(dim, head_dim), dim))
     return 1e-6 * call.flops / rate_at(rates.attention[nearest], call.flops)
 
 
 def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
-    """Return the memory of a rank: all weights, and the modulation of the steps that fit `load.table`, at least one."""
+    """The memory of a rank: all weights, and the modulation of the steps that fit `load.table`, at least one."""
     b, (mine, others) = load.rows(layout), load.mine(layout)
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))
@@ -175,7 +172,7 @@ def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Laye
 
 
 def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
-    """Return the us of the passes that run once per step: the first norm, and guidance with the scheduler's update.
+    """The us of the passes that run once per step: the first norm, and guidance with the scheduler's update.
 
     The first norm moves 3 E values a token: it reads the stream and the positions, and writes its output.
     """
@@ -186,19 +183,18 @@ def _exchanges_us(
     work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
 ) -> float:
     value, moved = load.rows(layout) * work.head_dim * load.itemsize, busiest(every)
-    curves = [curve_of(rates, layout, ranks) for ranks in reaches(every[0], layout)]
+    curves = [curve_of(rates, layout, move.among or layout.sequence) for move in every[0].moves]
     if not every[0].behind or not sum(moved):
         return sum(time_at(curve, each * value) for curve, each in zip(curves, moved, strict=True))
     return max(time_at(curves[0], 0), _exposed_us(work, kind, load, layout, every, rates))
 
 
 def curve_of(rates: Rates, layout: Layout, ranks: int) -> Curve:
-    """Return the times of an exchange among so many neighbouring ranks."""
     return rates.exchange[BETWEEN if rates.crosses(ranks) else layout.transport]
 
 
 def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
-    """Return by how many us an exchange ends after the last of the products that overlap it.
+    """By how many us an exchange ends after the last of the products that overlap it.
 
     The exchange has one equal part for each product that `Layer.behind` names. A part starts when it has been computed
     and the part before it has arrived; at the same time the product that overlaps it starts. In a block that makes q, k

@@ -1,4 +1,4 @@
-"""Rates of matrix products, attention, copies and exchanges on this machine, and the cache file that keeps them.
+"""A machine: its devices, its rates of matrix products, attention, copies and exchanges, and the cache file of these.
 
 `launch/bench.py rates` measures them once per machine and writes them to the user's cache. Where nothing was measured,
 the planner uses committed defaults; a printed plan names the source of its rates (`Rates.source`).
@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from seqpar.mesh.mesh import Mesh
+from seqpar.transports import _contract
+
+GIB = 1 << 30
 Curve = tuple[tuple[float, float], ...]
 """Measured points (x, y) in ascending order of x."""
 
@@ -49,21 +54,20 @@ class Rates:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte above which arithmetic, not memory, bounds a GEMM."""
+        """The FLOPs per byte above which arithmetic, not memory, bounds a GEMM."""
         return self.gemm[-1][1] / self.weights
 
     def links(self, transport: str) -> float:
-        """Return the GB/s of a transport's largest exchange."""
         sent, us = self.exchange[transport][-1]
         return sent / us / 1e3
 
     def crosses(self, ranks: int) -> bool:
-        """Return whether a group of so many neighbouring ranks is on several hosts."""
+        """Whether a group of so many neighbouring ranks is on several hosts."""
         return self.host is not None and self.host % ranks != 0
 
 
 def rate_at(curve: Curve, x: float) -> float:
-    """Return the rate at x, interpolated linearly in the logarithms of both coordinates.
+    """The rate at x, interpolated linearly in the logarithms of both coordinates.
 
     Below the first point the time is constant; above the last point the rate is constant.
     """
@@ -77,7 +81,7 @@ def rate_at(curve: Curve, x: float) -> float:
 
 
 def time_at(curve: Curve, x: float) -> float:
-    """Return the time at x, interpolated linearly; constant below the first point, with the last slope above."""
+    """The time at x, interpolated linearly; constant below the first point, with the last slope above."""
     if x <= curve[0][0]:
         return curve[0][1]
     if len(curve) == 1:
@@ -144,11 +148,79 @@ CPU = Rates(
 )
 
 
+# The machine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`count` devices of one kind with `memory` GiB each (None if unknown).
+
+    transport: the key of the transport's measured times in `Rates.exchange`. host: see `Rates`.
+    """
+
+    device: str
+    count: int
+    transport: str
+    memory: float | None
+    host: int | None = None
+
+    def __str__(self) -> str:
+        hosts = "" if self.host is None else f", {self.host} on each host"
+        return f"{self.count} x {self.device}{hosts}"
+
+
+def curve_of(transport: str, device_type: str) -> str:
+    """The key of a transport's measured times; "auto" stands for the preferred transport."""
+    known = _contract.facts(_contract.unasked(device_type)[0] if transport == "auto" else transport).rates
+    return known.get(device_type, known["cpu"])
+
+
+def ranks_of_a_host(mesh: Mesh) -> int | None:
+    """The number of ranks on each of several hosts, None for one; every rank must call this at the same time.
+
+    1 if hosts have different numbers of ranks, or ranks that are no neighbours: every exchange then crosses hosts.
+    """
+    names = mesh.collect(socket.gethostname(), str)
+    runs = [len(list(run)) for _, run in groupby(names)]
+    if len(runs) == 1:
+        return None
+    return runs[0] if len(runs) == len(set(names)) and len(set(runs)) == 1 else 1
+
+
+def here(device: torch.device, count: int, transport: str, host: int | None = None) -> Machine:
+    """A machine of `count` devices like this one.
+
+    transport: a name, or "auto" for the transport that is preferred on such devices. host: see `Rates`.
+    """
+    curve = curve_of(transport, device.type)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+        return Machine(torch.cuda.get_device_name(device), count, curve, memory, host)
+    known = hasattr(os, "sysconf")  # not on Windows
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / (host or count) if known else None
+    return Machine("CPU", count, curve, memory, host)
+
+
+def imagined(device: torch.device, count: int, transport: str, hosts: int = 1) -> Machine:
+    """Machines with `count` GPUs like this one's, or of H200s if there is no GPU, on so many hosts.
+
+    Raises ValueError for a number of GPUs that hosts cannot share evenly.
+    """
+    if hosts < 1 or count % hosts:
+        raise ValueError(f"got --hosts {hosts} for {count} GPUs, expected hosts with equally many")
+    host = None if hosts == 1 else count // hosts
+    if transport == "auto" and host is not None:  # what hosts share no memory for
+        transport = _contract.unasked("cuda")[-1]
+    if device.type == "cuda":
+        return here(device, count, transport, host)
+    return Machine(H200.device, count, curve_of(transport, "cuda"), H200.memory, host)
+
+
 # The cache -----------------------------------------------------------------------------------------------------
 
 
 def load(device: str, count: int, dtype: str, host: int | None = None) -> Rates:
-    """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
+    """The rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
     host: see `Rates`. A measurement with one process has no exchanges; these are taken from the defaults.
     """

@@ -12,8 +12,8 @@ from typing import Literal
 
 from seqpar.mesh.mesh import fill
 from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
-from seqpar.planner.predict import GIB, Load, Prediction, predict
-from seqpar.planner.rates import Rates
+from seqpar.planner.predict import Load, Prediction, predict
+from seqpar.planner.rates import GIB, Rates
 from seqpar.types.facts import Layout, Work
 
 TIE = 0.01  # predictions that differ by a smaller share tie; the first in the order of `allowed` is taken then
@@ -46,7 +46,7 @@ class Ranking:
 
     @property
     def best(self) -> Layout:
-        """Return the chosen layout; `ValueError` if no layout fits the memory."""
+        """The chosen layout; `ValueError` if no layout fits the memory."""
         if not self.ranked:
             row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
             raise ValueError(
@@ -71,7 +71,7 @@ class Ranking:
         return f"{text}; rates: {self.rates.source}"
 
     def table(self) -> str:
-        """Return a table with a row for each layout: ms per step and its parts, images per second, memory of a rank."""
+        """A table with a row for each layout: ms per step and its parts, images per second, memory of a rank."""
         head = f"{'layout':<34} {'strategy':<10} {'ms per step':>11} {'gemm':>9} {'attention':>9} {'elementw.':>9}"
         lines = [f"{head} {'exchange':>9} {'images/s':>10} {'GiB/rank':>10}"]
         for row in self.ranked:
@@ -82,7 +82,6 @@ class Ranking:
         return "\n".join([*lines, *([self.counts()] if self.ranked else [])])
 
     def counts(self) -> str:
-        """Return a line with the FLOPs, bytes and messages of a step of the best layout."""
         layout, load = self.best, self.load
         cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
@@ -94,7 +93,7 @@ class Ranking:
 def search(
     work: Work, load: Load, world: int, preferences: Preferences, rates: Rates, transport: str, memory: float | None
 ) -> Ranking:
-    """Return the ranking of all layouts of `world` ranks with `memory` GiB each (None means no limit).
+    """The ranking of all layouts of `world` ranks with `memory` GiB each (None means no limit).
 
     Raises ValueError if no layout satisfies the preferences.
     """
@@ -119,7 +118,7 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
 
 
 def allowed(world: int, preferences: Preferences, work: Work, load: Load, transport: str) -> list[Layout]:
-    """Return every layout of `world` ranks that the preferences allow and that has work for every rank.
+    """Every layout of `world` ranks that the preferences allow and that has work for every rank.
 
     The order is the preference when predictions tie: first layouts that split images over ranks, then those that
     split guidance branches (one small exchange per step), then the order that the strategies' files state.
@@ -153,7 +152,7 @@ def _divisors(number: int, wanted: int | None) -> list[int]:
 
 
 def _fits(name: str, ring: int, ulysses: int, preferences: Preferences, work: Work) -> bool:
-    """Return whether a strategy can run on these axes and the preferences allow it there.
+    """Whether a strategy can run on these axes and the preferences allow it there.
 
     In an automatic search each computation is listed under one strategy only (see `StrategyFacts.names`).
     """
@@ -212,7 +211,7 @@ def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> s
 
 
 def name_of(layout: Layout) -> str:
-    """Return a layout with its strategy, if it shards tokens."""
+    """A layout with its strategy, if it shards tokens."""
     return f"{layout} by {layout.strategy}" if layout.sequence > 1 else str(layout)
 
 

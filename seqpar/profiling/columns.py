@@ -18,8 +18,6 @@ Marks = Sequence[tuple[float, str]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A time in which something runs."""
-
     start: float
     end: float
     kind: Kind
@@ -54,7 +52,6 @@ NAMES = tuple(field.name for field in fields(Columns) if field.name != "hidden")
 
 
 def mean(columns: Sequence[Columns]) -> Columns:
-    """The mean of some columns."""
     return sum(columns, Columns()) * (1 / max(1, len(columns)))
 
 

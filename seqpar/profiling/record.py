@@ -43,12 +43,10 @@ class BlockMarks:
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        """Register hooks of all modules."""
         before = modules.register_module_forward_pre_hook(self._enter)
         self._hooks = [before, modules.register_module_forward_hook(self._leave, always_call=True)]
 
     def end(self) -> None:
-        """Remove them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._open = [], []
@@ -171,7 +169,6 @@ class StepRecorder:
 
 
 def steps_before(mesh: Mesh) -> int:
-    """The number of steps that run before all graphs are captured."""
     return BEFORE if mesh.device.type == "cuda" else 0
 
 

@@ -54,7 +54,6 @@ def losses(profile: Profile, count: int = COUNT) -> list[Loss]:
 
 
 def report(profile: Profile) -> str:
-    """The text that `seqpar profile` prints."""
     lines = [f"{'rank':<5}{'step or blocks':<34}{'ms':>12}" + "".join(f"{title:>12}" for title in TITLES[1:])]
     for rank in profile.ranks:
         steps = {f"step {step + 1}": profile.step(rank, step) for step in profile.steps}

@@ -118,20 +118,16 @@ class Profile:
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks."""
         return list(range(len(self.late)))
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the measured steps."""
         return sorted({row.step for row in self.rows})
 
     def step(self, rank: int, step: int) -> Columns:
-        """The columns of a whole step."""
         return sum((row.columns for row in self.rows if (row.rank, row.step) == (rank, step)), Columns())
 
     def mean(self, rank: int) -> Columns:
-        """The mean of a rank's steps."""
         return mean([self.step(rank, step) for step in self.steps])
 
     def blocks(self, rank: int) -> dict[str, Columns]:

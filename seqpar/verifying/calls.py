@@ -177,7 +177,6 @@ class _Again:
         self._share = TokenShare(dict(state.lengths), state.axis.size, state.axis.rank)
 
     def compare(self) -> None:
-        """Compare the call with one rank alone, in the model's data type and in a wider one."""
         self._evaluation.compare("the result", self._ours, self._by_one)
 
     @contextmanager

@@ -63,7 +63,6 @@ class TokenShare:
         return [lambda x, index=index: rows(x).index_select(dims[0], index.to(x.device)) for index in indices]
 
     def _indices(self, total: int, count: int) -> list[Tensor]:
-        """The `count` tokens of this rank, for each ordered choice of streams with `total` tokens."""
         chosen = [streams for n in range(len(self.lengths)) for streams in permutations(self.lengths.values(), n + 1)]
         indices = {self._joined(lengths) for lengths in chosen if sum(lengths) == total}
         return [torch.tensor(index, dtype=torch.int64) for index in sorted(indices) if len(index) == count]
@@ -225,7 +224,6 @@ class Comparison:
             self.find(place, NOT_FINITE)
 
     def find(self, place: Place, reason: str, ratio: float = 0.0, by: int | None = None) -> None:
-        """Add a `Finding`."""
         self.findings.append(Finding(place, reason, ratio, by))
 
     def ratio(self, place: Place) -> float:

@@ -155,7 +155,6 @@ class Copies:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and buffers by their names."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 

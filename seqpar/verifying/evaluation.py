@@ -64,7 +64,6 @@ class Observed:
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, **options: Any
     ) -> tuple[Tensor, ...]:
-        """The result of the other attention; options: its keyword arguments."""
         split = self._split if options.get("only") is None else None
         # before the model may overwrite its streams
         expected = None if self._check is None else self._check.expected(streams, mask_BL, split)
@@ -121,7 +120,6 @@ class HeadCheck:
 
 
 def dtype_of(streams: Sequence[Stream]) -> torch.dtype:
-    """The data type of attention's inputs."""
     first = streams[0]
     return first.x.dtype if isinstance(first, Projected) else first.q.dtype
 
@@ -185,7 +183,6 @@ class Evaluation:
         )
 
     def place(self, index: int, name: str, part: int = BLOCKS) -> Place:
-        """A place of this evaluation."""
         return replace(self._place, part=part, index=index, name=name)
 
     @contextmanager

@@ -38,7 +38,6 @@ def held(mesh: Mesh, work: Callable[[], T]) -> T:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Turn TF32 off in matrix products and convolutions."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -41,7 +41,6 @@ AGAIN = "the same step had before, or by a CUDA graph"
 
 
 def state_of(step: int) -> Place:
-    """The place of the state after a step."""
     return Place(step, part=AFTER, name="the state after the prediction")
 
 
@@ -79,7 +78,6 @@ def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Comparis
 def _compare_step(
     dit: DistributedDiT, request: Request, measured: Comparison, ranks: Run, alone: Run, index: int
 ) -> None:
-    """Let the ranks make a step, and compare it with one rank's."""
     model, images = dit.model, Shard(len(next(iter(request.latents(dit.model.STATE).values()))), dit.mesh.data.size)
     wider, same_bits = WIDER.get(dit.dtype, torch.float32), _is_exact(dit)
     evaluation = Evaluation(measured, Place(index), [model], dit.mesh, dit.strategy.name, wider, same_bits)
@@ -143,7 +141,6 @@ class ByFormula:
         beside: Callable[[], None] | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """(B, L, H, D) for each of the given streams."""
         if beside is not None:
             beside()
         return split_out(by_formula(*joined(streams, dtype_of(streams)), mask_BL)[0], streams)
@@ -160,7 +157,6 @@ def _in_place_of(model: SequenceModel, work: Callable[..., Streams]) -> Iterator
 
 
 def _show(copies: Copies, streams: Streams, positions: Streams, conditioning: Streams) -> None:
-    """Show the inputs of `forward_tokens`."""
     for name, x in positions.items():
         copies.part(f"positions of {name}", x, rows=False)
     for name, x in (*streams.items(), *conditioning.items()):
@@ -212,7 +208,6 @@ def _share(dit: DistributedDiT, request: Request, run: Run, images: Shard) -> To
 
 
 def _engine_of_one(dit: DistributedDiT) -> DistributedDiT:
-    """The engine of one rank, on the same weights."""
     return DistributedDiT(dit.model, Mesh.single(dit.device), local=dit.local.name)
 
 
@@ -223,5 +218,4 @@ def _again(request: Request) -> Request:
 
 
 def _is_exact(dit: DistributedDiT) -> bool:
-    """Whether the ranks must have the bits of one rank."""
     return exact.is_on() and (dit.mesh.sequence.size == 1 or facts_of(dit.strategy.name).moves_only)

@@ -141,7 +141,6 @@ def named(way: Layout) -> str:
 
 
 def _exchanges(way: Layout) -> bool:
-    """Whether the ranks of a layout exchange data within a step."""
     return way.sequence * way.cfg > 1
 
 

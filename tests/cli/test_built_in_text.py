@@ -84,6 +84,7 @@ def test_the_lora_that_comes_with_it_changes_the_picture(tmp_path: Path, capsys:
     assert "lora      outline:1\n" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_a_run_prints_no_line_of_other_libraries(tmp_path: Path) -> None:
     """In a process of its own: transformers warns once per process of torchvision, also for image-to-image classes."""
     Image.new("RGB", (64, 64)).save(tmp_path / "in.png")

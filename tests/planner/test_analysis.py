@@ -20,6 +20,7 @@ from seqpar.planner.costs import parts as parts_of
 from seqpar.planner.explain import PARTS, explain, first, half_of_flops, ways
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200, time_at
+from seqpar.planner.search import name_of
 from seqpar.types.facts import Blocks, Cost, Layout
 from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, U4, planned
 
@@ -132,12 +133,12 @@ def test_a_plan_is_explained_by_its_own_numbers(world: int) -> None:
     if world == 1:
         return
     every = ways(ranking)
-    assert every[0].row is ranking.ranked[0]
-    for way in every[1:]:
-        more = way.row.ms - every[0].row.ms
-        apart = [getattr(way.row, part) - getattr(every[0].row, part) for part in PARTS]
+    assert every[0] is ranking.ranked[0]
+    for row in every[1:]:
+        more = row.ms - every[0].ms
+        apart = [getattr(row, part) - getattr(every[0], part) for part in PARTS]
         assert sum(apart) == pytest.approx(more)
-        assert f"{way.name}: {more:+.2f} ms" in text
+        assert f"{name_of(row.layout)}: {more:+.2f} ms" in text
     assert ("branches of guidance run apart" in text) == (ranking.best.cfg > 1)
 
 
@@ -148,6 +149,6 @@ def test_nothing_is_explained_where_nothing_fits_and_rings_say_why_not() -> None
     slow = replace(fast, attention=CPU.attention)
     for rates in (fast, slow):
         ranking = planned(rates=rates)
-        rings = [way for way in ways(ranking) if way.name.endswith(("ring", "usp"))]
-        faster = [way for way in rings if way.row.ms < ranking.ranked[0].ms]
+        rings = [row for row in ways(ranking) if row.layout.strategy in ("ring", "usp")]
+        faster = [row for row in rings if row.ms < ranking.ranked[0].ms]
         assert explain(ranking).count("rounds differently") == len(faster)

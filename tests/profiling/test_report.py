@@ -9,9 +9,9 @@ import torch
 
 from seqpar.loop.models.large_dit import PRESETS
 from seqpar.planner import rates as known
-from seqpar.planner.machine import Machine
 from seqpar.planner.plan import Choice, Plan, rank, work_of
 from seqpar.planner.predict import Load, predict
+from seqpar.planner.rates import Machine
 from seqpar.planner.search import Preferences
 from seqpar.profiling.columns import Columns
 from seqpar.profiling.report import GAPS, losses, report

@@ -19,8 +19,8 @@ import torch
 
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
 from seqpar.mesh.mesh import Mesh
-from seqpar.profiling.columns import NAMES, mean
 from seqpar.profiling.profile import finished
+from seqpar.profiling.ranks import NAMES, mean
 from seqpar.profiling.record import MEASURED, StepRecorder
 
 GIB = 1 << 30

@@ -1,16 +1,21 @@
-"""Merges the traces of all ranks: one clock, and exchanges split into waiting for a rank and moving data."""
+"""Merges the traces of all ranks: one clock, exchanges split into waiting for a rank and moving data, and `Columns`.
+
+Columns say how long each kind of work took. Every instant of a step counts once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from seqpar.profiling.columns import Interval, Kind
 from seqpar.profiling.trace import OUTSIDE, Event, RankTrace, What
 from seqpar.types.facts import Layout
 
+Kind = Literal["products", "attention", "elementwise", "exchange", "waiting"]
+COMPUTES: tuple[Kind, ...] = ("products", "attention", "elementwise")
+ORDER: tuple[Kind, ...] = (*COMPUTES, "exchange", "waiting")
 KINDS: dict[What, Kind] = {
     "products": "products",
     "attention": "attention",
@@ -22,6 +27,17 @@ KINDS: dict[What, Kind] = {
 LOCAL_COPY = "dtod"  # in the name of a copy that the driver takes for one within a device
 Meetings = Sequence[tuple[float, float]]
 Part = tuple[float, float]
+
+
+Marks = Sequence[tuple[float, str]]
+"""Moments in ascending order, each with the block that begins there."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    start: float
+    end: float
+    kind: Kind
 
 
 # The clock of rank 0 -----------------------------------------------------------------------------------------------
@@ -175,3 +191,63 @@ def without(start: float, end: float, others: Iterable[Part]) -> Iterator[Part]:
         start = max(start, last)
     if start < end:
         yield start, end
+
+
+# Columns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Times of one unit. exposed: exchanges while nothing computes. hidden: exchanges while something computes; not
+    part of the sum."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    exposed: float = 0.0
+    waiting: float = 0.0
+    gaps: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """The whole time: the sum of all columns but `hidden`."""
+        return sum(getattr(self, name) for name in NAMES)
+
+    def __add__(self, other: Columns) -> Columns:
+        return Columns(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __mul__(self, factor: float) -> Columns:
+        return Columns(*(getattr(self, field.name) * factor for field in fields(self)))
+
+
+NAMES = tuple(field.name for field in fields(Columns) if field.name != "hidden")
+
+
+def mean(columns: Sequence[Columns]) -> Columns:
+    return sum(columns, Columns()) * (1 / max(1, len(columns)))
+
+
+def columns(intervals: Iterable[Interval], start: float, end: float, marks: Marks = ()) -> dict[str, Columns]:
+    """Block -> columns of the window from `start` to `end`; the blocks add up to its length."""
+    # (moment, +1 or -1, kind) where intervals begin and end, (moment, 0, block) where blocks begin
+    changes = [(max(start, moment), 0, block) for moment, block in marks if moment < end]
+    for interval in intervals:
+        first, last = max(start, interval.start), min(end, interval.end)
+        if first < last:
+            changes += [(first, 1, interval.kind), (last, -1, interval.kind)]
+    changes.sort(key=lambda change: change[0])
+    times: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    active, block, before = Counter[str](), OUTSIDE, start
+    for moment, change, name in [*changes, (end, 0, OUTSIDE)]:
+        if moment > before:
+            kind = next((kind for kind in ORDER if active[kind]), "gaps")
+            times[block]["exposed" if kind == "exchange" else kind] += moment - before
+            if kind in COMPUTES and active["exchange"]:
+                times[block]["hidden"] += moment - before
+            before = moment
+        if change:
+            active[name] += change
+        else:
+            block = name
+    return {block: Columns(**spent) for block, spent in times.items()}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from seqpar.profiling.columns import NAMES, Columns
+from seqpar.profiling.ranks import NAMES, Columns
 from seqpar.profiling.result import Profile, by_class
 from seqpar.profiling.trace import OUTSIDE
 

@@ -11,8 +11,7 @@ from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes, 
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import STATE, Load
 from seqpar.planner.search import Ranking
-from seqpar.profiling.columns import Columns, columns, mean
-from seqpar.profiling.ranks import KINDS, shifts, timelines
+from seqpar.profiling.ranks import KINDS, Columns, columns, mean, shifts, timelines
 from seqpar.profiling.trace import RankTrace
 from seqpar.types.facts import Blocks, Cost, Layout, core
 
@@ -88,7 +87,7 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """The ms per step in which a kernel ran on a rank. kind: see `seqpar.profiling.columns.Kind`."""
+    """The ms per step in which a kernel ran on a rank. kind: see `seqpar.profiling.ranks.Kind`."""
 
     rank: int
     name: str

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.profiling.columns import COMPUTES, NAMES, ORDER, Columns, Interval, columns
+from seqpar.profiling.ranks import COMPUTES, NAMES, ORDER, Columns, Interval, columns
 from seqpar.profiling.trace import OUTSIDE
 
 MOMENTS = st.integers(0, 60)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import seqpar
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.loop.loop import draw_noise
-from seqpar.profiling.columns import Columns
+from seqpar.profiling.ranks import Columns
 from seqpar.profiling.record import StepRecorder, steps_before, steps_needed
 from seqpar.profiling.report import report
 from seqpar.profiling.result import Profile

@@ -13,7 +13,7 @@ from seqpar.planner.plan import Choice, Plan, rank, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.rates import Machine
 from seqpar.planner.search import Preferences
-from seqpar.profiling.columns import Columns
+from seqpar.profiling.ranks import Columns
 from seqpar.profiling.report import GAPS, losses, report
 from seqpar.profiling.result import BlockTime, KernelTime, Profile, rates
 from seqpar.profiling.trace import OUTSIDE

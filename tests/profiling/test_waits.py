@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.profiling.columns import Columns, columns
-from seqpar.profiling.ranks import groups_of, merged, offset, shifts, timelines, without
+from seqpar.profiling.ranks import Columns, columns, groups_of, merged, offset, shifts, timelines, without
 from seqpar.types.facts import Layout
 from tests.profiling import traces
 from tests.profiling.traces import Kernel, kernel, launch, meeting, rank

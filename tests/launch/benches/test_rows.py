@@ -21,7 +21,7 @@ from launch.benches import rows
 from launch.benches.exchange import MOVES
 from seqpar.families._find import WORK
 from seqpar.mesh.mesh import Mesh
-from seqpar.profiling.columns import NAMES
+from seqpar.profiling.ranks import NAMES
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.bench

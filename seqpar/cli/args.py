@@ -90,7 +90,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Started:
+class StartFlags:
     """Flags of commands that start ranks."""
 
     gpus: int | None = None
@@ -100,7 +100,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Args(Started, Options):
+class Args(StartFlags, Options):
     """Generate images or videos on one or more GPUs."""
 
     verify: bool = False
@@ -134,7 +134,7 @@ class PlanArgs(Options):
 
 
 @dataclass(frozen=True)
-class VerifyArgs(Started, Options):
+class VerifyArgs(StartFlags, Options):
     """Compare all strategies, transports and dtypes with one full-precision rank; fail if one is too imprecise."""
 
     steps: int = 3
@@ -148,7 +148,7 @@ class VerifyArgs(Started, Options):
 
 
 @dataclass(frozen=True)
-class ReplicaArgs(Started):
+class ReplicaArgs(StartFlags):
     """The ranks of a server; `seqpar serve` starts them."""
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -48,17 +48,23 @@ class Released:
     padded: the number of tokens to which the pipeline pads a text, and masks them; 0 for none.
     """
 
-    name: str
     theirs: str
-    config: Mapping[str, Any]
-    size: tuple[int, ...]
-    text: int
     inputs: Inputs
     narrow: Mapping[str, Any]
     joined: bool = True
     cheap: Mapping[str, Any] | None = None
     state: str = "hidden_states"
+    name: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, ...] = ()
+    text: int = 0
     padded: int = 0
+
+    def model(self, name: str, size: tuple[int, ...], text: int, padded: int = 0, **changes: Any) -> Released:
+        """A model of this class. changes: arguments that differ from the class's defaults."""
+        parameters = inspect.signature(getattr(diffusers, self.theirs).__init__).parameters.values()
+        config = {each.name: each.default for each in parameters if each.default is not each.empty} | changes
+        return replace(self, name=name, config=config, size=size, text=text, padded=padded)
 
     @property
     def tokens(self) -> int:
@@ -398,40 +404,21 @@ VIDEO: Mapping[str, Any] = {**FEW, "text_embed_dim": 12, "time_embed_dim": 8}
 QWEN: Mapping[str, Any] = {**NARROW, "out_channels": 4}
 
 
-@dataclass(frozen=True)
-class Family:
-    """A class of diffusers. inputs, narrow, joined, cheap, state: of `Released`."""
-
-    theirs: str
-    inputs: Inputs
-    narrow: Mapping[str, Any]
-    joined: bool = True
-    cheap: Mapping[str, Any] | None = None
-    state: str = "hidden_states"
-
-    def model(self, name: str, size: tuple[int, ...], text: int, padded: int = 0, **changes: Any) -> Released:
-        """A model of this class. changes: arguments that differ from the class's defaults."""
-        parameters = inspect.signature(getattr(diffusers, self.theirs).__init__).parameters.values()
-        config = {each.name: each.default for each in parameters if each.default is not each.empty} | changes
-        names = (self.theirs, config, size, text, self.inputs, self.narrow, self.joined, self.cheap, self.state)
-        return Released(name, *names, padded)
-
-
-FLUX_1 = Family("FluxTransformer2DModel", flux_inputs, FLUX)
-CHROMA_1 = Family("ChromaTransformer2DModel", chroma_inputs, CHROMA, cheap=CHEAP)
+FLUX_1 = Released("FluxTransformer2DModel", flux_inputs, FLUX)
+CHROMA_1 = Released("ChromaTransformer2DModel", chroma_inputs, CHROMA, cheap=CHEAP)
 CHROMA_PROMPT = replace(CHROMA_1, inputs=partial(chroma_inputs, words=64))
-COGVIDEOX_1 = Family("CogVideoXTransformer3DModel", cogvideox_inputs, VIDEO)
-FLUX_2 = Family("Flux2Transformer2DModel", flux2_inputs, FOUR_AXES)
-KREA_2 = Family("Krea2Transformer2DModel", krea2_inputs, NARROW_KREA2)
-FLUX_3 = Family("Flux3Transformer2DModel", flux3_inputs, {**FOUR_AXES, "cond_in_channels": 16})
-QWEN_IMAGE = Family("QwenImageTransformer2DModel", qwen_inputs, QWEN)
-SD_3 = Family("SD3Transformer2DModel", sd3_inputs, SD3)
-HUNYUAN_1 = Family("HunyuanVideoTransformer3DModel", hunyuan_video_inputs, HUNYUAN)
-HUNYUAN_15 = Family("HunyuanVideo15Transformer3DModel", hunyuan_video15_inputs, HUNYUAN15)
-WAN = Family("WanTransformer3DModel", wan_inputs, NARROW_WAN, joined=False)
-Z_IMAGE = Family("ZImageTransformer2DModel", z_image_inputs, NARROW_Z_IMAGE, state="x")
-LTX_2 = Family("LTX2VideoTransformer3DModel", ltx2_inputs, NARROW_LTX2, joined=False)
-LTX = Family("LTXVideoTransformer3DModel", ltx_inputs, NARROW_LTX, joined=False)
+COGVIDEOX_1 = Released("CogVideoXTransformer3DModel", cogvideox_inputs, VIDEO)
+FLUX_2 = Released("Flux2Transformer2DModel", flux2_inputs, FOUR_AXES)
+KREA_2 = Released("Krea2Transformer2DModel", krea2_inputs, NARROW_KREA2)
+FLUX_3 = Released("Flux3Transformer2DModel", flux3_inputs, {**FOUR_AXES, "cond_in_channels": 16})
+QWEN_IMAGE = Released("QwenImageTransformer2DModel", qwen_inputs, QWEN)
+SD_3 = Released("SD3Transformer2DModel", sd3_inputs, SD3)
+HUNYUAN_1 = Released("HunyuanVideoTransformer3DModel", hunyuan_video_inputs, HUNYUAN)
+HUNYUAN_15 = Released("HunyuanVideo15Transformer3DModel", hunyuan_video15_inputs, HUNYUAN15)
+WAN = Released("WanTransformer3DModel", wan_inputs, NARROW_WAN, joined=False)
+Z_IMAGE = Released("ZImageTransformer2DModel", z_image_inputs, NARROW_Z_IMAGE, state="x")
+LTX_2 = Released("LTX2VideoTransformer3DModel", ltx2_inputs, NARROW_LTX2, joined=False)
+LTX = Released("LTXVideoTransformer3DModel", ltx_inputs, NARROW_LTX, joined=False)
 
 MODELS = (
     FLUX_1.model("flux.1-dev", SQUARE, 512, guidance_embeds=True),

@@ -65,6 +65,11 @@ def is_last(rank: int) -> bool:
     return group is not None and rank == group.size() - 1 > 0
 
 
+def by(rank: int, factor: float = 1.02) -> float:
+    """What the last of several ranks multiplies something by."""
+    return factor if is_last(rank) else 1
+
+
 def rotary_off_by_one(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Give rank 1 of several the rotary rows of the next token."""
 
@@ -185,7 +190,7 @@ def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's kernel for attention compute its first head two percent off."""
 
     def off(out_lse: tuple[Tensor, Tensor], *q_k_v_mask: Any) -> tuple[Tensor, Tensor]:
-        out_lse[0][:, :, 0] *= 1.02 if is_last(rank) else 1
+        out_lse[0][:, :, 0] *= by(rank)
         return out_lse
 
     after(patch, sdpa, "attend", off)
@@ -195,7 +200,7 @@ def guidance_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the ranks' runs on the last rank have a guidance scale that is one percent off."""
 
     def off(nothing: None, run: Run, dit: DistributedDiT, course: Any) -> None:
-        run._guidance_S *= 1.01 if is_last(rank) and dit.mesh.world.size > 1 else 1
+        run._guidance_S *= by(rank, 1.01) if dit.mesh.world.size > 1 else 1
 
     after(patch, Run, "__init__", off)
 
@@ -213,15 +218,20 @@ def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's layers be so far off, in both runs, that other ranks see it in what they attend to."""
-    after(patch, builtin, "linear_gelu", lambda out, *args: out * (1.2 if is_last(rank) else 1))
+    after(patch, builtin, "linear_gelu", lambda out, *args: out * by(rank, 1.2))
+
+
+def neighbour(x: Tensor, wrong: bool, dim: int = 0) -> Tensor:
+    """The last row is that of its neighbour, if wrong."""
+    count = x.shape[dim]
+    return torch.cat([x.narrow(dim, 0, count - 1), x.narrow(dim, count - 2, 1)], dim) if wrong and count > 1 else x
 
 
 def position_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Give one token of the last rank the position of its neighbour, in our own loop."""
 
     def off(rows: dict[str, Tensor], dit: DistributedDiT, *size_split: Any) -> dict[str, Tensor]:
-        wrong = is_last(rank) and dit.mesh.world.size > 1
-        return {name: torch.cat([x[:-1], x[-2:-1]]) if wrong else x for name, x in rows.items()}
+        return {name: neighbour(x, is_last(rank) and dit.mesh.world.size > 1) for name, x in rows.items()}
 
     after(patch, DistributedDiT, "positions", off)
 
@@ -229,9 +239,8 @@ def position_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 def cut_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's cut of ids or rotary rows, which have no dim for a batch, hold the row of another token."""
 
-    def off(mine: Tensor, state: CallState, whole: Tensor, cut: Any) -> Tensor:
-        wrong = is_last(rank) and state.axis.size > 1 and cut.dim in (0, -2) and len(mine) > 1
-        return torch.cat([mine[:-1], mine[-2:-1]]) if wrong else mine
+    def off(local: Tensor, state: CallState, whole: Tensor, cut: Any) -> Tensor:
+        return neighbour(local, is_last(rank) and state.axis.size > 1 and cut.dim in (0, -2))
 
     after(patch, CallState, "cut", off)
 
@@ -240,8 +249,7 @@ def position_in_block_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's fused blocks turn one token by the angles of its neighbour."""
 
     def off(rows: tuple[Tensor, Tensor], call: BlockHook, *rest: Any) -> tuple[Tensor, ...]:
-        wrong = is_last(rank) and call._state.axis.size > 1
-        return tuple(torch.cat([x[:-1], x[-2:-1]]) if wrong else x for x in rows)
+        return tuple(neighbour(x, is_last(rank) and call._state.axis.size > 1) for x in rows)
 
     after(patch, flux, "pairs", off)
 
@@ -263,35 +271,22 @@ def merged_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     true = adapters.with_terms
 
     def off(weight: Tensor, bias: Tensor | None, terms: Any) -> Any:
-        return true(weight, bias, [(term, scale * (1.02 if is_last(rank) else 1)) for term, scale in terms])
+        return true(weight, bias, [(term, scale * by(rank)) for term, scale in terms])
 
     patch.setattr(adapters, "with_terms", off)
 
 
 def modulation_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's modulation be two percent off: in our own loop, in fused blocks and in diffusers' own."""
-
-    def rows(every: Any, *given: Any) -> Any:
-        return [[tuple(x * (1.02 if is_last(rank) else 1) for x in one) for one in block] for block in every]
-
-    def table(made: Any, *given: Any) -> Any:
-        return {name: x * (1.02 if is_last(rank) else 1) for name, x in made.items()}
-
-    def outputs(made: Any, *given: Any) -> Any:
-        return (made[0], made[1] * (1.02 if is_last(rank) else 1), *made[2:])
-
-    after(patch, builtin.Model, "modulate", table)
+    after(patch, builtin.Model, "modulate", lambda made, *_: {name: x * by(rank) for name, x in made.items()})
+    rows: Any = lambda blocks, *_: [[tuple(x * by(rank) for x in row) for row in block] for block in blocks]  # noqa: E731
     after(patch, flux, "modulations", rows)
-    after(patch, AdaLayerNormZero, "forward", outputs)
+    after(patch, AdaLayerNormZero, "forward", lambda made, *_: (made[0], made[1] * by(rank), *made[2:]))
 
 
 def buffer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let one row of the last rank's table of positions, a buffer of the model, be its neighbour's."""
-
-    def off(whole: Tensor, module: PatchEmbed, *size: Any) -> Tensor:
-        return torch.cat([whole[:, :-1], whole[:, -2:-1]], dim=1) if is_last(rank) else whole
-
-    after(patch, PatchEmbed, "cropped_pos_embed", off)
+    after(patch, PatchEmbed, "cropped_pos_embed", lambda whole, *_: neighbour(whole, is_last(rank), dim=1))
 
 
 def last_layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:

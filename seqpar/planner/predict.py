@@ -7,6 +7,7 @@ overlap (docs/planner.md). The slowest rank counts: uneven tokens and heads are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from seqpar.mesh.shard import Shard
@@ -88,20 +89,44 @@ class Prediction:
 
 def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     """The predicted time and memory of a step on this layout."""
-    b, (mine, others) = load.rows(layout), load.mine(layout)
+    b, (local, others), width = load.rows(layout), load.mine(layout), load.itemsize
     every = layers(work, layout, load.tokens, b, load.others)
-    slowest = every[0]
-    gemm = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
-    attention = work.layers * sum(
-        attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b)
-    )
-    passes, exchanges = _step_pass_us(work, load, b * mine, rates), _swap_us(load, layout, rates)
+    slowest, moved, value = every[0], busiest(every), b * work.head_dim * width
+
+    def products_us(kind: Blocks) -> float:
+        return sum(gemm_us(rates, b * rows, i, o, width) for rows, i, o in kind.products(local, others))
+
+    def pass_us(read_and_written: float, kernels: int = 1) -> float:
+        return kernels * rates.kernel_us + 1e-6 * read_and_written / rates.copy
+
+    # once per step: embedding and last layer; the first norm, which reads the stream and the positions and writes its
+    # output; guidance with the scheduler's update; and the exchange of predictions between the guidance branches
+    gemm = sum(gemm_us(rates, b * local, *gemm, width) for gemm in work.once)
+    passes = pass_us(b * local * (3 * work.width * width + 4 * load.latent * STATE), 2)
+    swap = curve_of(rates, layout, layout.cfg * layout.sequence)
+    exchanges = time_at(swap, b * local * load.latent * STATE) if layout.cfg > 1 else 0.0
+
+    # in every layer
+    calls = attention_calls(work, slowest, b)
+    attention = work.layers * sum(attention_us(rates, work.head_dim, call) for call in calls)
+    curves = [curve_of(rates, layout, move.among or layout.sequence) for move in slowest.moves]
     for kind in work.blocks:
-        products = _products(work, kind, slowest).products(mine, others)
-        gemm += kind.count * sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
-        attention += kind.count * _cross_us(work, kind, b, mine, rates)
-        passes += kind.count * _passes_us(work, kind, load, layout, slowest, rates)
-        exchanges += kind.count * _exchanges_us(work, kind, load, layout, every, rates)
+        gemm += kind.count * products_us(_products(work, kind, slowest))
+        if kind.cross is not None:
+            cross = core(b, local, kind.cross.keys, work.heads, work.head_dim)
+            attention += kind.count * attention_us(rates, work.head_dim, cross)
+        streams = kind.rows(local, others)
+        total = sum(pass_us(b * tokens * elements * width) for elements in kind.passes for tokens in streams)
+        for values, kernels in slowest.passes:
+            total += pass_us(b * values * work.head_dim * width, kernels)
+        passes += kind.count * (total + pass_us(*merge_bytes(work, slowest, b, width)))
+        if slowest.behind and sum(moved):
+            part = moved[0] / len(slowest.behind) * b * work.head_dim * width
+            copy = time_at(curve_of(rates, layout, layout.sequence), part)
+            exposed = _exposed_us(work, kind, slowest.behind, copy, products_us)
+            exchanges += kind.count * max(time_at(curves[0], 0), exposed)
+        else:
+            exchanges += kind.count * sum(time_at(curve, x * value) for curve, x in zip(curves, moved, strict=True))
     return Prediction(
         layout,
         gemm=gemm / 1e3,
@@ -110,6 +135,10 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
         exchange=exchanges / 1e3,
         memory=memory(work, load, layout, slowest),
     )
+
+
+def curve_of(rates: Rates, layout: Layout, ranks: int) -> Curve:
+    return rates.exchange[BETWEEN if rates.crosses(ranks) else layout.transport]
 
 
 def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
@@ -126,10 +155,24 @@ def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
     return {"q": (inputs, queries), "k": (inputs, keys), "v": (inputs, keys)}
 
 
-def _cross_us(work: Work, kind: Blocks, b: int, mine: int, rates: Rates) -> float:
-    if kind.cross is None:
-        return 0.0
-    return attention_us(rates, work.head_dim, core(b, mine, kind.cross.keys, work.heads, work.head_dim))
+def _exposed_us(
+    work: Work, kind: Blocks, behind: tuple[str, ...], copy: float, products_us: Callable[[Blocks], float]
+) -> float:
+    """By how many us an exchange ends after the last of the products that overlap it.
+
+    The exchange has one equal part, which takes `copy` us, for each product that `Layer.behind` names. A part starts
+    when it has been computed and the part before it has arrived; at the same time the product that overlaps it starts.
+    In a block that makes q, k and v itself, all parts start before the products `Blocks.beside`; without any of these,
+    nothing hides them.
+    """
+    if kind.beside or kind.given:
+        return copy * len(behind) - products_us(replace(kind, gemms=kind.beside, apart=(), cross=None))
+    computed = arrived = 0.0
+    for name in behind:
+        arrived = max(arrived, computed) + copy
+        first, *rest = ((_split(work, gemms)[name],) for gemms in (kind.gemms, *kind.apart))
+        computed += products_us(replace(kind, gemms=first, apart=tuple(rest), cross=None))
+    return arrived - computed
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
@@ -156,68 +199,3 @@ def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
         activations=b * (mine + sum(others)) * work.live * load.itemsize + state,
         exchange=b * layer.kept * work.head_dim * load.itemsize,
     )
-
-
-def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
-    return kernels * rates.kernel_us + 1e-6 * read_and_written / rates.copy
-
-
-def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
-    b, (mine, others) = load.rows(layout), load.mine(layout)
-    streams, width = kind.rows(mine, others), load.itemsize
-    total = sum(_pass_us(rates, b * tokens * elements * width, 1) for elements in kind.passes for tokens in streams)
-    for values, kernels in layer.passes:
-        total += _pass_us(rates, b * values * work.head_dim * load.itemsize, kernels)
-    return total + _pass_us(rates, *merge_bytes(work, layer, b, load.itemsize))
-
-
-def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
-    """The us of the passes that run once per step: the first norm, and guidance with the scheduler's update.
-
-    The first norm moves 3 E values a token: it reads the stream and the positions, and writes its output.
-    """
-    return _pass_us(rates, rows * (3 * work.width * load.itemsize + 4 * load.latent * STATE), 2)
-
-
-def _exchanges_us(
-    work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
-) -> float:
-    value, moved = load.rows(layout) * work.head_dim * load.itemsize, busiest(every)
-    curves = [curve_of(rates, layout, move.among or layout.sequence) for move in every[0].moves]
-    if not every[0].behind or not sum(moved):
-        return sum(time_at(curve, each * value) for curve, each in zip(curves, moved, strict=True))
-    return max(time_at(curves[0], 0), _exposed_us(work, kind, load, layout, every, rates))
-
-
-def curve_of(rates: Rates, layout: Layout, ranks: int) -> Curve:
-    return rates.exchange[BETWEEN if rates.crosses(ranks) else layout.transport]
-
-
-def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
-    """By how many us an exchange ends after the last of the products that overlap it.
-
-    The exchange has one equal part for each product that `Layer.behind` names. A part starts when it has been computed
-    and the part before it has arrived; at the same time the product that overlaps it starts. In a block that makes q, k
-    and v itself, all parts start before the products `Blocks.beside`; without any of these, nothing hides them.
-    """
-    b, (mine, others), behind = load.rows(layout), load.mine(layout), every[0].behind
-    (moved,) = busiest(every)
-    part = moved / len(behind) * b * work.head_dim * load.itemsize
-    copy, computed, arrived = time_at(curve_of(rates, layout, layout.sequence), part), 0.0, 0.0
-    if kind.beside or kind.given:
-        products = replace(kind, gemms=kind.beside, apart=(), cross=None).products(mine, others)
-        return copy * len(behind) - sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
-    for name in behind:
-        arrived = max(arrived, computed) + copy
-        first, *rest = ((_split(work, gemms)[name],) for gemms in (kind.gemms, *kind.apart))
-        one = replace(kind, gemms=first, apart=tuple(rest), cross=None)
-        computed += sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in one.products(mine, others))
-    return arrived - computed
-
-
-def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:
-    # the guidance branches exchange their predictions once per step
-    if layout.cfg == 1:
-        return 0.0
-    sent = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0] * load.latent * STATE
-    return time_at(curve_of(rates, layout, layout.cfg * layout.sequence), sent)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.run import main as agent
@@ -18,6 +21,7 @@ from tests.support.pool import server
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "sample.py")
 LIMIT_S = 120
+LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
 
 
 def environment(gpus: str = "") -> dict[str, str]:
@@ -45,3 +49,27 @@ def _forked(
         code = Forked(program, words, {**environment(), **more}, output, errors, rank).wait(LIMIT_S)
         assert code is not None, f"no end within {LIMIT_S} s"
         return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())
+
+
+def ranks_of(process: int) -> list[int]:
+    """The process ids of the ranks that a command has started."""
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
+@contextmanager
+def running(folder: Path, temporary: Path) -> Iterator[tuple[Forked, list[int]]]:
+    """A forked command whose two ranks are in their steps, and the ranks' process ids."""
+    server()
+    output, errors, end = folder / "output", folder / "errors", time.monotonic() + LIMIT_S
+    words = ("sample", "--ranks", "2", *LONG, "--out", folder / "x.png")
+    process = Forked(main, words, environment() | {"TMPDIR": str(temporary)}, output, errors)
+    try:
+        while not (output.exists() and "\ngraph" in output.read_text()):
+            assert process.poll() is None, errors.read_text()
+            assert time.monotonic() < end, errors.read_text()
+            time.sleep(0.1)
+        yield process, ranks_of(process.pid)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)  # it ends its ranks
+        process.wait(LIMIT_S)

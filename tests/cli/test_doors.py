@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from seqpar.cli.main import main
 from seqpar.cli.ranks import INTERFACES, loopback
-from tests.cli.processes import LIMIT_S, environment
-from tests.cli.test_ranks import LONG, ranks_of
-from tests.support.forks import Forked
-from tests.support.pool import server
+from tests.cli.processes import running
 
 LISTENS, UNBOUND = "0A", "07"  # states of TCP and UDP sockets that take what comes
 # what another user tries; it says what works
@@ -60,7 +53,6 @@ def open_doors(processes: list[int]) -> list[str]:
 
 
 def _sockets(process: int) -> list[str]:
-    """Return the inodes of a process's sockets."""
     links = list[str]()
     for file in Path(f"/proc/{process}/fd").iterdir():
         try:
@@ -68,25 +60,6 @@ def _sockets(process: int) -> list[str]:
         except FileNotFoundError:
             continue
     return [match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))]
-
-
-@contextmanager
-def running(folder: Path, temporary: Path) -> Iterator[tuple[Forked, list[int]]]:
-    """A forked command whose two ranks are in their steps, and the ranks' process ids."""
-    server()
-    output, errors, end = folder / "output", folder / "errors", time.monotonic() + LIMIT_S
-    words = ("sample", "--ranks", "2", *LONG, "--out", folder / "x.png")
-    process = Forked(main, words, environment() | {"TMPDIR": str(temporary)}, output, errors)
-    try:
-        while not (output.exists() and "\ngraph" in output.read_text()):
-            assert process.poll() is None, errors.read_text()
-            assert time.monotonic() < end, errors.read_text()
-            time.sleep(0.1)
-        yield process, ranks_of(process.pid)
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)  # it ends its ranks
-        process.wait(LIMIT_S)
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")

@@ -24,11 +24,8 @@ from seqpar.cli.main import command, main, sample
 from seqpar.cli.ranks import start, verdict, wanted
 from seqpar.cli.summary import Progress
 from seqpar.mesh.watch import Watch
-from tests.cli.processes import LIMIT_S, environment, seqpar, torchrun
-from tests.support.forks import Forked
-from tests.support.pool import server
+from tests.cli.processes import LIMIT_S, LONG, running, seqpar, torchrun
 
-LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
 RIGHT = ("--steps", "2", "--size", "64")
 FAILURE = Report("failure", "error: full", 1.0)
 LOST = Report("lost", "error: rank 0 waited in vain for rank 1", 0.0)
@@ -37,11 +34,6 @@ MISTAKE, BUG, LATER = (
     Report("bug", "Traceback: x", 1.0),
     Report("bug", "y", 3.0),
 )
-
-
-def ranks_of(process: int) -> list[int]:
-    """The process ids of the ranks that a command has started."""
-    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 
 def gone(pids: list[int]) -> bool:
@@ -62,25 +54,17 @@ def alive(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds ranks in /proc")
 def test_ctrl_c_ends_all_ranks_with_one_line(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """See `tests/faults` for other signals."""
-    temporary, folder = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("texts")
-    flags = ("sample", "--ranks", "2", *LONG, "--out", tmp_path / "x.png")
-    server()
-    process = Forked(main, flags, environment() | {"TMPDIR": str(temporary)}, folder / "output", folder / "errors")
-    end = time.monotonic() + LIMIT_S
-    while not ((folder / "output").exists() and "\ngraph" in (folder / "output").read_text()):
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    pids = ranks_of(process.pid)
-    assert len(pids) == 2
-    assert all(map(alive, pids))
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(LIMIT_S) == 130
-    told = (folder / "errors").read_text()
+    temporary = tmp_path_factory.mktemp("temporary")
+    with running(tmp_path, temporary) as (process, pids):
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+    told = (tmp_path / "errors").read_text()
     # a bar whose rank had to be cut off has no end of line
     assert re.sub(r"denoising:.*?step/s\]", "", told).split() == ["stopped"], told
     assert gone(pids)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "x.png").exists()
     assert not list(temporary.glob("seqpar-*"))  # nor the folder of reports
 
 

@@ -26,7 +26,7 @@ from torch.distributed.run import main as agent
 from seqpar.cli import main
 from seqpar.cli.exits import guarded
 from seqpar.cli.main import sample
-from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
+from tests.cli.processes import LIMIT_S, SCRIPT, environment, ranks_of, seqpar
 from tests.support.forks import Forked
 from tests.support.pool import server
 
@@ -176,8 +176,7 @@ def test_a_rank_that_ends_on_one_host_ends_the_job_on_both(tmp_path: Path, numbe
         while "step/s" not in hosts[0].errors.read_text():
             assert time.monotonic() < end, hosts[0].errors.read_text()[-2000:]
             time.sleep(0.05)
-        pid = hosts[1].process.pid
-        (rank,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        (rank,) = ranks_of(hosts[1].process.pid)
         os.kill(rank, number)
         codes = [host.process.wait(LIMIT_S) for host in hosts]
     assert codes == [1, 1]

@@ -1,1 +1,1 @@
-"""What every sharded call needs: kept exchanges, predictions on this rank's tokens, calls as CUDA graphs."""
+"""Calls as CUDA graphs, their signatures, cached exchanges, deferred results."""

@@ -56,7 +56,6 @@ class DeferredCall:
                 self.fill(self._compute(self.arguments).tensors)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the results."""
         self.arguments = None
         for path, result in self.results.tensors.items():
             result.copy_(tensors[path])
@@ -80,7 +79,6 @@ class DeferredResult(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch on plain tensors, after computing all deferred ones among its arguments."""
         options = kwargs or {}
         if func not in _SHAPE and _is_view(func, args):
             call = args[0].call
@@ -109,7 +107,6 @@ def _deferred(x: Tensor, call: DeferredCall) -> Tensor:
 
 
 def _is_view(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether a function only takes a view of a deferred result that is not computed yet."""
     if not args or not isinstance(args[0], DeferredResult) or args[0].call.arguments is None:
         return False
     if func is Tensor.__getitem__:

@@ -60,7 +60,6 @@ class StepGraph:
         restore()  # a capture runs no kernels, but code that it calls may still write to the state
 
     def replay(self) -> None:
-        """Queue one step on the current stream."""
         self._graph.replay()
 
     def release(self) -> None:
@@ -86,13 +85,9 @@ class Captured(Protocol):
 
     results: Any
 
-    def replay(self) -> None:
-        """Queue the call."""
-        ...
+    def replay(self) -> None: ...
 
-    def release(self) -> None:
-        """Free its memory."""
-        ...
+    def release(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], Any], int], Captured]
@@ -106,7 +101,6 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
-        """Return the captured call, after warm-up runs on a side stream."""
         return StepGraph(work, (), self._pool, warm_up)
 
 
@@ -147,7 +141,6 @@ class Graphs:
 
     @property
     def captures(self) -> bool:
-        """Whether calls are captured."""
         return self._capture is not None
 
     @contextmanager
@@ -185,7 +178,6 @@ class Graphs:
         self._seen, self._ran = Calls(), Calls()
 
     def _graph(self, compute: Compute, arguments: Form, generation: int) -> _Graph | None:
-        """Return the graph of a kind of call, captured now if this is its second call, or None if there is none."""
         kind = arguments.kind
         if self._capture is None or kind is None or torch.is_autocast_enabled(self._mesh.device.type):
             return None
@@ -232,5 +224,4 @@ class Graphs:
 
 
 def copied(results: Any) -> Form:
-    """Return copies of the results of a call."""
     return form_of(results).each(lambda x: x.clone())

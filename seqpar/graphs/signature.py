@@ -35,8 +35,8 @@ class Form:
     @property
     def whole(self) -> Any:
         """Return the nested values again, with the tensors of this form, in new containers."""
-        every = {**self.values, **self.tensors}
-        return pytree.tree_unflatten([every[path] for path in self.paths], self.spec)
+        values = {**self.values, **self.tensors}
+        return pytree.tree_unflatten([values[path] for path in self.paths], self.spec)
 
     @cached_property
     def kind(self) -> Hashable:
@@ -59,11 +59,9 @@ class Form:
         return {path: opaque.get(path, value) for path, value in self.values.items()} | {"nesting": str(self.spec)}
 
     def holding(self, tensors: Mapping[str, Tensor]) -> Form:
-        """Return the same form with other tensors of the same paths."""
         return replace(self, tensors=dict(tensors))
 
     def each(self, work: Callable[[Tensor], Tensor]) -> Form:
-        """Return the same form with `work` applied to each tensor."""
         return self.holding({path: work(x) for path, x in self.tensors.items()})
 
 

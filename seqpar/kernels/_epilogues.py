@@ -27,7 +27,6 @@ def gated(acc: Any) -> dict[str, Any]:
 
 
 def gelu_of_product(x_RE: Tensor, weight_FE: Tensor, bias_F: Tensor, tile: Tile) -> Tensor:
-    """Return GELU (tanh) of x W^T + bias, (R, F)."""
     rows, columns, cluster_rows, cluster_columns, pingpong = tile
     config = GemmConfig(
         tile_m=rows, tile_n=columns, cluster_m=cluster_rows, cluster_n=cluster_columns, pingpong=pingpong

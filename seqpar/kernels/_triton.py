@@ -40,6 +40,17 @@ def compiled(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction)
 
 
+def warps_for(width: int, elements: int) -> int:
+    """Return the number of warps of a program that computes one row: a thread has at most so many elements of it.
+
+    A row's bits depend on it.
+    """
+    warps = 1
+    while warps < 16 and width > 32 * warps * elements:
+        warps *= 2
+    return warps
+
+
 def in_units(strides: list[int], width: int = 8) -> tuple[int, list[int]]:
     """Return a unit and the strides in it: 8 elements if that divides the strides and the width, else 1.
 
@@ -56,4 +67,4 @@ def contiguous_rows(*tensors: torch.Tensor | None) -> None:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
 
 
-__all__ = ["TensorDescriptor", "compiled", "contiguous_rows", "fused", "in_units", "jit", "tl", "triton"]
+__all__ = ["TensorDescriptor", "compiled", "contiguous_rows", "fused", "in_units", "jit", "tl", "triton", "warps_for"]

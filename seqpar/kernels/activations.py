@@ -78,7 +78,6 @@ def reference_gate(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
 
 
 def launch_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reuse: bool = False) -> Tensor:
-    """Without `reuse` x may have any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     width = x_BlF.shape[2]
     out = x_BlF if reuse else x_BlF.new_empty(x_BlF.shape)
@@ -89,7 +88,6 @@ def launch_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, re
 
 
 def launch_swiglu(packed_BlF2: Tensor) -> Tensor:
-    """The input may have any strides with a contiguous last dim."""
     contiguous_rows(packed_BlF2)
     batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
     out = packed_BlF2.new_empty(batch, tokens, width)
@@ -98,7 +96,6 @@ def launch_swiglu(packed_BlF2: Tensor) -> Tensor:
 
 
 def launch_gate(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
-    """x may have any strides with a contiguous last dim."""
     contiguous_rows(x_BlF)
     width = x_BlF.shape[2]
     if gate_BlF.shape != x_BlF.shape or gate_BlF.dtype != x_BlF.dtype or not gate_BlF.is_contiguous():

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
 from seqpar.types.protocols import state_dtype
 
 
@@ -126,7 +126,6 @@ def reference(
     index_Bl: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the stream after the gated branch and its normalised, modulated form, in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     if gated is not None:
         wide = wide + by_token(gated.gate_BE, index_Bl) * _branch(gated, wide.dtype)
@@ -160,7 +159,6 @@ def added(
 
 
 def _branch(gated: Gated, dtype: torch.dtype) -> Tensor:
-    """Return a branch as it is, or after its norm in this dtype."""
     branch, norm = gated.branch_BlE, gated.norm
     if norm is None:
         return branch
@@ -172,17 +170,6 @@ def by_token(vectors: Vectors, index_Bl: Tensor | None) -> Tensor:
     each_RE, shared_E = vectors if isinstance(vectors, Summed) else (vectors, None)
     rows = each_RE[:, None] if index_Bl is None or len(each_RE) == 1 else each_RE[index_Bl]
     return rows if shared_E is None else rows.to(state_dtype(rows.dtype)) + shared_E
-
-
-def warps_for(width: int, gated: bool) -> int:
-    """Return the number of warps of a program, which computes one row; a row's bits depend on it.
-
-    As measured: the fewest with which a thread has at most 24 elements if two streams are read, 32 if one is.
-    """
-    warps = 1
-    while warps < 16 and width > 32 * warps * (24 if gated else 32):
-        warps *= 2
-    return warps
 
 
 def launch(
@@ -231,7 +218,7 @@ def launch(
             BLOCK=1 << (width - 1).bit_length(),
             UNIT=unit,
             CENTRE=of.kind == "layer",
-            num_warps=warps_for(width, branch is not None),
+            num_warps=warps_for(width, 32 if branch is None else 24),  # as measured
             enable_fp_fusion=True,
         )
     stream = x_BlE if x_new is None else x_new

@@ -75,7 +75,6 @@ def guided_step(
 def reference(
     tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
 ) -> None:
-    """Compute `guided_step` in plain torch, also without waiting for the host."""
     index, width = step.view(1), tokens_nlC.shape[-1]
     x0_x, x0_m, clip, *c = update.coefficients_SK.index_select(0, index)[0].unbind()
     scale = update.guidance_S.index_select(0, index)[0]

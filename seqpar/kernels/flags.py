@@ -40,7 +40,6 @@ class Late(NamedTuple):
 
     @staticmethod
     def on(device: torch.device, deadline_s: float) -> Late:
-        """Return an empty record."""
         seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         late = Late(torch.zeros(2, dtype=torch.int64, device=device), seen)
         late.limit(deadline_s)
@@ -72,7 +71,6 @@ class Flags:
 
     @staticmethod
     def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int, ranks: tuple[int, ...]) -> Flags:
-        """Return `Flags` over these views, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
         return Flags(theirs, addresses, mine, mine.new_zeros(4), late, number, ranks)
 
@@ -94,7 +92,6 @@ def _run(flags: Flags, tell: bool, wait: bool) -> None:
 
 
 def reference(flags: Flags, tell: bool, wait: bool) -> None:
-    """Signal, wait, or both, on the host, for ranks on CPUs."""
     if tell:
         flags.counts[0] += 1
         for flag in flags.theirs:
@@ -117,7 +114,6 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
 
 
 def launch(flags: Flags, tell: bool, wait: bool) -> None:
-    """Tell, wait, or both, by the kernel."""
     flags_kernel[(1,)](*meeting(flags), tell, wait, num_warps=1)
 
 
@@ -132,7 +128,6 @@ def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, 
 
 @jit
 def flags_kernel(flags, LANES: tl.constexpr, TIMER: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr):
-    """Signal, wait, or both, in one program with one lane for each peer."""
     exchange(flags, LANES, TELL, WAIT, TIMER)
 
 

@@ -96,7 +96,6 @@ def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) 
 
 
 def _shifted(x_NC: Tensor, shift_C: Tensor | None) -> Tensor:
-    """Return x + shift in the dtype of moments."""
     wide = x_NC.to(state_dtype(x_NC.dtype))
     return wide if shift_C is None else wide + shift_C.to(wide.dtype).view(-1, *[1] * (x_NC.dim() - 2))
 

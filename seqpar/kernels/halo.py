@@ -99,14 +99,14 @@ def _layout(*keys: Key | None) -> tuple[list[tuple[tuple[int, ...], ...]], int, 
     keys: shape, strides, bytes of an element, and the address modulo 16 of each block. Words have the most bytes, up
     to 16, that divide rows and all steps between them.
     """
-    every = [[(1, 0)] if key is None else _merged(key[0], key[1]) for key in keys]
-    word, count = 16, max(len(dims) for dims in every)
-    for key, ((width, step), *outer) in zip(keys, every, strict=True):
+    merged = [[(1, 0)] if key is None else _merged(key[0], key[1]) for key in keys]
+    word, count = 16, max(len(dims) for dims in merged)
+    for key, ((width, step), *outer) in zip(keys, merged, strict=True):
         if key is not None:
             itemsize, steps = key[2], [stride for _, stride in outer]
             word = gcd(word, key[3], itemsize * (gcd(width, *steps) if step == 1 else 1))
     blocks, most, size = [], 0, min(word, 8)
-    for key, ((width, step), *outer) in zip(keys, every, strict=True):
+    for key, ((width, step), *outer) in zip(keys, merged, strict=True):
         itemsize, words = (word, 0) if key is None else (key[2], prod(key[0]) * key[2] // word)
         inner = (width * itemsize // word, word // size) if step == 1 else (width, step)
         dims = [inner, *((n, stride * itemsize // size) for n, stride in outer)]
@@ -209,5 +209,4 @@ def move(
 
 @jit
 def plain(number):
-    """Decode a number of `_odd`."""
     return (number >> 1) - 1

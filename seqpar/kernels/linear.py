@@ -98,7 +98,6 @@ def why_not_faster(weights: Iterable[Tensor]) -> str | None:
 
 
 def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
-    """Compute `gated_linear` in plain torch, rounded once."""
     wide = state_dtype(x_BlE.dtype)
     return reference_swiglu(F.linear(x_BlE.to(wide), packed_F2E.to(wide))).to(x_BlE.dtype)
 
@@ -173,7 +172,6 @@ def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """Compute `linear_gelu` in plain torch, rounded once."""
     wide = state_dtype(x_BlE.dtype)
     return reference_gelu(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 

@@ -81,7 +81,6 @@ def guided_multistep(
 def reference(
     history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
 ) -> None:
-    """Compute `guided_multistep` in plain torch, also without waiting for the host."""
     states, outputs = history.states_PnlC, history.outputs_QnlC
     index, slots = step.view(1), len(states)
     scale, *weights = steps.table_SK.index_select(0, index)[0].unbind()

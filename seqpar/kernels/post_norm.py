@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
 from seqpar.types.protocols import state_dtype
 
 
@@ -59,17 +59,6 @@ def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor
     return normalised if out_BlE is None else out_BlE.copy_(normalised)
 
 
-def warps_for(width: int) -> int:
-    """Return the number of warps of a program, which computes one row: a thread has at most 24 elements of it.
-
-    A row's bits depend on it.
-    """
-    warps = 1
-    while warps < 16 and width > 32 * warps * 24:
-        warps *= 2
-    return warps
-
-
 def launch(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None) -> Tensor:
     batch, tokens, width = x_BlE.shape
     out = torch.empty_like(x_BlE, memory_format=torch.contiguous_format) if out_BlE is None else out_BlE
@@ -80,7 +69,7 @@ def launch(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | 
     unit, strides = in_units([n for x in (x_BlE, y_BlE, out) for n in ((0, 0) if x is None else x.stride()[:2])])
     block = 1 << (width - 1).bit_length()
     if out.numel():
-        constants = {"E": width, "BLOCK": block, "UNIT": unit, "num_warps": warps_for(width)}
+        constants = {"E": width, "BLOCK": block, "UNIT": unit, "num_warps": warps_for(width, 24)}
         tensors = x_BlE, y_BlE, norm.weight_E, norm.bias_E, out
         post_norm_kernel[tokens, batch](*tensors, norm.eps, *strides, **constants, enable_fp_fusion=True)
     return out

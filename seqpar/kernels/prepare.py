@@ -108,7 +108,6 @@ def tile(heads: int, dim: int) -> Tile:
 
 
 def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
-    """Run the kernel of `prepare`; it writes contiguous tensors."""
     q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
     _run(q_BlHD, k_BlGD, None, how, (q, k))
@@ -116,7 +115,6 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor
 
 
 def launch_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
-    """Run the kernel of `prepare_one`; it writes a contiguous tensor."""
     out = torch.empty(x_BlHD.shape, dtype=x_BlHD.dtype, device=x_BlHD.device)
     _run(x_BlHD, None, None, how, (out, None))
     return out
@@ -134,7 +132,6 @@ def launch_into(
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
-    """Whether the kernel runs, not plain torch."""
     return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
@@ -455,7 +452,6 @@ def write_heads(
     DIM2: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Store every wanted head at its place."""
     element: tl.constexpr = place.dtype.element_ty
     if ROTARY == "halves":
         column = tl.arange(0, DIM2 // 2)[None, :]

@@ -38,14 +38,12 @@ class Destinations(tuple[Tensor, ...]):
     first: int
 
     def __new__(cls, views: Sequence[Tensor], first: int = 0) -> Destinations:
-        """Make destinations. first: the index of the view that is written first."""
         target = super().__new__(cls, views)
         target.first = first
         return target
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The index of the first token of each view."""
         return starts([view.shape[0] for view in self])
 
     @cached_property

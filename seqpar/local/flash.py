@@ -23,7 +23,6 @@ PACKAGES = {
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Return None if an installed generation takes these inputs, otherwise the reason why not."""
     if device.type != "cuda":
         return "needs a GPU"
     if mask:
@@ -39,10 +38,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """Return the rank of this implementation for "auto": before `sdpa` on Hopper at head dims 64 and 128, else after.
-
-    major: the major number of the GPU's compute capability, 0 on a CPU.
-    """
+    # before `sdpa` on Hopper at head dims 64 and 128, else after it
     return 2 if major == 9 and head_dim in (64, 128) else 0
 
 
@@ -74,7 +70,6 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 
 @cache
 def _find() -> tuple[int, Callable[..., Any], str] | str:
-    """Return (generation, function, the argument that asks for the log-sum-exp), or why none is installed."""
     reasons = []
     for generation, (module, with_lse) in PACKAGES.items():
         try:

@@ -21,15 +21,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """Return the rank of this implementation for "auto": last, because it is slow.
-
-    major: the major number of the GPU's compute capability, 0 on a CPU.
-    """
+    # last, because it is slow
     return -1
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Return the reason why a query's bits may depend on the number of queries."""
     return "batched matrix products choose their tiles by row counts"
 
 

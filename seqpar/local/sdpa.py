@@ -33,10 +33,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """Return the rank of this implementation for "auto": first, except where `flash` is.
-
-    major: the major number of the GPU's compute capability, 0 on a CPU.
-    """
+    # first, except where `flash` or `wide` is
     return 1
 
 
@@ -62,7 +59,6 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 def kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Choose the kernel for these inputs (see the head of this file)."""
     if device.type == "cpu":
         return cpu_flash
     if dtype not in HALF:

@@ -33,7 +33,6 @@ class Tiling:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Return None if the kernel takes these inputs, otherwise the reason why not."""
     if device.type != "cuda":
         return "needs a GPU"
     if mask:
@@ -48,15 +47,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """Return the rank of this implementation for "auto": before `sdpa` on Hopper, else after.
-
-    major: the major number of the GPU's compute capability, 0 on a CPU.
-    """
+    # before `sdpa` on Hopper, else after it
     return 2 if major == 9 and head_dim > OVER else 0
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Return the reason why a query's bits may depend on the number of queries."""
     return "the product with the values chooses its tiles by row counts"
 
 
@@ -93,7 +88,6 @@ def _parts(tiles: int, tile: Tile) -> int:
 
 
 def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: Tiling) -> tuple[Tensor, Tensor]:
-    """Compute attention with the work cut as given."""
     batch, tokens, heads, dim = q_BLHD.shape
     out_BLHD = q_BLHD.new_empty(batch, tokens, heads, dim)
     lse_BHL = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q_BLHD.device)
@@ -110,7 +104,6 @@ def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: T
 
 
 def _attend_block(qkv: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor], tile: Tile, cut: Tiling) -> None:
-    """Compute attention of a block of queries, a few parts of the keys at a time."""
     q_RD, k_KD, v_KD = qkv
     rows, keys = q_RD.shape[0], k_KD.shape[0]
     parts = -(-keys // cut.span)

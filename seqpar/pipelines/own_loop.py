@@ -38,8 +38,7 @@ from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_floats
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance, check_loading, check_pictures
-from seqpar.vae.on_mesh import MeshVAE
-from seqpar.vae.pixels import preview
+from seqpar.vae.on_mesh import MeshVAE, preview
 from seqpar.vae.strips import MODES, DecodeMode, Spread
 
 Encode = Callable[[str], tuple[Tensor, ...]]

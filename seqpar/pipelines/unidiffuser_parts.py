@@ -26,7 +26,7 @@ from seqpar.loading.parts import read_encoder, read_json
 from seqpar.loading.reading import check_finite
 from seqpar.loop.models.uvit import Config
 from seqpar.pipelines.own_loop import Encode
-from seqpar.vae.shared import own
+from seqpar.vae.shared import original
 
 PREFIX = "encode_prefix."  # of the caption decoder's layer that makes prompts narrower
 NEEDED = ("text_encoder", "clip_tokenizer", "text_decoder")
@@ -172,7 +172,7 @@ def image_streams(
     device, encoder = vae.device, encoder.to(vae.device)
     pixels = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1)).preprocess([*pictures])
     with torch.no_grad():
-        latents = own(vae, "encode")(pixels.to(device, vae.dtype)).latent_dist.sample(generator=generator)
+        latents = original(vae, "encode")(pixels.to(device, vae.dtype)).latent_dist.sample(generator=generator)
         seen = processor.preprocess([*pictures], return_tensors="pt").to(device=device, dtype=vae.dtype)
         embedded = encoder(**seen).image_embeds
     return {"image": latents * vae.config.scaling_factor, "clip": embedded[:, None]}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.vae.shared import METHODS, own
+from seqpar.vae.shared import METHODS, original
 
 _TORCH = {
     "activation": ("SiLU",),
@@ -71,6 +71,24 @@ PROCESSORS = frozenset(f"diffusers.models.attention_processor.{name}AttnProcesso
 """The types of attention processors whose strips were tested: diffusers' choice, also after `fuse_qkv_projections`."""
 
 
+# Classes that compute by functions of `norms.py`: residual blocks of images and videos, norms over channels, upsampling
+IMAGE_BLOCKS = ("ResnetBlock2D",)
+VIDEO_BLOCKS = ("WanResidualBlock", "QwenImageResidualBlock")
+CHANNEL_NORMS = ("WanRMS_norm", "QwenImageRMS_norm")
+UPSAMPLINGS = ("WanUpsample", "QwenImageUpsample")
+ACTIVATED = {
+    **dict.fromkeys(
+        ("Encoder", "Decoder", "HunyuanVideoEncoder3D", "HunyuanVideoDecoder3D"), ("conv_act", "conv_norm_out")
+    ),
+    **dict.fromkeys(
+        ("WanEncoder3d", "WanDecoder3d", "QwenImageEncoder3d", "QwenImageDecoder3d"), ("nonlinearity", "norm_out")
+    ),
+    "HunyuanVideoResnetBlockCausal3D": ("nonlinearity", "norm1", "norm2"),
+}
+"""Class -> the name of its SiLU, and the names of the only norms before it."""
+CHANNELS_LAST_VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # faster in channels-last memory
+
+
 def why_untested(vae: nn.Module) -> str | None:
     """Return why strips do not support a VAE, or None: the first module of another type, or `why_changed`."""
     for name, module in vae.named_modules():
@@ -91,7 +109,7 @@ def why_untested(vae: nn.Module) -> str | None:
 def why_unknown(vae: Any) -> str | None:
     """Return why a VAE is never cut into strips, or None: `why_untested`, or a method that is not diffusers' own."""
     for name in filter(partial(hasattr, vae), METHODS):
-        if getattr(own(vae, name), "__func__", None) is not getattr(type(vae), name):
+        if getattr(original(vae, name), "__func__", None) is not getattr(type(vae), name):
             return f"its {name} was replaced by another function"
     return why_untested(vae)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from seqpar.kernels import group_norm as kernels
-from seqpar.kernels import residual
-from seqpar.kernels.channel_norm import channel_norm
+from seqpar.kernels import images
 from seqpar.kernels.group_norm import places_last
+from seqpar.vae import known
 from seqpar.vae.strips import Strip
 
 
@@ -43,12 +43,11 @@ def fewer_passes(vae: nn.Module) -> Iterator[None]:
 
 
 def _forwards(module: Any) -> dict[nn.Module, Callable[..., Tensor]]:
-    """Return this module or children of it, each with the function in place of its `forward`."""
     name = type(module).__name__
     if name in FORWARDS and not _replaced(module.modules()):
         return {module: partial(FORWARDS[name], module)}
-    if name in ACTIVATED:
-        activation, *before = (getattr(module, child) for child in ACTIVATED[name])
+    if name in known.ACTIVATED:
+        activation, *before = (getattr(module, child) for child in known.ACTIVATED[name])
         if not _replaced((activation, *before)):
             return {activation: lambda x: x, **{norm: partial(_activated, norm) for norm in before}}
     return {}
@@ -133,24 +132,14 @@ def _upsample(module: Any, x: Tensor) -> Tensor:
     return F.interpolate(x, size=module.size, scale_factor=module.scale_factor, mode=module.mode)
 
 
-CACHED = 2  # frames that a causal convolution of Wan or Qwen-Image keeps of its input
+CACHED = 2  # frames that a causal convolution keeps of its input
 FORWARDS: dict[str, Callable[..., Tensor]] = {
-    "ResnetBlock2D": picture_block,
-    **dict.fromkeys(("WanResidualBlock", "QwenImageResidualBlock"), video_block),
-    **dict.fromkeys(("WanRMS_norm", "QwenImageRMS_norm"), _rms_norm),
-    **dict.fromkeys(("WanUpsample", "QwenImageUpsample"), _upsample),
+    **dict.fromkeys(known.IMAGE_BLOCKS, picture_block),
+    **dict.fromkeys(known.VIDEO_BLOCKS, video_block),
+    **dict.fromkeys(known.CHANNEL_NORMS, _rms_norm),
+    **dict.fromkeys(known.UPSAMPLINGS, _upsample),
 }
 """Class of diffusers -> the function in place of its `forward`, with the module as the first argument."""
-ACTIVATED = {
-    **dict.fromkeys(
-        ("Encoder", "Decoder", "HunyuanVideoEncoder3D", "HunyuanVideoDecoder3D"), ("conv_act", "conv_norm_out")
-    ),
-    **dict.fromkeys(
-        ("WanEncoder3d", "WanDecoder3d", "QwenImageEncoder3d", "QwenImageDecoder3d"), ("nonlinearity", "norm_out")
-    ),
-    "HunyuanVideoResnetBlockCausal3D": ("nonlinearity", "norm1", "norm2"),
-}
-"""Class of diffusers -> the name of its SiLU, and the names of the only norms before it."""
 
 
 Biased = tuple[Tensor, Tensor | None]
@@ -173,12 +162,11 @@ def sum_of(first: Biased, second: Biased) -> Tensor:
 def apply_normed(
     strip: Strip, function: Any, x_NC: Tensor, norm: Any, silu: bool = False, shift_C: Tensor | None = None
 ) -> Tensor:
-    """Rule of `normed`."""
     if isinstance(norm, nn.GroupNorm):
         affine = kernels.Affine(norm.weight, norm.bias, norm.eps, shift_C)
         return _group_norm(strip, x_NC, norm.num_groups, affine, silu)
     bias = norm.bias.flatten() if isinstance(norm.bias, Tensor) else None
-    return channel_norm(kernels.dense(x_NC)[0], norm.gamma.flatten(), bias, silu)
+    return images.channel_norm(kernels.dense(x_NC)[0], norm.gamma.flatten(), bias, silu)
 
 
 def group_norm(
@@ -190,7 +178,6 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Rule of `group_norm` on a strip (N, C, ...)."""
     return _group_norm(strip, input, num_groups, kernels.Affine(weight, bias, eps), silu=False)
 
 
@@ -198,16 +185,15 @@ def _group_norm(strip: Strip, x_NC: Tensor, groups: int, affine: kernels.Affine,
     x_NC, _ = kernels.dense(x_NC)
     moments_NG3 = kernels.moments(x_NC, groups, affine.shift_C)
     if strip.cut.axis.size > 1:
-        moments_NG3 = kernels.combine(strip.exchanges.every(moments_NG3))
+        moments_NG3 = kernels.combine(strip.exchanges.gathered(moments_NG3))
     return kernels.normalise(x_NC, moments_NG3, affine, silu)
 
 
 def apply_sum(strip: Strip, function: Any, first: Biased, second: Biased) -> Tensor:
-    """Rule of `sum_of`, which is local."""
     (x, _), (y, _) = first, second
     if (first[1] is None and second[1] is None) or x.stride() != y.stride() or x.dtype != y.dtype:
         return with_bias(*first) + with_bias(*second)
-    return residual.add(first, second)
+    return images.add(first, second)
 
 
 def adds_apart(x: Tensor, bias: Tensor | None) -> bool:
@@ -223,7 +209,7 @@ def with_bias(y_NC: Tensor, bias_C: Tensor | None) -> Tensor:
     if bias_C is None:
         return y_NC
     if kernels.places_last(y_NC) is False:
-        return residual.add((y_NC, bias_C), None, y_NC)
+        return images.add((y_NC, bias_C), None, y_NC)
     return y_NC.add_(bias_C.view(-1, *[1] * (y_NC.ndim - 2)))
 
 
@@ -239,18 +225,15 @@ def over_channels(strip: Strip, x: Tensor, dims: Any) -> None:
 def normalize(
     strip: Strip, function: Any, input: Tensor, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Rule of `normalize`, which is local over channels."""
     over_channels(strip, input, (dim,))
     return function(input, p, dim, *args, **kwargs)
 
 
 def layer_norm(strip: Strip, function: Any, input: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Rule of `layer_norm`, which is local over channels in the last dim."""
     over_channels(strip, input, range(-len(normalized_shape), 0))
     return function(input, normalized_shape, *args, **kwargs)
 
 
 def mean(strip: Strip, function: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Rule of `Tensor.mean`, which is local over channels and frames."""
     over_channels(strip, input, range(input.ndim) if dim is None else dim if isinstance(dim, tuple) else (dim,))
     return function(input, dim, *args, **kwargs)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ from seqpar.planner.predict import GIB
 from seqpar.transports.collective import gather
 from seqpar.vae.known import decoding_bytes, spatial_factor, why_changed, why_unknown
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.pixels import check_finite, in_range, scaled
-from seqpar.vae.shared import own
+from seqpar.vae.shared import original
 from seqpar.vae.strips import Cut, Spread, channels_last, spread_of, wins
 
 GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
@@ -44,19 +44,6 @@ INPUT = "the VAE's input"
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 TUPLE = {"return_dict": False}
 WHOLE = Axis("whole")  # divides nothing
-
-
-class Method:
-    """A method of a VAE as graphs run it. Arguments have names; the first one is named `INPUT`."""
-
-    def __init__(self, compute: Callable[..., Any], check: Callable[[], None] = lambda: None) -> None:
-        self.compute, self.check_delivered = compute, check
-
-    def __call__(self, call: Form, /) -> Any:
-        """Call the method."""
-        arguments: Mapping[str, Any] = call.whole
-        others = {name: value for name, value in arguments.items() if name != INPUT}
-        return self.compute(arguments[INPUT], **others)
 
 
 class MeshVAE:
@@ -88,14 +75,9 @@ class MeshVAE:
             self._parallel = ParallelVAE(vae, mesh, self._moves, channels_last)
         if self.unknown is None and kernels:  # the VAE on this rank alone, which has nothing to exchange
             self._single = ParallelVAE(vae, Mesh.single(mesh.device), load_transport("collective"), channels_last)
-        self._alone = Method(self._whole)
-        self._strips = self._alone if self._parallel is None else Method(self._parallel.decode, self._moves.check)
         # all ranks that share an image must agree on a capture; a rank that decodes alone also captures alone
-        meshes = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
-        self._graphs = {
-            method: Graphs(ranks, capture, method.check_delivered, GRAPHS, method is not self._alone or mesh.is_main)
-            for method, ranks in meshes.items()
-        }
+        self._strips = Graphs(replace(mesh, sequence=mesh.replica), capture, self._moves.check, GRAPHS)
+        self._alone = Graphs(Mesh.single(mesh.device), capture, lambda: None, GRAPHS, mesh.is_main)
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
         self._on_device = False
@@ -116,11 +98,9 @@ class MeshVAE:
 
     def release(self) -> None:
         """Free graphs and exchanges and put the weights' format back. The next call makes new ones."""
-        for graphs in self._graphs.values():
-            graphs.release()
-        for vae in (self._parallel, self._single):
-            if vae is not None:
-                vae.release()
+        for part in (self._strips, self._alone, self._parallel, self._single):
+            if part is not None:
+                part.release()
 
     # Whole, in strips or in tiles --------------------------------------------------------------------------------
 
@@ -213,10 +193,12 @@ class MeshVAE:
             shard = spread.shard(count)
             local_NCHW = latents_NCHW[shard.slice(spread.axis.rank)].to(self.vae.dtype)
             sides = (side * spatial_factor(self.vae) for side in local_NCHW.shape[2:])
-            images = torch.empty(len(local_NCHW), 3, *sides, device=local_NCHW.device)
+            images, config = torch.empty(len(local_NCHW), 3, *sides, device=local_NCHW.device), self.vae.config
             for index, (image, latent) in enumerate(zip(images, local_NCHW, strict=True)):
-                form = form_of({INPUT: scaled(self.vae.config, latent[None]), **TUPLE})
-                image.copy_(in_range(self._run(spread, form)[0][0]))
+                latent_1CHW = latent[None] / config.scaling_factor + (getattr(config, "shift_factor", None) or 0.0)
+                decoded = self._run(spread, form_of({INPUT: latent_1CHW, **TUPLE}))[0][0].float()
+                # where a value is infinite, the difference is NaN, which no clamp hides
+                image.copy_((decoded / 2 + 0.5).clamp(0, 1) + (decoded - decoded))
                 on_image(index)
             images = gather(images, spread.axis, shard.sizes) if spread.axis.size > 1 else images
         check_finite(images, self.vae.dtype)
@@ -253,17 +235,16 @@ class MeshVAE:
             if self._parallel is None or exact.is_on() or reason is not None:
                 many = self.mesh.world.size > 1
                 self._say(Spread("whole", self.mesh.world.size, WHOLE, reason if many else None).explained)
-                return Method(own(self.vae, "encode"))(form)
+                return _called(original(self.vae, "encode"), form)
             with self.mesh.call(self.mesh.replica, "an encoding by strips", self._calls.is_first(("encode", shape))):
-                encoded = Method(self._parallel.encode)(form)
+                encoded = _called(self._parallel.encode, form)
             self._moves.check()
             return encoded
 
     # One call ----------------------------------------------------------------------------------------------------
 
     def _by_name(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by their names; the first one is named `INPUT`."""
-        arguments = inspect.signature(own(self.vae, method)).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(original(self.vae, method)).bind(*args, **kwargs).arguments
         first = next(iter(arguments))
         return {INPUT if name == first else name: value for name, value in arguments.items()}
 
@@ -273,9 +254,10 @@ class MeshVAE:
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
         unknown = self._never or why_changed(self.vae)
         # graphs need the weights' addresses, on this rank's device
-        self._on_device = not self._captures or is_on(self.vae, self.mesh.device)
+        weights = [*self.vae.parameters()]
+        self._on_device = not self._captures or all(weight.device == self.mesh.device for weight in weights)
         graphed = self._captures and self._on_device
-        addresses = tuple(weight.data_ptr() for weight in self.vae.parameters()) if graphed else None
+        addresses = tuple(weight.data_ptr() for weight in weights) if graphed else None
         state = (self._on_device, addresses, unknown, *flags.values(), exact.is_on(), arithmetic())
         shown |= {"weights on this device": self._on_device, "what keeps the VAE whole": unknown}
         shown |= {CALL: f"calls the VAE's {what}", "exact mode": exact.is_on()}
@@ -287,23 +269,23 @@ class MeshVAE:
 
     def _run(self, spread: Spread, form: Form) -> Any:
         """Decode on this rank, or on all ranks that share an image; a small image is a graph."""
-        shape = form.tensors[INPUT].shape
-        strips = spread.name == "strips"
-        method, ranks = (self._strips, self.mesh.replica.size) if strips else (self._alone, 1)
+        shape, compute, graphs, axis = form.tensors[INPUT].shape, self._whole, self._alone, WHOLE
+        if spread.name == "strips" and self._parallel is not None:
+            compute, graphs, axis = self._parallel.decode, self._strips, self.mesh.replica
+        compute = partial(_called, compute)
         with tiling(self.vae, spread.tiled):
-            if not spread.tiled and self._is_small(shape, ranks):
-                results = self._graphs[method].run(method, form, self._generation).whole
+            if not spread.tiled and self._is_small(shape, axis.size):
+                results = graphs.run(compute, form, self._generation).whole
             else:
-                axis = self.mesh.replica if strips else WHOLE
                 with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):
-                    results = method(form)
-        method.check_delivered()
+                    results = compute(form)
+        if axis is not WHOLE:
+            self._moves.check()
         return results
 
     def _whole(self, z: Tensor, **others: Any) -> Any:
-        """Decode whole latents on this rank alone; in tiles if tiling is on."""
         if self._single is None or self.unknown is not None or getattr(self.vae, "use_tiling", False):
-            return own(self.vae, "decode")(z, **others)
+            return original(self.vae, "decode")(z, **others)
         return self._single.decode(z, **others)
 
     def _is_small(self, shape: Sequence[int], ranks: int) -> bool:
@@ -314,10 +296,15 @@ class MeshVAE:
         return rows * height * width * factor**2 <= PIXELS * ranks
 
     def _say(self, text: str | None) -> None:
-        """Print a text on rank 0 once."""
         if text is not None and text not in self._printed and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._printed.add(text or "")
+
+
+def _called(compute: Callable[..., Any], call: Form) -> Any:
+    """Call a method of a VAE. Arguments have names; the first one is named `INPUT`."""
+    arguments: Mapping[str, Any] = call.whole
+    return compute(arguments[INPUT], **{name: value for name, value in arguments.items() if name != INPUT})
 
 
 def bytes_left(device: torch.device, modules: Iterable[nn.Module]) -> float:
@@ -334,16 +321,9 @@ def bytes_left(device: torch.device, modules: Iterable[nn.Module]) -> float:
     return SHARE * torch.cuda.get_device_properties(device).total_memory - sum(nbytes for _, nbytes in weights)
 
 
-def is_on(vae: Any, device: torch.device) -> bool:
-    """Return whether all weights of a VAE are on a device."""
-    return all(weight.device == device for weight in vae.parameters())
-
-
 def arithmetic() -> tuple[object, ...]:
-    """Return the settings of this process by which kernels are chosen, which a CUDA graph keeps as they were.
-
-    TF32 is read by its newer name, which knows both; the older one raises an error if both were used.
-    """
+    """Return the settings of this process by which kernels are chosen, which a CUDA graph keeps as they were."""
+    # TF32 is read by its newer name, which knows both; the older one raises an error if both were used
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     precision = (cudnn.conv.fp32_precision, cudnn.fp32_precision, matmul.fp32_precision)
     return *precision, cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
@@ -377,3 +357,23 @@ def tiling(vae: Any, on: bool) -> Iterator[None]:
     finally:
         if on:
             vae.disable_tiling()
+
+
+def check_finite(images_N3HW: Tensor, dtype: torch.dtype) -> None:
+    # a file would show NaN as black; dtype: the decoder's
+    bad = (~images_N3HW.isfinite().all(dim=3).all(dim=2).all(dim=1)).nonzero().flatten().tolist()
+    if bad:
+        raise FloatingPointError(
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(images_N3HW)} images (the first is "
+            f"image {bad[0] + 1}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the "
+            f"decoder's weights and scaling_factor"
+        )
+
+
+def preview(latents_NCHW: Tensor, factor: int) -> Tensor:
+    """Return images (N, 3, H, W) in [0, 1] of the first three latent channels, for models without a decoder."""
+    colours = latents_NCHW[:, :3].float()
+    colours = colours if colours.shape[1] == 3 else colours[:, :1].expand(-1, 3, -1, -1)
+    low, high = colours.amin(dim=(1, 2, 3), keepdim=True), colours.amax(dim=(1, 2, 3), keepdim=True)
+    scaled = (colours - low) / (high - low).clamp_min(1e-6)
+    return scaled.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)

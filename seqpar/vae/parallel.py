@@ -139,14 +139,12 @@ class ParallelVAE:
         return getattr(type(self._vae), method).__get__(self._vae)
 
     def _say(self, message: str) -> None:
-        """Print a message once."""
         if self._main and message not in self._printed:
             self._printed.add(message)
             print(f"seqpar: {message}", flush=True)
 
 
 def _whole(cut: Cut, strip: Tensor) -> Tensor:
-    """Join the strips of all ranks."""
     if cut.axis.size == 1:
         return strip.contiguous()
     return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

@@ -23,7 +23,7 @@ from seqpar.vae.known import spatial_factor, temporal_factor, why_unknown
 from seqpar.vae.on_mesh import MeshVAE, tiling
 from seqpar.vae.shared import Shared, User, share
 
-VaeMode = Literal["auto", "tiled"] | bool  # how a pipeline's VAE decodes; see `seqpar.parallelize`
+VaeMode = Literal["auto", "tiled"] | bool  # how a pipeline decodes, as documented by `seqpar.parallelize`
 PREPARE = "prepare_latents"  # a pipeline's method, called with the size before the first step
 
 
@@ -133,7 +133,6 @@ class Checked:
         update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prepared latents."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         shape = None if self.vae is None else latent_shape(self.vae.vae, bound.arguments)
@@ -142,12 +141,10 @@ class Checked:
         return self._original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the method of the pipeline's copy."""
         return copy.deepcopy(self._original, memo)
 
 
 def latent_shape(vae: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the latents (N, C, h, w) or (N, C, F, h, w) for the arguments of `prepare_latents`, or None."""
     height, width = arguments.get("height"), arguments.get("width")
     if height is None or width is None:
         return None

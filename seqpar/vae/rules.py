@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from seqpar.kernels import upsample
+from seqpar.kernels import images
 from seqpar.local import sdpa, wide
 from seqpar.vae import norms
 from seqpar.vae.known import LOCAL
@@ -208,13 +208,11 @@ class ConvolutionSettings:
     groups: int = 1
 
     def along(self, value: Any) -> list[int]:
-        """Return a value for each dim of the kernel."""
         count = self.weight.ndim - 2
         return [value] * count if isinstance(value, int) else list(value) * (count // len(value))
 
 
 def convolve(strip: Strip, function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
     dim, settings = strip.cut.dim, ConvolutionSettings(*args, **kwargs)
     weight, apart = settings.weight, norms.adds_apart(input, settings.bias)
     if isinstance(settings.padding, str) or input.ndim != weight.ndim:
@@ -246,7 +244,6 @@ def convolve(strip: Strip, function: Any, input: Tensor, *args: Any, **kwargs: A
 def pad(
     strip: Strip, function: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
 ) -> Tensor:
-    """Rule of `pad`: only padding along the cut dim needs the neighbours."""
     pads = {-1 - index: (pad[2 * index], pad[2 * index + 1]) for index in range(len(pad) // 2)}
     if pads.get(strip.cut.dim, (0, 0)) == (0, 0):
         return function(input, pad, mode, value)
@@ -266,20 +263,18 @@ def interpolate(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Rule of `interpolate`: nearest by integer factors is local."""
     factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
     if size is not None or mode not in ("nearest", "nearest-exact") or any(f != int(f) for f in factors):
         strip.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by integer factors")
     strip.check(input)
     if input.ndim == 4 and {*factors} == {2}:
-        return upsample.double(input)
+        return images.double(input)
     return function(input, size, scale_factor, mode, *args, **kwargs)
 
 
 def dropout(
     strip: Strip, function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Rule of `dropout`, which must not be active."""
     if training and p:
         strip.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
     return input
@@ -314,7 +309,6 @@ class StripMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function's rule, or the function itself where it is local."""
         rule = RULES.get(func)
         if rule is not None:
             return rule(self._strip, func, *args, **(kwargs or {}))

@@ -69,7 +69,7 @@ def looked_at(vae: Any, name: str, look: Callable[[Any], None], begin: Callable[
         end()
 
 
-def own(vae: Any, name: str) -> Callable[..., Any]:
+def original(vae: Any, name: str) -> Callable[..., Any]:
     """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
     method = vars(vae).get(SHARED + name, getattr(vae, name))
     return method.alone if isinstance(method, Shared) else method
@@ -106,7 +106,6 @@ class Shared:
 
     @torch.compiler.disable  # of a user's torch.compile(vae.decode)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the VAE's result for rank 0's input."""
         for begin, _ in self.looks.values():
             begin()
         result = self._compute(args, kwargs)
@@ -128,11 +127,9 @@ class Shared:
         return self.alone(shared[self._first], *rest, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise ValueError: the VAE, or its pipeline, is being pickled."""
         raise ValueError("A VAE that ranks share cannot be pickled; call seqpar.release first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the method of the VAE's copy, which no mesh shares."""
         return copy.deepcopy(self.alone, memo)
 
     def add(self, to: dict[object, T], value: T) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports._contract import Gather, Halo, Transport
 from seqpar.transports.collective import CollectiveGather
+from seqpar.vae.known import CHANNELS_LAST_VIDEOS
 
 
 class Exchanges:
@@ -29,7 +30,6 @@ class Exchanges:
         self._halos: dict[tuple[object, ...], Halo] = {}
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Send `first` to the previous rank and `last` to the next; receive `before` and `after` from them."""
         blocks = [block for block in (first, last, before, after) if block is not None]
         if self._axis.size == 1 or not blocks:
             return
@@ -40,7 +40,7 @@ class Exchanges:
             self._halos[key] = self._transport.halo(self._axis, capacity, blocks[0])
         self._halos[key].swap(first, last, before, after)
 
-    def every(self, block: Tensor) -> Tensor:
+    def gathered(self, block: Tensor) -> Tensor:
         """Stack the blocks of all ranks in a new first dim; valid until the next call with this shape."""
         key = (block.shape, block.dtype, block.device)
         if key not in self._gathers:
@@ -82,7 +82,6 @@ class Spread:
     tiled: bool = False
 
     def shard(self, count: int) -> Shard:
-        """Return the images of each rank of the axis."""
         return Shard(count, self.axis.size)
 
     @property
@@ -119,7 +118,6 @@ def spread_of(count: int, mode: str, world: Axis, groups: Axis, why_whole: Calla
     return Spread("pictures", world.size, world, reason)
 
 
-VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # video VAEs that are faster in channels-last memory
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -137,13 +135,13 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def wins(vae: nn.Module, device: torch.device) -> bool:
-    """Return whether channels-last memory is faster: on GPUs, for VAEs of images and the `VIDEOS`.
+    """Return whether channels-last memory is faster: on GPUs, for VAEs of images and the `CHANNELS_LAST_VIDEOS`.
 
     On an H200 HunyuanVideo's decoder took 967 ms for 81 frames of 256 x 448, and 666 ms contiguously; LTX-Video's 159
     ms for 81 frames of 480 x 704, and 102 ms.
     """
     video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
-    return device.type == "cuda" and (not video or type(vae).__name__ in VIDEOS)
+    return device.type == "cuda" and (not video or type(vae).__name__ in CHANNELS_LAST_VIDEOS)
 
 
 def channels_last(vae: nn.Module) -> bool:
@@ -198,17 +196,14 @@ class Cut:
 
     @property
     def local(self) -> int:
-        """Return the latent rows (or columns) of this rank."""
         return self.sizes[self.axis.rank]
 
     @property
     def first(self) -> bool:
-        """Return whether this rank's strip begins at the outer edge."""
         return self.axis.rank == 0
 
     @property
     def last(self) -> bool:
-        """Return whether this rank's strip ends at the outer edge."""
         return self.axis.rank == self.axis.size - 1
 
     def take(self, whole: Tensor, factor: int = 1) -> Tensor:
@@ -244,7 +239,6 @@ class Strip:
         self._halos[padded] = True
 
     def is_padded(self, tensor: Tensor) -> bool:
-        """Return whether a strip includes rows of its neighbours."""
         return tensor in self._halos
 
     def check(self, tensor: Tensor) -> None:

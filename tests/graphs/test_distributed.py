@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ TOLERANCE = 1e-10  # fp64, three layers, outputs of a few units
 
 
 def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    t = torch.tensor([960, 500, 3])[:batch].to(device)
-    return random((batch, 4, *size), 1, device), t, torch.tensor([2, 10, 7])[:batch].to(device)
+    t = torch.tensor([960, 500, 3, 960, 7])[:batch].to(device)
+    return random((batch, 4, *size), 1, device), t, torch.tensor([2, 10, 7, 3, 1])[:batch].to(device)
 
 
 def oracle(batch: int, size: tuple[int, int], device: str) -> Tensor:
@@ -39,13 +40,22 @@ def local(device: torch.device) -> str:
     return "auto" if device.type == "cpu" else "reference"
 
 
+def sharded(mesh: Mesh, strategy: str | None = "ulysses") -> DistributedDiT:
+    return DistributedDiT(diffusers_dit().to(mesh.device), mesh, strategy, local(mesh.device))
+
+
 def forward(
-    rank: int, world: int, device: torch.device, strategy: str, batch: int, size: tuple[int, int], cfg: int = 1
+    rank: int, world: int, device: torch.device, strategy: str | None, batch: int, size: tuple[int, int], **axes: int
 ) -> Tensor:
-    mesh = mesh_for(strategy, world, device, cfg)
-    dit = DistributedDiT(diffusers_dit().to(device), mesh, strategy, local(device))
+    """Return a call's result; buffers made in inference mode serve outside of it, too."""
+    dit = sharded(make_mesh(device, **axes) if axes else mesh_for(strategy or "", world, device), strategy)
     x, t, y = latents(batch, size, device)
-    return dit(x, timestep=t, class_labels=y).sample
+    with torch.inference_mode():
+        first = dit(x, timestep=t, class_labels=y).sample.clone()
+    assert batch > 1 or torch.equal(first, dit(x, timestep=960, class_labels=y).sample)  # one number for all rows
+    again = dit(x, timestep=t, class_labels=y).sample
+    assert torch.equal(first, again)
+    return again
 
 
 # batch rows and sizes of latents: 9, 15 or 16 tokens, which do not divide by the ranks, like the three heads
@@ -68,29 +78,18 @@ def test_sharded_dit_equals_diffusers(
         assert (got - truth).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
-    truth = oracle(3, (8, 8), ranks.device)
-    for got in ranks.run(world, forward, "ulysses", 3, (8, 8), 2):
-        assert (got - truth).abs().max() < TOLERANCE
-
-
-def small_batch(rank: int, world: int, device: torch.device, cfg: int, data: int, batch: int) -> Tensor:
-    """Also called with one number as the timestep of all rows."""
-    mesh = make_mesh(device, cfg=cfg, data=data)
-    dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", local(device))
-    x, t, y = latents(batch, (8, 8), device)
-    found = dit(x, timestep=t, class_labels=y).sample
-    assert batch > 1 or torch.equal(found, dit(x, timestep=960, class_labels=y).sample)
-    return found
-
-
 @pytest.mark.parametrize(
-    ("world", "cfg", "data", "batch"), [(2, 2, 1, 1), (3, 1, 3, 1), (3, 1, 3, 2), (4, 2, 2, 3)], ids=str
+    ("world", "axes", "batch"),
+    [
+        *((world, {"cfg": 2}, 3) for world in (2, 4)),
+        *((2, {"cfg": 2}, 1), (3, {"cfg": 1, "data": 3}, 1), (3, {"cfg": 1, "data": 3}, 2)),
+        *((4, {"cfg": 2, "data": 2}, 3), (4, {"cfg": 2, "data": 2}, 5)),
+    ],
+    ids=str,
 )
-def test_fewer_rows_than_ranks_that_share_the_batch(ranks: Pool, world: int, cfg: int, data: int, batch: int) -> None:
+def test_cfg_and_data_axes_split_the_batch(ranks: Pool, world: int, axes: dict[str, int], batch: int) -> None:
     truth = oracle(batch, (8, 8), ranks.device)
-    for got in ranks.run(world, small_batch, cfg, data, batch):
+    for got in ranks.run(world, partial(forward, **axes), "ulysses", batch, (8, 8)):
         assert got.shape == truth.shape
         assert (got - truth).abs().max() < TOLERANCE
 
@@ -109,7 +108,7 @@ def test_a_planned_mesh_takes_a_batch_of_one(ranks: Pool) -> None:
 
 def rows_of(rank: int, world: int, device: torch.device) -> list[str]:
     """What calls say whose inputs do not have a row an image; each rank would compute another part of the batch."""
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=2), "ulysses", local(device))
+    dit = sharded(make_mesh(device, cfg=2))
     x, t, y = latents(3, (8, 8), device)
     said = []
     for given in ((x, t, y[:1]), (x, t[:2], y), (x, t, y[:0]), (x[:0], t[:0], y[:0])):
@@ -142,7 +141,7 @@ def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
 
 
 def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    dit = sharded(make_mesh(device, cfg=1))
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.forward_tokens
 
@@ -155,7 +154,7 @@ def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
 
 
 def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    dit = sharded(make_mesh(device, cfg=1))
     x, t, y = latents(2, (8, 8), device)
     model: Any = dit.model
     inner = model.positions
@@ -182,9 +181,8 @@ def test_call_says_what_is_wrong() -> None:
         dit(x, timestep=t)
     with pytest.raises(ValueError, match="attention_mask"):
         dit(x, timestep=t, class_labels=y, attention_mask=y)
-
-
-def test_unknown_strategy_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="a sharded model supports inference only"):
+        dit(x.requires_grad_(), timestep=t, class_labels=y)
     with pytest.raises(ValueError, match=f"got strategy 'uliss', expected one of {', '.join(sorted(LAYOUTS))}"):
         DistributedDiT(diffusers_dit(), Mesh.single(), "uliss")
 
@@ -206,7 +204,7 @@ def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int
 
 def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> bool:
     """Return whether our loop and a call work in either order, although they share exchange buffers."""
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    dit = sharded(make_mesh(device, cfg=1))
     x, t, y = latents(2, (8, 8), device)
     scheduler = DDIMScheduler(clip_sample=False)
 
@@ -227,28 +225,9 @@ def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool, first: str) -> N
     assert all(ranks.run(2, loop_then_call, first))
 
 
-def in_inference_mode(rank: int, world: int, device: torch.device, strategy: str) -> bool:
-    dit = DistributedDiT(diffusers_dit().to(device), mesh_for(strategy, world, device), strategy, local(device))
-    x, t, y = latents(2, (8, 8), device)
-    with torch.inference_mode():
-        first = dit(x, timestep=t, class_labels=y).sample.clone()
-    return torch.equal(first, dit(x, timestep=t, class_labels=y).sample)
-
-
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_buffers_made_in_inference_mode_serve_outside(ranks: Pool, strategy: str) -> None:
-    assert all(ranks.run(2, in_inference_mode, strategy))
-
-
-def test_inputs_that_require_gradients_are_refused() -> None:
-    x, t, y = latents(1, (8, 8))
-    with pytest.raises(ValueError, match="a sharded model supports inference only"):
-        DistributedDiT(diffusers_dit(), Mesh.single())(x.requires_grad_(), timestep=t, class_labels=y)
-
-
 def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Step a run by hand and return its tokens, a prediction for them, and the latents."""
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    dit = sharded(make_mesh(device, cfg=1))
     x, _, y = latents(2, (8, 8), device)
     request = Request(DDIMScheduler(clip_sample=False), x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))
     run = begin(dit, request)
@@ -269,16 +248,3 @@ def test_a_run_predicts_from_its_first_moment(ranks: Pool) -> None:
     for state, prediction in ranks.run(2, by_hand):
         assert torch.equal(state, x)
         assert (prediction - truth.cpu()).abs().max() < TOLERANCE
-
-
-def on_data_axis(rank: int, world: int, device: torch.device) -> Tensor:
-    mesh = make_mesh(device, data=2, cfg=2)
-    dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
-    x, t, y = (torch.cat((z, z))[:5] for z in latents(3, (8, 8), device))
-    return dit(x, timestep=t, class_labels=y).sample
-
-
-def test_data_and_cfg_axes_split_the_batch_of_a_call(ranks: Pool) -> None:
-    truth = oracle(3, (8, 8), ranks.device)
-    for got in ranks.run(4, on_data_axis):
-        assert (got - torch.cat((truth, truth))[:5]).abs().max() < TOLERANCE

@@ -151,15 +151,15 @@ def failing(rank: int, world: int, device: torch.device, which: int) -> list[int
     return [len(captures.made), sum(each.released for each in captures.made), len(graphs)]
 
 
-def test_where_one_rank_cannot_capture_all_run_eagerly(ranks: Pool) -> None:
+def test_where_one_rank_cannot_capture_all_run_eagerly_and_one_says_why(
+    ranks: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert ranks.run(3, failing, 1) == [[1, 1, 0], [0, 0, 0], [1, 1, 0]]
-
-
-def test_a_failed_capture_prints_why_once(capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
     assert failing(0, 1, torch.device("cpu"), 0) == [0, 0, 0]
-    told = capfd.readouterr().out
-    assert told.count("\n") == 1
-    assert "capture failed, running eagerly: operation not permitted when stream is capturing" in told
+    printed = capfd.readouterr().out
+    assert printed.count("\n") == 1
+    assert "capture failed, running eagerly: operation not permitted when stream is capturing" in printed
 
 
 def one_changes(rank: int, world: int, device: torch.device) -> list[int]:
@@ -180,28 +180,19 @@ def test_all_ranks_capture_again_where_one_must(ranks: Pool) -> None:
 def guided(rank: int, world: int, device: torch.device) -> int:
     """Return the number of captures of conditional and unconditional calls of one shape."""
     module, captures = Toy(), Captures()
-    call, _ = recorded_call(make_mesh(device, cfg=2), captures)
+    call, _ = recorded_call(make_mesh(device, cfg=2) if world > 1 else Mesh.single(device), captures)
     for step in range(5):
         given = moved(arguments(step), device)
-        results = [call(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0] for i in (0, 1)]
-        for i, got in enumerate(results):
-            truth = module(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0]
-            assert torch.equal(got + 0, truth)
+        branches = [{**given, "timestep": given["timestep"] + i} for i in (0, 1)]
+        results = [call(**branch, return_dict=False)[0] for branch in branches]
+        for got, branch in zip(results, branches, strict=True):
+            assert torch.equal(got + 0, module(**branch, return_dict=False)[0])
     return len(captures.made)
 
 
-def test_both_branches_share_a_graph(ranks: Pool) -> None:
-    assert ranks.run(1, guided_alone) == [1]
-    assert ranks.run(2, guided) == [1, 1]
-
-
-def guided_alone(rank: int, world: int, device: torch.device) -> int:
-    captures = Captures()
-    call, _ = recorded_call(Mesh.single(device), captures)
-    for step in range(4):
-        call(**arguments(step))
-        call(**arguments(step + 10))
-    return len(captures.made)
+@pytest.mark.parametrize("world", [1, 2])
+def test_both_branches_share_a_graph(ranks: Pool, world: int) -> None:
+    assert ranks.run(world, guided) == [1] * world
 
 
 def captured_pipeline(rank: int, world: int, device: torch.device, name: str, cfg: int) -> tuple[Tensor, int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels import activations, adaln, channel_norm, group_norm, post_norm, residual, upsample
+from seqpar.kernels import activations, adaln, group_norm, images, post_norm
 from seqpar.kernels.adaln import BranchNorm, Gated, Norm, Summed
 from tests.conftest import DEVICE
 from tests.kernels.shared import DTYPES, gpu, rms, turned
@@ -45,7 +45,7 @@ class Kernel:
     formula: Callable[..., Any]
     wrong: Mapping[str, Callable[..., Args]]
     bound: float = 2e-5
-    images: bool = False  # images (N, C, ...) in any memory format, not rows (B, l, E)
+    of_images: bool = False  # images (N, C, ...) in any memory format, not rows (B, l, E)
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -308,21 +308,21 @@ GROUPS = [
 ]
 for name, (bias, activated) in {", SiLU": (False, True), ", bias": (True, False), "": (True, True)}.items():
     KERNELS[f"channel_norm{name}"] = Kernel(
-        *(channel_norm, of_channels(bias, activated), layouts(channel_norm.CASES)),
-        *(channel_norm.launch, channel_norm.reference, channel_norm.channel_norm, over_channels),
+        *(images, of_channels(bias, activated), layouts(images.CASES)),
+        *(images.launch_norm, images.reference_norm, images.channel_norm, over_channels),
         wrong={
             "SiLU or not": lambda x, weight, bias, activated: (x, weight, bias, not activated),
             "other weights": lambda x, weight, bias, activated: (x, weight.flip(0), bias, activated),
         },
-        images=True,
+        of_images=True,
     )
 for name, biases in {"": "xy", ", one bias": "y", ", one image": "x"}.items():
     KERNELS[f"residual{name}"] = Kernel(
-        *(residual, shifted(biases), [{"shape": shape} for shape in residual.CASES]),
-        *(residual.launch, residual.reference, residual.add, total),
+        *(images, shifted(biases), [{"shape": shape} for shape in images.CASES]),
+        *(images.launch_sum, images.reference_sum, images.add, total),
         wrong={"other biases": lambda first, second: ((first[0], first[0][0, :, 0, 0].contiguous()), second)},
         bound=2e-6,
-        images=True,
+        of_images=True,
     )
 KERNELS["group_norm"] = Kernel(
     *(group_norm, grouped, GROUPS, in_halves("launch"), in_halves("reference")),
@@ -336,7 +336,7 @@ KERNELS["group_norm"] = Kernel(
             activated,
         ),
     },
-    images=True,
+    of_images=True,
 )
 
 
@@ -357,7 +357,7 @@ def cases() -> list[Any]:
 
 
 def of_rows() -> list[str]:
-    return [name for name, kernel in KERNELS.items() if not kernel.images]
+    return [name for name, kernel in KERNELS.items() if not kernel.of_images]
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), cases())
@@ -368,7 +368,7 @@ def test_kernel_and_reference_round_the_truth_once(name: str, case: Case, dtype:
     for call in (kernel.launch, kernel.reference):
         for got, truth in zip(results(call(*args)), want, strict=True):
             assert (got.dtype, got.shape) == (dtype, truth.shape)
-            assert got is x or (got.stride() == x.stride() if kernel.images else got.is_contiguous())
+            assert got is x or (got.stride() == x.stride() if kernel.of_images else got.is_contiguous())
             bound = torch.finfo(dtype).eps / 2 * truth.abs() + kernel.bound * truth.abs().clamp(min=1)
             assert bool(((got - truth).abs() <= bound).all())
 
@@ -462,8 +462,8 @@ def test_results_may_take_the_place_of_inputs_or_lie_beside_others() -> None:
         assert call(x, y, norm, left) is left
         assert torch.equal(left, call(x, y, norm))
         assert bool((right == 7.0).all())
-    first, second = shifted("xy")({"shape": residual.CASES[1]}, torch.float16)
-    for call in (residual.launch, residual.reference):
+    first, second = shifted("xy")({"shape": images.CASES[1]}, torch.float16)
+    for call in (images.launch_sum, images.reference_sum):
         inside = first[0].clone()
         assert call((inside, first[1]), second, inside) is inside
         assert torch.equal(inside, call(first, second))
@@ -484,11 +484,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "with reuse, expected a contiguous tensor",
     ),
     "gate": (lambda: activations.launch_gate(X, X.transpose(0, 1)), "expected a contiguous one"),
-    "channel_norm": (
-        lambda: channel_norm.launch(IMAGE, E[:12]),
-        r"got weights of shapes \[\(12,\)\], expected \(24,\)",
-    ),
-    "residual": (lambda: residual.launch((turned(IMAGE), None), (IMAGE, None)), "in channels-last memory"),
+    "channel_norm": (lambda: images.launch_norm(IMAGE, E[:12]), r"got weights of shapes \[\(12,\)\], expected \(24,\)"),
+    "residual": (lambda: images.launch_sum((turned(IMAGE), None), (IMAGE, None)), "in channels-last memory"),
     "groups": (lambda: group_norm.launch_moments(IMAGE, 5), "got 24 channels and 5 groups"),
     "group_norm, shift": (lambda: group_norm.launch_moments(IMAGE, 4, E), "expected channels-last memory"),
     "group_norm, format": (
@@ -652,7 +649,7 @@ def test_moments_and_norms_of_a_shifted_input(monkeypatch: pytest.MonkeyPatch) -
         assert error(group_norm.normalise(x, group_norm.moments(x, 4), affine), want) > VISIBLE
 
 
-PICTURES = [pytest.param(case, marks=gpu if case[-1] > 16 else ()) for case in upsample.CASES]
+PICTURES = [pytest.param(case, marks=gpu if case[-1] > 16 else ()) for case in images.UPSAMPLED]
 
 
 @pytest.mark.parametrize("shape", PICTURES, ids=lambda shape: "-".join(map(str, shape)))
@@ -660,15 +657,15 @@ PICTURES = [pytest.param(case, marks=gpu if case[-1] > 16 else ()) for case in u
 def test_upsampling_copies_bits(shape: tuple[int, ...], last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x = turned(random(shape, 0, DEVICE, torch.float16), last)
     for uses in (True, False):
-        monkeypatch.setattr(upsample, "fused", lambda *tensors, uses=uses: uses)
-        got = upsample.double(x)
+        monkeypatch.setattr(images, "fused", lambda *tensors, uses=uses: uses)
+        got = images.double(x)
         assert torch.equal(got, x.repeat_interleave(2, -1).repeat_interleave(2, -2))
         assert last or got.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_channels_beyond_a_programs_registers_and_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_norm, "fused", lambda *tensors: True)
+    monkeypatch.setattr(images, "fused", lambda *tensors: True)
     wide = random((1, 4096, 2), 0, DEVICE, FP32)
-    assert torch.equal(channel_norm.channel_norm(wide, wide[0, :, 0]), channel_norm.reference(wide, wide[0, :, 0]))
-    assert channel_norm.launch(IMAGE[:, :, :0], E).shape == (2, 24, 0, 5)
-    assert upsample.launch(IMAGE[:, :, :0]).shape == (2, 24, 0, 10)
+    assert torch.equal(images.channel_norm(wide, wide[0, :, 0]), images.reference_norm(wide, wide[0, :, 0]))
+    assert images.launch_norm(IMAGE[:, :, :0], E).shape == (2, 24, 0, 5)
+    assert images.launch_double(IMAGE[:, :, :0]).shape == (2, 24, 0, 10)

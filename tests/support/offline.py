@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 from seqpar.kernels import (
     activations,
     adaln,
-    channel_norm,
     ddim,
     flags,
     group_norm,
@@ -38,10 +37,9 @@ from seqpar.kernels import (
     post_norm,
     prepare,
     push,
-    residual,
     softmax_weights,
-    upsample,
 )
+from seqpar.kernels import images as image_kernels
 from seqpar.kernels.adaln import BranchNorm, Gated, Norm, Summed
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
@@ -149,7 +147,10 @@ def launches() -> dict[str, Launch]:
         for name, (launch, sizes) in {
             "group_norm": (group_normed, (128, 512)),
             "channel_norm": (channel_normed, (96, 384)),
-            "upsample": (lambda channels, last: upsample.launch(images(last, channels, 64, 64)), (128, 384)),
+            "upsample": (
+                lambda channels, last: image_kernels.launch_double(images(last, channels, 64, 64)),
+                (128, 384),
+            ),
         }.items()
         for width in sizes
         for last in (True, False)
@@ -285,11 +286,11 @@ def group_normed(channels: int, last: bool) -> None:
 
 
 def channel_normed(channels: int, last: bool) -> None:
-    channel_norm.launch(images(last, channels, 2, 64, 64), rows(channels), None, True)
+    image_kernels.launch_norm(images(last, channels, 2, 64, 64), rows(channels), None, True)
 
 
 def summed(channels: int) -> None:
-    residual.launch(*((images(False, channels, 64, 64), rows(channels)) for _ in range(2)))
+    image_kernels.launch_sum(*((images(False, channels, 64, 64), rows(channels)) for _ in range(2)))
 
 
 def stepped(update: ddim.Update) -> Launch:

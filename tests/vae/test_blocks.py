@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.vae import norms
-from seqpar.vae import norms as blocks
-from seqpar.vae.norms import apply_normed as apply
-from seqpar.vae.norms import fewer_passes
+from seqpar.vae.norms import apply_normed
+from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.rules import RULES, StripMode
 from seqpar.vae.strips import Cut, Exchanges, Strip
@@ -74,8 +75,14 @@ def test_passes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
-    "no SiLU": (norms.normed, lambda strip, f, x, norm, silu=True, shift=None: apply(strip, f, x, norm, False, shift)),
-    "no bias in norms": (norms.normed, lambda strip, f, x, norm, silu=True, shift=None: apply(strip, f, x, norm, silu)),
+    "no SiLU": (
+        norms.normed,
+        lambda strip, f, x, norm, silu=True, shift=None: apply_normed(strip, f, x, norm, False, shift),
+    ),
+    "no bias in norms": (
+        norms.normed,
+        lambda strip, f, x, norm, silu=True, shift=None: apply_normed(strip, f, x, norm, silu),
+    ),
     "no bias in sums": (norms.sum_of, lambda strip, f, first, second: first[0] + second[0]),
 }
 
@@ -92,14 +99,14 @@ def test_modules_are_put_back_after_an_error_and_replaced_forwards_are_left_alon
     """A norm without the SiLU that it expects to follow, or a SiLU after a norm that has it, would be wrong."""
     vae, z = vaes.tiny("kl"), vaes.latents("kl", *SIZE)
     want, parallel = vaes.decoded(vae, z), single(vae)
-    with pytest.raises(AttributeError), fewer_passes(vae):
+    with pytest.raises(AttributeError), norms.fewer_passes(vae):
         vae.decoder.missing()
     assert not any("forward" in vars(each) for each in vae.modules())
     block = vae.decoder.mid_block.resnets[0]
     for module in (vae.decoder.conv_act, block.nonlinearity, block.conv1):
         module.forward = module.forward  # as diffusers' hooks leave it
     assert float((vaes.decoded(parallel, z) - want).abs().max()) < FP64
-    with fewer_passes(vae):
+    with norms.fewer_passes(vae):
         changed = {name for name, each in vae.decoder.named_modules() if "forward" in vars(each)}
     assert "mid_block.resnets.1" in changed
     assert not {"mid_block.resnets.0", "mid_block.resnets.0.norm1", "conv_norm_out"} & changed
@@ -117,7 +124,34 @@ def test_a_video_keeps_the_frames_that_diffusers_keeps() -> None:
         with torch.no_grad():
             outputs[0].append(block(x, caches[0], [0]))
             with StripMode(Strip(cut, Exchanges(Axis("world"), load_transport("collective")))):
-                outputs[1].append(blocks.video_block(block, x, caches[1], [0]))
+                outputs[1].append(norms.video_block(block, x, caches[1], [0]))
     for theirs, ours in ((outputs[0], outputs[1]), (caches[0], caches[1])):
         for want, got in zip(theirs, ours, strict=True):
             assert float((got - want).abs().max()) < FP64
+
+
+def channels_last(vae: nn.Module) -> bool:
+    """Return whether all weights of convolutions are channels-last; they must be all, or all contiguous."""
+    weights = [module.weight for module in vae.modules() if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1]
+    last = {weight.is_contiguous(memory_format=torch.channels_last) for weight in weights}
+    assert last == {not weight.is_contiguous() for weight in weights}
+    return last.pop() and not last
+
+
+def test_a_vae_gets_its_weights_back_and_is_saved_meanwhile_and_two_may_share_it(tmp_path: Path) -> None:
+    vae, z = vaes.tiny("kl"), vaes.latents("kl", 1, 5, 3)
+    parameters, truth = dict(vae.named_parameters()), vaes.decoded(vae, z)
+    with torch.inference_mode():
+        first, second = (MeshVAE(vae, Mesh.single(), "collective", None, True, True) for _ in range(2))
+    assert channels_last(vae)
+    vae.save_pretrained(tmp_path)
+    for end in (second.release, first.release):
+        assert (first.decode(z).sample - truth).abs().max() < 1e-12
+        assert channels_last(vae)
+        end()
+    assert not channels_last(vae)
+    assert (second.decode(z).sample - truth).abs().max() < 1e-12  # as a release by the other may leave it
+    assert all(parameter is parameters[name] for name, parameter in vae.named_parameters())
+    assert torch.equal(vaes.decoded(vae, z), truth)
+    saved = AutoencoderKL.from_pretrained(tmp_path, torch_dtype=torch.float64)
+    assert all(torch.equal(parameter, parameters[name]) for name, parameter in saved.named_parameters())

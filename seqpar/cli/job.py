@@ -18,11 +18,8 @@ from seqpar.loading.names import resolve
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture, read
-from seqpar.pipelines.images import pictures_of_rank_0
-from seqpar.pipelines.pictures import check_writable, numbered
-from seqpar.pipelines.protocol import Job, scales
-from seqpar.pipelines.request import GenerationRequest
-from seqpar.pipelines.videos import check_encoder
+from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, pictures_of_rank_0
+from seqpar.pipelines.protocol import GenerationRequest, Job, scales
 from seqpar.planner.explain import explain
 from seqpar.planner.plan import check_names, parse_mesh, rank, transport_between
 from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host

@@ -17,9 +17,8 @@ from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summ
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.pictures import check_writable, grid, save
+from seqpar.pipelines.pictures import check_writable, grid, save, save_video
 from seqpar.pipelines.protocol import Events, Job, Model, Result
-from seqpar.pipelines.videos import save_video
 from seqpar.planner.plan import Plan, make
 from seqpar.types.arguments import check_whole
 

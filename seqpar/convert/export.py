@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.blueprint import Blueprint
 from seqpar.loop.models.dit import LEARNED
+from seqpar.types.keys import KeyMap, TensorSource
 
 STEM = "diffusion_pytorch_model"
 OURS = ("freq_shift", "pos_scaling", "pos_stored")  # fields of config.json that seqpar alone reads

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from seqpar.loading.checkpoint import Checkpoint
-from seqpar.loading.keys import KeyMap, count_layers, shape_of
 from seqpar.loop.models import _layers, dit, large_dit, uvit
 from seqpar.loop.models._label_dit import check_outputs, confirm, count_classes
+from seqpar.types.keys import KeyMap, count_layers, shape_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from seqpar.convert import consolidated
 from seqpar.convert.formats import FORMATS, Original, Shapes
 from seqpar.loading.checkpoint import Checkpoint, check, checkpoint_context, from_state_dict, open_checkpoint, stamp
-from seqpar.loading.keys import KeyMap, TensorSource, count_layers, shape_of
 from seqpar.loading.pickles import load_pickle, tensors_in
 from seqpar.loop.blueprint import Blueprint
+from seqpar.types.keys import KeyMap, TensorSource, count_layers, shape_of
 
 T = TypeVar("T")
 NESTED = ("ema", "model", "state_dict")  # where training checkpoints keep their weights; the first one is taken

@@ -8,6 +8,9 @@ A file may export these tables, each by the name of diffusers' class; files whos
 - `WORK`: transformer -> a function (config, text=...) that returns the planner's `Work`. text: number of text tokens.
 - `TINY`: transformer -> `seqpar.families._tiny.Tiny`: its tiny model, where scaled defaults do not do.
 - `PIPELINES`: a `Pipelines`: what its pipelines take.
+- `config_of_file`: a function of the shapes in a transformer's file that returns its config.json, or None.
+- `PRESETS`: name -> a pipeline's class, its parts (name -> class, config) and texts (argument of its call -> shape of
+  an encoded prompt), for random weights.
 - `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors that have
   no batch rows even if their first dim is as long.
 - `UNSPLIT`: class of an attention processor that reads keys by their place in the whole image -> (name, reason).
@@ -18,6 +21,7 @@ A file may export these tables, each by the name of diffusers' class; files whos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,9 +40,18 @@ class Pipelines:
     distilled: ignore a guidance scale if this key of model_index.json is true.
     image_class: a class for prompts -> a key of model_index.json and, where it is true, the key of the class for images
     in diffusers' table of image-to-video pipelines. Where it is false, no class takes an image.
+    reads_layers: whole names of pipelines that read layers of their encoders, for which a stub cannot stand.
+    sigmas: a pattern for the beginning of names of pipelines that pass their scheduler sigmas in equal steps from 1 to
+    1 / steps.
+    experts: each of several transformers -> what it is for, and what is found in the names of its LoRA files (in small
+    letters). left_out: keys of LoRA files that diffusers' conversion drops with no warning.
     """
 
     several_images: tuple[str, ...] = ()
     one_result: tuple[str, ...] = ()
     distilled: Mapping[str, str] = field(default_factory=dict)
     image_class: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    reads_layers: tuple[str, ...] = ()
+    sigmas: str | None = None
+    experts: Mapping[str, tuple[str, re.Pattern[str]]] = field(default_factory=dict)
+    left_out: re.Pattern[str] | None = None

@@ -5,6 +5,7 @@ A new file needs no registration; what it may export is said in the package's do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,9 +41,15 @@ CUTS: dict[str, Cuts] = _merged("CUTS")
 BLOCKS: dict[str, Block] = _merged("BLOCKS")
 WORK: dict[str, Callable[..., Work]] = _merged("WORK")
 UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
+PRESETS: dict[str, tuple[str, Any, Any]] = _merged("PRESETS")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
-PIPELINES: tuple[Pipelines, ...] = tuple(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES"))
+# of models without a file here
+OTHERS = Pipelines(
+    reads_layers=("Ideogram4Pipeline", "JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
+    sigmas="AuraFlow|Bria|DreamLite|MotifVideo|NucleusMoE|Ovis",
+)
+PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
 
 
 def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:
@@ -105,3 +112,32 @@ def is_distilled(pipeline: str, index: Mapping[str, Any]) -> bool:
 def image_class(pipeline: str) -> tuple[str, str] | None:
     """Return `Pipelines.image_class` of a pipeline class, or None."""
     return next((facts.image_class[pipeline] for facts in PIPELINES if pipeline in facts.image_class), None)
+
+
+def gives_sigmas(pipeline: str) -> bool:
+    """Return whether a pipeline class passes sigmas to its scheduler."""
+    return any(re.match(facts.sigmas, pipeline) for facts in PIPELINES if facts.sigmas is not None)
+
+
+def reads_layers(pipeline: str) -> bool:
+    """Return whether a pipeline class reads layers of its encoders."""
+    return any(pipeline in facts.reads_layers for facts in PIPELINES)
+
+
+def experts() -> dict[str, tuple[str, re.Pattern[str]]]:
+    """Return `Pipelines.experts` of all families."""
+    return {name: expert for facts in PIPELINES for name, expert in facts.experts.items()}
+
+
+def leaves_out(key: str) -> bool:
+    """Return whether diffusers' conversion of a LoRA file drops this key with no warning."""
+    return any(facts.left_out.fullmatch(key) for facts in PIPELINES if facts.left_out is not None)
+
+
+def config_of_file(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
+    """Return the config.json of a transformer's file in its authors' keys; None if no family knows it by its shapes.
+
+    Raises ValueError if the shapes do not determine it.
+    """
+    configs = (file.config_of_file(shapes) for file in FILES.values() if hasattr(file, "config_of_file"))
+    return next((config for config in configs if config is not None), None)

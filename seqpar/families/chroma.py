@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families import flux
+from seqpar.families import Pipelines, flux
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import Boundary, Cuts
 from seqpar.families._double import NAMES, branch, by_head, checked, following, of_both, pairs, two_streams
@@ -71,6 +71,7 @@ def _keys(arguments: dict[str, Any], padding: Any) -> Keys:
 
 
 CUTS = {"ChromaTransformer2DModel": _chroma()}
+PIPELINES = Pipelines(sigmas="Chroma")
 
 
 def double(

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
@@ -32,6 +32,7 @@ from seqpar.families._double import (
 )
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
+from seqpar.types.keys import count_layers, shape_of
 
 CUTS = {
     "FluxTransformer2DModel": Cuts(
@@ -51,6 +52,7 @@ CUTS = {
         {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE},
     )
 }
+PIPELINES = Pipelines(sigmas="Flux(?!Prior)|VisualClozeGeneration")
 UNGUIDED = ("FluxTransformer2DModel",)  # guidance is distilled, also where it is no input (schnell)
 WITHOUT_ROWS = ("img_ids", "txt_ids")
 LAYERS = {
@@ -147,3 +149,62 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"FluxTransformer2DModel": work}
+
+
+# keys of the authors' file by which it is known, and from which sizes are read
+SCALE, VECTOR = "double_blocks.0.img_attn.norm.query_norm.scale", "vector_in.in_layer.weight"
+
+
+def config_of_file(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
+    """Return the config.json of a FLUX.1 in its authors' keys, without which Black Forest Labs publish it."""
+    if not all(key in shapes for key in (SCALE, VECTOR, "single_blocks.0.linear1.weight")):
+        return None
+    width, inputs = shape_of(shapes, "img_in.weight", 2)
+    (head_dim,) = shape_of(shapes, SCALE, 1)
+    if head_dim != 128 or width % head_dim:
+        raise ValueError(
+            f"a FLUX.1 of width {width} with heads {head_dim} wide; released ones have 128. Put the config.json of "
+            f"diffusers' transformer next to the file"
+        )
+    return {
+        "_class_name": "FluxTransformer2DModel",
+        "num_layers": count_layers(shapes, "double_blocks"),
+        "num_single_layers": count_layers(shapes, "single_blocks"),
+        "num_attention_heads": width // head_dim,
+        "attention_head_dim": head_dim,
+        "joint_attention_dim": shape_of(shapes, "txt_in.weight", 2)[1],
+        "pooled_projection_dim": shape_of(shapes, VECTOR, 2)[1],
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+        "axes_dims_rope": [16, 56, 56],
+        "in_channels": inputs,
+        "out_channels": shape_of(shapes, "final_layer.linear.weight", 2)[0],
+        "patch_size": 1,
+    }
+
+
+# Random weights -----------------------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    **{"patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "axes_dims_rope": (16, 56, 56)},
+    **{"attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768},
+}
+VAE: dict[str, Any] = {
+    **{"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4},
+    **{"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "sample_size": 1024},
+    **{"scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False, "use_post_quant_conv": False},
+}
+
+
+def _preset(embeds: bool) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, tuple[int, ...]]]:
+    """Describe FLUX.1-dev, which takes the guidance scale as an input and shifts its sigmas by size, or schnell."""
+    scheduler = {"shift": 3.0 if embeds else 1.0, "use_dynamic_shifting": embeds}
+    parts = {
+        "transformer": ("FluxTransformer2DModel", {**CONFIG, "guidance_embeds": embeds}),
+        "vae": ("AutoencoderKL", VAE),
+        "scheduler": ("FlowMatchEulerDiscreteScheduler", scheduler),
+    }
+    width, pooled = CONFIG["joint_attention_dim"], CONFIG["pooled_projection_dim"]
+    return "FluxPipeline", parts, {"prompt_embeds": (TEXT_TOKENS, width), "pooled_prompt_embeds": (pooled,)}
+
+
+PRESETS = {"FLUX.1-dev": _preset(True), "FLUX.1-schnell": _preset(False)}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, pairs
@@ -71,6 +72,7 @@ def _are_equal(rows: Tensor) -> int:
 
 
 CUTS = {"Krea2Transformer2DModel": _krea2()}
+PIPELINES = Pipelines(sigmas="Krea2")
 LAYERS = {
     "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "gate": ("attn.to_gate",),

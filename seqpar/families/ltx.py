@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import _work
+from seqpar.families import Pipelines, _work
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
@@ -55,6 +55,7 @@ def no_keys(arguments: dict[str, Any], note: Hashable) -> Keys:
 
 
 CUTS = {"LTXVideoTransformer3DModel": _ltx()}
+PIPELINES = Pipelines(sigmas="LTX(ImageToVideo)?Pipeline")
 TEXT = 128  # tokens to which the pipeline pads a text
 LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),

@@ -20,7 +20,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import Tensor
 
-from seqpar.families import ltx
+from seqpar.families import Pipelines, ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
@@ -60,6 +60,7 @@ def _attention(name: str, path: str, *, of_itself: bool = False) -> dict[str, tu
 
 
 CUTS = {"LTX2VideoTransformer3DModel": _ltx2()}
+PIPELINES = Pipelines(sigmas="LTX2(Condition|HDR|ImageToVideo|InContext)?Pipeline")
 TEXT = 1024  # tokens to which the pipeline pads a text
 LAYERS = {
     **_attention("video", "attn1", of_itself=True),

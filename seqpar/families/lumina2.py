@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqpar.families import Pipelines
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
 from seqpar.families._tiny import Tiny
 
@@ -20,6 +21,7 @@ def _lumina2() -> Cuts:
 
 
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}
+PIPELINES = Pipelines(sigmas="Lumina2Pipeline")
 TINY = {
     "Lumina2Transformer2DModel": Tiny(
         inputs=lambda config, random: {"hidden_states": random(2, config["in_channels"], 6, 10)}

@@ -94,7 +94,12 @@ CUTS = {
     "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=reads_lengths),
 }
 ROW_LISTS = ("img_shapes", "txt_seq_lens")
-PIPELINES = Pipelines(several_images=("QwenImageEditPlus", "QwenImage21"), one_result=("QwenImageEdit",))
+PIPELINES = Pipelines(
+    several_images=("QwenImageEditPlus", "QwenImage21"),
+    one_result=("QwenImageEdit",),
+    reads_layers=("QwenImage21Pipeline",),
+    sigmas="QwenImage(?!Layered)",
+)
 TEXT_TOKENS = 128  # tokens of a text: a usual prompt's
 LAYERS = {
     "text modulation": ("txt_mod.1",),

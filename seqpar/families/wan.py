@@ -10,6 +10,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -54,8 +55,23 @@ CUTS = {
     "WanVACETransformer3DModel": _wan_vace(),
     "ChronoEditTransformer3DModel": replace(_wan(), calls_twice=True),
 }
-# only the model with a timestep per token (TI2V) takes an image
-PIPELINES = Pipelines(image_class={"WanPipeline": ("expand_timesteps", "wan-i2v")})
+
+
+def _noise(word: str) -> tuple[str, re.Pattern[str]]:
+    """Name the files of one of Wan 2.2's transformers, of which the first computes the early steps.
+
+    The word alone counts only where nothing but versions, ranks and dtypes follows: low_poly names a style.
+    """
+    rest = r"lora|lightning|lightx2v|model|final|v?\d+[a-z]*|(?:v|r|rank|fp|bf|e|epoch|steps?|[at])\d+[a-z]*"
+    return f"{word} noise", re.compile(rf"{word}[^a-z0-9]*noise(?![a-z])|(?<![a-z]){word}(?:[^a-z0-9]+(?:{rest}))*$")
+
+
+PIPELINES = Pipelines(
+    # only the model with a timestep per token (TI2V) takes an image
+    image_class={"WanPipeline": ("expand_timesteps", "wan-i2v")},
+    experts={"transformer": _noise("high"), "transformer_2": _noise("low")},
+    left_out=re.compile(r"diffusion_model\..*norm.*\.diff(_b)?"),
+)
 WITHOUT_ROWS = ("control_hidden_states_scale",)  # a number per block of VACE
 LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from seqpar.loading.keys import KeyMap
 from seqpar.loading.parts import read_index
 from seqpar.loading.pickles import load_pickle, tensors_in
+from seqpar.types.keys import KeyMap
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 STEM = "diffusion_pytorch_model"  # of diffusers' weight files
@@ -80,8 +80,7 @@ class Checkpoint:
     positions: Mapping[str, Position] = field(default_factory=dict)
     files: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
-    def check_unchanged(self) -> None:
-        """Raise ValueError if a file has changed since its header was read; call it after the last read."""
+    def check_unchanged(self) -> None:  # call it after the last read
         for path, before in self.files.items():
             check_stamp(path, before, path)
 
@@ -112,12 +111,10 @@ class Fitted:
 
     @cached_property
     def state(self) -> Mapping[str, tuple[int, ...]]:
-        """Return name -> shape of each tensor in the model's state."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Return the names of parameters, without buffers."""
         return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
 
@@ -147,7 +144,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def find_checkpoint(folder: Path, stem: str = STEM) -> Path:
     """Return the checkpoint file of a model folder of diffusers, or the one with another stem.
 
-    Raises ValueError if there is none, and for a file next to an index of its kind: loaders differ in which they read.
+    ValueError if there is none, or a file next to an index of its kind: loaders differ in which they read.
     """
     names = [stem + suffix for suffix in SUFFIXES]
     files = [folder / name for name in names if (folder / name).is_file()]
@@ -180,7 +177,6 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
 
 
 def check_keys(name: str, missing: Collection[str], unknown: Collection[str]) -> None:
-    """Raise ValueError if a checkpoint lacks keys, or has keys that its model does not know."""
     if missing or unknown:
         raise ValueError(
             f"{name}: wrong keys. Missing {len(missing)}: {_some(missing)}. Unknown {len(unknown)}: {_some(unknown)}"
@@ -190,7 +186,6 @@ def check_keys(name: str, missing: Collection[str], unknown: Collection[str]) ->
 def check_types(
     checkpoint: Checkpoint, keys: Iterable[str], fits: Callable[[torch.dtype], bool] = WEIGHTS.__contains__
 ) -> None:
-    """Raise ValueError for the first key whose dtype does not fit."""
     for key in keys:
         if not fits(dtype := checkpoint.dtypes.get(key, torch.float32)):
             kind = str(dtype).removeprefix("torch.")

@@ -7,9 +7,8 @@ A stub is of the encoder's class and has its config, dtype and device, so the pi
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,25 @@ from torch import nn
 
 from seqpar.loading.checkpoint import SUFFIXES, Checkpoint, Fitted, check_keys, find_checkpoint, open_checkpoint
 from seqpar.loading.errors import context
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.names import errors_only
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.reading import Reader, check_finite
 from seqpar.loading.shared_encoder import SharedEncoder, failing
 from seqpar.mesh.inputs import agree
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.keys import KeyMap, TensorSource
 
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 NAMES = ("text_encoder", "image_encoder")  # how the names of encoders begin
-# pipelines of diffusers that read layers of their encoders, for which a stub cannot stand
-LAYER_READERS = ("Ideogram4Pipeline", "JoyImageEditPipeline", "JoyImageEditPlusPipeline", "QwenImage21Pipeline")
 
 
 def begin_encoder(
     kind: Any, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, reader: Reader
 ) -> tuple[Callable[[], Any], int]:
-    """Begin to read an encoder; return a function that finishes loading, and the bytes asked of the reader.
+    """Begin to read an encoder of transformers; return a function that finishes it, and the bytes asked of the reader.
 
-    That function returns what `kind.from_pretrained(folder, dtype=dtype, device_map=device)` does, with the same
-    values. It raises ValueError if weights are not finite. kind: a class of transformers.
+    It is what `kind.from_pretrained(folder, dtype=dtype, device_map=device)` returns, bit for bit; ValueError for
+    weights that are not finite.
     """
     device = {"": reader.device}
     floating = {stored for stored in checkpoint.dtypes.values() if stored.is_floating_point}
@@ -113,10 +110,8 @@ def collect() -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable automatic garbage collection.
-
-    Loading makes so many objects that it would run several times over those of torch, diffusers and transformers, which
-    takes a fifth of a second each.
+    """Disable automatic garbage collection: loading makes so many objects that it would run several times, for 0.2 s
+    each.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -127,21 +122,14 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class Begun:
-    """Encoders that rank 0 reads. kinds: their classes by name. size: bytes that are read.
+def begin_encoders(
+    fitted: Mapping[str, Fitted], dtype: torch.dtype, mesh: Mesh, reader: Reader, fails: str
+) -> tuple[Callable[[], dict[str, SharedEncoder]] | None, int]:
+    """Begin to read the encoders among a pipeline's parts, on rank 0 alone. Collective: call on all ranks.
 
-    pending: on rank 0 alone, functions that finish loading. fails: how an error's message begins.
+    Returns a collective function that finishes loading and returns them by the names of their parts (None where there
+    are none), and the bytes that rank 0 reads. fails: how an error's message begins.
     """
-
-    kinds: Mapping[str, Any]
-    size: int
-    pending: dict[str, Callable[[], Any]]
-    fails: str
-
-
-def begin_encoders(fitted: Mapping[str, Fitted], dtype: torch.dtype, mesh: Mesh, reader: Reader, fails: str) -> Begun:
-    """Begin to read the encoders among a pipeline's parts, on rank 0. Collective: call on all ranks."""
     encoders, pending = mesh.on_all_ranks(lambda: _encoders(fitted)), dict[str, Callable[[], Any]]()
     agree(mesh, {"the encoders of the folder": [*encoders]})
 
@@ -153,11 +141,32 @@ def begin_encoders(fitted: Mapping[str, Fitted], dtype: torch.dtype, mesh: Mesh,
                 size += count
         return size
 
-    return Begun({name: part.kind for name, part in encoders.items()}, mesh.on_rank_0(begin, int), pending, fails)
+    def finish() -> dict[str, SharedEncoder]:
+        loaded = dict[str, Any]()
+
+        def load() -> dict[str, tuple[torch.dtype, list[str]]]:
+            with context(fails):
+                while pending:
+                    name = next(iter(pending))
+                    loaded[name] = pending.pop(name)()  # the function holds the tensors, and is dropped
+            layers = {name: [layer for layer, _ in encoder.named_children()] for name, encoder in loaded.items()}
+            return {name: (encoder.dtype, layers[name]) for name, encoder in loaded.items()}
+
+        def configs() -> dict[str, Any]:
+            with context(fails):
+                return {name: part.kind.config_class.from_pretrained(part.path) for name, part in encoders.items()}
+
+        likes = mesh.on_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
+        return {
+            name: SharedEncoder(mesh, name, encoders[name].kind, config, likes[name], loaded.pop(name, None))
+            for name, config in mesh.on_all_ranks(configs).items()
+        }
+
+    return finish if encoders else None, mesh.on_rank_0(begin, int)
 
 
 def _encoders(fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
-    """Return the encoders of transformers without programs next to their files."""
+    # those of transformers without programs next to their files
     encoders = {name: part for name, part in fitted.items() if name.startswith(NAMES) and part.model is None}
     if not encoders:
         return {}
@@ -170,39 +179,7 @@ def _encoders(fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
     }
 
 
-def load_encoders(folder: Path, begun: Begun, mesh: Mesh) -> dict[str, SharedEncoder]:
-    """Return the encoders that rank 0 alone holds, by the names of their parts. Collective: call on all ranks."""
-    encoders, likes = _of_rank_0(begun, mesh)
-
-    def configs() -> dict[str, Any]:
-        with context(begun.fails):
-            return {name: kind.config_class.from_pretrained(folder / name) for name, kind in begun.kinds.items()}
-
-    return {
-        name: SharedEncoder(mesh, name, begun.kinds[name], config, likes[name], encoders.pop(name, None))
-        for name, config in mesh.on_all_ranks(configs).items()
-    }
-
-
-def _of_rank_0(begun: Begun, mesh: Mesh) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
-    """Return the encoders, on rank 0 alone; and on every rank the dtype of each, and the names of its layers."""
-    encoders = dict[str, Any]()
-
-    def load() -> dict[str, tuple[torch.dtype, list[str]]]:
-        with context(begun.fails):
-            while begun.pending:
-                name = next(iter(begun.pending))
-                encoders[name] = begun.pending.pop(name)()  # the function holds the tensors, and is dropped
-        return {
-            name: (encoder.dtype, [layer for layer, _ in encoder.named_children()])
-            for name, encoder in encoders.items()
-        }
-
-    likes = mesh.on_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
-    return encoders, likes
-
-
-def name_encoders(pipe: Any, shared: Mapping[str, Any]) -> None:
+def name_encoders(pipe: Any, shared: Collection[str]) -> None:
     """Add the part's name to errors of text encoders that are not shared among ranks."""
 
     def named(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,8 +26,6 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-
-
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, SafetensorError, *FAILURES)
 DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS")  # in errors of a GPU's libraries, which have no class

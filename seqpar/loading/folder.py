@@ -8,8 +8,7 @@ weight files are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from tokenizers import Tokenizer
 from seqpar.loading.checkpoint import (
     Checkpoint,
     Fitted,
+    check,
     check_keys,
     check_layers,
     check_types,
@@ -34,11 +34,23 @@ from seqpar.loading.checkpoint import (
 from seqpar.loading.encoders import open_encoder
 from seqpar.loading.errors import context
 from seqpar.loading.names import Preset, errors_only, importing_pipelines, no_bars
-from seqpar.loading.parts import CONFIG, INDEX, MOST_BYTES, NAMES, part_of, parts_of, read_json, read_scheduler
+from seqpar.loading.parts import (
+    CONFIG,
+    INDEX,
+    MOST_BYTES,
+    NAMES,
+    check_autoencoder,
+    part_of,
+    parts_of,
+    read_json,
+    read_pipeline,
+    read_scheduler,
+)
+from seqpar.loading.placing import load
 from seqpar.loading.random import WithoutValues
 from seqpar.loading.single_file import open_model
-from seqpar.loading.vae import open_vae
 from seqpar.types.arguments import shown
+from seqpar.types.keys import KeyMap, TensorSource
 
 TOKENIZER, WHOLE, VOCABULARIES = "tokenizer_config.json", "tokenizer.json", ("vocab.json", "added_tokens.json")
 MOST_TOKENS = 1 << 26  # of a prompt; pipelines pad prompts to it, at 6 bytes per token
@@ -55,8 +67,8 @@ YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 class PipelineParts:
     """The checked parts of a pipeline. Any number of requests can be checked without reading its files again.
 
-    source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without memory for
-    weights, or None. fitted: its models by the names of their parts.
+    source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without weights, or
+    None. fitted: its models by the names of their parts.
     """
 
     source: Path | Preset
@@ -68,7 +80,6 @@ class PipelineParts:
 
     @property
     def kind(self) -> Any:
-        """Return the class of the pipeline, as its index names it."""
         return kind_of(self.index, self.source if isinstance(self.source, Path) else Path(self.source.name))
 
     @property
@@ -101,18 +112,19 @@ def kind_of(index: Mapping[str, Any], path: Path) -> Any:
 
 
 def parts_of_preset(preset: Preset) -> PipelineParts:
-    """Return the parts of a preset."""
     configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
     vae = _built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
     return PipelineParts(preset, preset.index, configs["transformer"], vae, configs["scheduler"])
 
 
-def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> PipelineParts:
-    """Return the checked parts of a pipeline's folder; a part without a folder is left to diffusers.
+def parts_of_folder(path: Path) -> PipelineParts:
+    """Return the checked parts of a pipeline's folder, or of a transformer's file in one.
 
-    index: the folder's model_index.json. file: that of the transformer, if it is not in its folder. Raises ValueError
-    for a part that cannot be loaded as its files say.
+    A part without a folder is left to diffusers. Raises ValueError for a part that does not load as its files say.
     """
+    folder, file = (path.parent, path) if path.is_file() else (path, None)
+    index = read_pipeline(folder)
+    kind_of(index, folder)  # a class that diffusers does not have is named before its parts
     fitted, scheduling = dict[str, Fitted](), None
     for name, (library, kind) in parts_of(index):
         if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
@@ -203,10 +215,10 @@ def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
 
 
 def check_model(folder: Path, library: str, name: str) -> Fitted | None:
-    """Raise ValueError if the weights in a folder do not fit its config.json.
+    """Return a part's model, which fits its config.json; None for a class that is left to diffusers, which raises.
 
-    name: the model's class, of diffusers, of one of its pipelines' packages, or of transformers; a class that none has
-    is left to diffusers, which raises.
+    name: the class, of diffusers, of one of its pipelines' packages, or of transformers. ValueError if weights do not
+    fit.
     """
     if library == "transformers":
         import transformers as package  # takes seconds, which models without text encoders do not need
@@ -216,10 +228,8 @@ def check_model(folder: Path, library: str, name: str) -> Fitted | None:
 
 
 def check_class(folder: Path, kind: Any) -> Fitted | None:
-    """Do what `check_model` does, for a class itself."""
     if kind is AutoencoderKL:
-        model, checkpoint, _ = open_vae(folder)
-        return Fitted(folder, kind, read_json(folder / CONFIG), checkpoint, model)
+        return open_vae(folder)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
         config = read_json(folder / CONFIG)
         return _check_shapes(folder, folder / CONFIG, kind, config, open_checkpoint(find_checkpoint(folder)))
@@ -253,10 +263,9 @@ def _check_shapes(path: Path, where: Path, kind: Any, config: Mapping[str, Any],
 
 
 def _check_encoder(folder: Path, kind: Any) -> Fitted:
-    """Compare an encoder of transformers with its files.
+    """Compare an encoder with its files, as transformers does itself when it loads.
 
-    transformers itself does so, because it knows which names of weights differ between its versions, which are tied,
-    and which a class may lack or does not read.
+    It knows which names of weights differ between its versions, are tied, may lack, or are not read.
     """
     file = folder / CONFIG
     config, checkpoint = read_json(file), open_encoder(folder)
@@ -280,14 +289,16 @@ def _check_encoder(folder: Path, kind: Any) -> Fitted:
 
 def _compared(folder: Path, kind: Any, checkpoint: Checkpoint) -> tuple[Any, Mapping[str, Any]]:
     """Return an encoder on the meta device, and what transformers reports when it loads the header into it."""
-    header = {
-        key: torch.empty(shape, dtype=checkpoint.dtypes[key], device="meta") for key, shape in checkpoint.shapes.items()
-    }
+    from transformers.utils import logging
+
+    dtypes = checkpoint.dtypes
+    header = {key: torch.empty(x, dtype=dtypes[key], device="meta") for key, x in checkpoint.shapes.items()}
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": {"": "meta"}}
-    with context(f"got {folder / CONFIG}, which describes no {kind.__name__}"), _quiet():
-        config = kind.config_class.from_pretrained(folder)
-    with context(f"{checkpoint.name} does not fit a {kind.__name__}"), _quiet():
-        return kind.from_pretrained(None, config=config, state_dict=header, **options)
+    with errors_only(logging), no_bars(logging):
+        with context(f"got {folder / CONFIG}, which describes no {kind.__name__}"):
+            config = kind.config_class.from_pretrained(folder)
+        with context(f"{checkpoint.name} does not fit a {kind.__name__}"):
+            return kind.from_pretrained(None, config=config, state_dict=header, **options)
 
 
 def _saved_as(config: Mapping[str, Any], kind: Any) -> Any:
@@ -303,22 +314,56 @@ def _saved_as(config: Mapping[str, Any], kind: Any) -> Any:
             return None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    with errors_only(logging), no_bars(logging):
-        yield
-
-
 def _transformer(index: Mapping[str, Any]) -> Any:
     _, name = part_of(index, "transformer") or ("", "")
     return getattr(diffusers, name, None)
 
 
 def _built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
-    """Return a model of diffusers without memory for its weights; ValueError if its config describes none."""
     if kind is None:
         raise ValueError(f"got {what} with a part of a class that diffusers {diffusers.__version__} does not have")
     with context(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
         return kind.from_config(dict(config))
+
+
+# AutoencoderKL ------------------------------------------------------------------------------------------------
+
+OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}  # names of diffusers before 0.15
+
+
+def vae_keys(expected: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> KeyMap:
+    """Return the key map of an AutoencoderKL, whose keys are `expected`; attention layers may have their old names."""
+    return KeyMap({key: TensorSource((key if key in shapes else _old_key(key, shapes),)) for key in expected})
+
+
+def _old_key(key: str, shapes: Iterable[str]) -> str:
+    match = re.fullmatch(r"(.*\.attentions\.\d+\.)(to_q|to_k|to_v|to_out\.0)(\.\w+)", key)
+    old = f"{match[1]}{OLD[match[2]]}{match[3]}" if match else key
+    return old if old in shapes else key
+
+
+def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the VAE in a folder on a device. Raises ValueError as `open_vae`."""
+    fitted = open_vae(folder)
+    load(fitted.model, fitted.checkpoint, vae_keys(fitted.state, fitted.checkpoint.shapes), dtype, device)
+    return fitted.model.eval()
+
+
+def open_vae(folder: Path) -> Fitted:
+    """Return the VAE in a folder, without its weights, whose headers are read.
+
+    Raises ValueError if the folder holds no AutoencoderKL, or if a key is missing, unknown or of another shape.
+    """
+    file = folder / CONFIG
+    config = read_json(file)
+    name = config.get("_class_name", "AutoencoderKL")
+    if name != "AutoencoderKL":
+        raise ValueError(f"VAE {folder} is a {name}; only AutoencoderKL is supported here")
+    checkpoint = open_checkpoint(find_checkpoint(folder))
+    check_autoencoder(config, file)
+    check_layers(config, checkpoint, file)
+    with context(f"got {file}, which describes no AutoencoderKL"), torch.device("meta"):
+        model: Any = AutoencoderKL.from_config(config)
+    fitted = Fitted(folder, AutoencoderKL, config, checkpoint, model)
+    check(model, checkpoint, vae_keys(fitted.state, checkpoint.shapes))
+    return fitted

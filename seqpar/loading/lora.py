@@ -7,45 +7,40 @@ and wrong numbers before diffusers converts the file, as some of its conversions
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers.utils import logging
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
-from torch import Tensor
 
+from seqpar.families import _find
 from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
-from seqpar.loading.deadline import within
 from seqpar.loading.errors import context
 from seqpar.loading.names import LORAS
 from seqpar.loading.random import WithoutValues
 
+T = TypeVar("T")
 TRANSFORMER, ENCODER = "transformer", "text_encoder"  # how keys of a file begin in diffusers' format
 FORM = "FILE[:SCALE][@TRANSFORMER], as style.safetensors:0.8 or high.safetensors@transformer"
 MOST_WARNINGS = 1 << 20  # that are kept of one call
 CONVERSION_S = 120.0  # diffusers needs about 2 s for a file of 1 GB
 
-# Names of the two files of a pair for Wan 2.2, whose first transformer makes the early steps. "high" and "low" count
-# only where nothing but versions, ranks and dtypes follows: low_poly.safetensors names a style.
-NOISE = {"high": "transformer", "low": "transformer_2"}
-NOISE_WORDS = re.compile(
-    r"(high|low)[^a-z0-9]*noise(?![a-z])|(?<![a-z])(high|low)"
-    r"(?:[^a-z0-9]+(?:lora|lightning|lightx2v|model|final|v?\d+[a-z]*|(?:v|r|rank|fp|bf|e|epoch|steps?|[at])\d+[a-z]*))*$"
-)
 # the two matrices of a LoRA, in the formats of diffusers, kohya and others, which may name an adapter after them
 DOWN = re.compile(r"(.*[._])(lora_A|lora_down|down)((?:\.[^.]+)?\.weight)")
 UP = {"lora_A": "lora_B", "lora_down": "lora_up", "down": "up"}
-
-LEFT_OUT = re.compile(r"diffusion_model\..*norm.*\.diff(_b)?")  # by diffusers' conversion for Wan, with no warning
 
 Models = Mapping[str, tuple[Any, Mapping[str, Any]]]
 """Class and config of a pipeline's transformers, by their names."""
@@ -56,22 +51,26 @@ class Lora:
     """A LoRA's file, and the factor by which its change of the weights is multiplied (1: as it was trained).
 
     transformer: the name of the one that it changes, for a pipeline of several; None if that is not said, or for the
-    only one.
+    only one. keys: of its tensors, as diffusers converts them; known once `check` has read the file.
     """
 
     file: str
     scale: float = 1.0
     transformer: str | None = None
+    keys: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def path(self) -> Path:
-        """Return the path of the file; a name of `seqpar.loading.names.LORAS` stands for one of the package's."""
         return LORAS.get(self.file, Path(self.file))
 
     @property
     def part(self) -> str:
-        """Return the name of the transformer that it changes."""
+        """The name of the transformer that it changes."""
         return self.transformer or TRANSFORMER
+
+    @property
+    def changes_encoders(self) -> bool:
+        return any(key.startswith(ENCODER) for key in self.keys)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.scale:g}" + (f"@{self.transformer}" if self.transformer else "")
@@ -96,18 +95,18 @@ def parse(text: str) -> Lora:
 
 
 def check(loras: Sequence[Lora], kind: Any, models: Models) -> tuple[Lora, ...]:
-    """Return the LoRAs with the transformers that they change, of which a pipeline may have several.
+    """Return the LoRAs with their keys and the transformers that they change, of which a pipeline may have several.
 
     kind: the class of the pipeline. This reads the LoRA files, and no weights of the pipeline. Raises ValueError for a
     file that diffusers cannot load whole into its transformer, and where nothing says which transformer that is.
     """
-    return tuple(lora for lora, _ in _fitted(loras, kind, models))
+    return tuple(lora for lora, _ in fitted(loras, kind, models))
 
 
-def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = False) -> Iterator[tuple[Lora, Any]]:
-    """Yield each file with a transformer without memory for its weights that holds it; see `check`.
+def fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = False) -> Iterator[tuple[Lora, Any]]:
+    """Yield what `check` returns, each with a transformer without memory for its weights that holds it.
 
-    The nth adapter is named `_name(n)`. anywhere: whether a file that does not say its transformer is tried with all.
+    The nth adapter is named `adapter(n)`. anywhere: try a file that does not say its transformer with all of them.
     """
     if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
         files = " ".join(map(str, loras))
@@ -120,27 +119,36 @@ def _fitted(loras: Sequence[Lora], kind: Any, models: Models, anywhere: bool = F
         if lora.path.suffix != ".safetensors" or not lora.path.is_file():
             raise ValueError(f"got --lora {lora.path}, expected a .safetensors file that exists: {FORM}")
         check_values(open_checkpoint(lora.path))
-        state = _state(kind, lora)
+        with context(f"got --lora {lora.path}, which {kind.__name__} cannot read"), _listening() as records:
+            state = _within(CONVERSION_S, partial(kind.lora_state_dict, **_file(lora)))
+            if records:
+                raise ValueError(records[0].getMessage())
         for part in _parts(lora, state, models, anywhere):
             number += 1
-            placed, (model_kind, config) = replace(lora, transformer=part if len(models) > 1 else None), models[part]
-            own = _of_part(state, part)
+            model_kind, config = models[part]
+            placed = replace(lora, transformer=part if len(models) > 1 else None, keys=tuple(state))
             with context(_unfit(lora, model_kind)), torch.device("meta"), WithoutValues():
                 model = model_kind.from_config(config)
                 with _listening():
-                    model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
-            _check_whole(lora, model, own, number)
+                    options = {"prefix": TRANSFORMER, "adapter_name": adapter(number), "low_cpu_mem_usage": True}
+                    model.load_lora_adapter(_of_part(state, part), **options)
+            _check_whole(placed, model, number)
             yield placed, model
 
 
-def _parts(lora: Lora, state: Mapping[str, Tensor], models: Models, anywhere: bool) -> tuple[str, ...]:
+def _file(lora: Lora) -> dict[str, Any]:
+    path = {"pretrained_model_name_or_path_or_dict": str(lora.path.parent), "weight_name": lora.path.name}
+    return {**path, "use_safetensors": True}
+
+
+def _parts(lora: Lora, keys: Iterable[str], models: Models, anywhere: bool) -> tuple[str, ...]:
     """Return the transformers that a file changes: by its keys, by the name after its @, or by the file's name.
 
-    state: its tensors by diffusers' keys, which begin with "transformer" whatever transformer they are for.
+    keys: diffusers', which begin with "transformer" whatever transformer they are for.
     """
     kinds = " or ".join(dict.fromkeys(kind.__name__ for kind, _ in models.values()))
-    by_keys = {key.partition(".")[0] for key in state if not key.startswith(ENCODER)}
-    if odd := next((key for key in state if key.partition(".")[0] in by_keys - models.keys()), None):
+    by_keys = {key.partition(".")[0] for key in keys if not key.startswith(ENCODER)}
+    if odd := next((key for key in keys if key.partition(".")[0] in by_keys - models.keys()), None):
         raise ValueError(f"got --lora {lora.path} with the key {odd:.200}, expected a LoRA of a {kinds}")
     if not by_keys:
         raise ValueError(f"got --lora {lora.path} with no key of the transformer, expected a LoRA of a {kinds}")
@@ -150,16 +158,15 @@ def _parts(lora: Lora, state: Mapping[str, Tensor], models: Models, anywhere: bo
         return tuple(name for name in models if name in by_keys)
     if lora.transformer is not None or len(models) == 1:
         return (lora.part,)
-    words = {match[1] or match[2] for match in NOISE_WORDS.finditer(lora.path.stem.lower())}
-    if len(words) == 1 and NOISE[word := words.pop()] in models:
-        return (NOISE[word],)
-    if anywhere:
-        return tuple(models)
-    ways = " or ".join(f"@{NOISE[word]} ({word} noise)" for word in NOISE)
+    experts = {name: what for name, what in _find.experts().items() if name in models}
+    named = [name for name, (_, files) in experts.items() if files.search(lora.path.stem.lower())]
+    if len(named) == 1 or anywhere:
+        return tuple(named) if len(named) == 1 else tuple(models)
+    ways = " or ".join(f"@{name} ({what})" for name, (what, _) in experts.items())
     raise ValueError(f"--lora {lora.file} does not say which of {len(models)} transformers it is for; add {ways}")
 
 
-def _of_part(named: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _of_part(named: Mapping[str, T], part: str) -> dict[str, T]:
     """Return what belongs to one transformer, under names that begin with "transformer", as diffusers expects them."""
     begin = f"{part}." if any(name.startswith(f"{part}.") for name in named) else f"{TRANSFORMER}."
     return {f"{TRANSFORMER}.{name.removeprefix(begin)}": x for name, x in named.items() if name.startswith(begin)}
@@ -194,15 +201,10 @@ def remarks(loras: Sequence[Lora]) -> list[str]:
     found = [f"LoRA {lora.file} changes {lora.transformer}" for lora in loras if lora.transformer is not None]
     for lora in loras:
         file = open_checkpoint(lora.path)
-        dropped = (file.tensor(key) for key in file.shapes if LEFT_OUT.fullmatch(key))
+        dropped = (file.tensor(key) for key in file.shapes if _find.leaves_out(key))
         if left := sum(bool(x.float().count_nonzero()) for x in dropped):  # torch counts no float8
             found.append(f"LoRA {lora.file}: {left} differences of norms are left out, as diffusers leaves them out")
     return found
-
-
-def changes_encoders(kind: Any, loras: Sequence[Lora]) -> bool:
-    """Return whether a file that `check` accepted has keys of a text encoder. kind: the class of the pipeline."""
-    return any(key.startswith(ENCODER) for lora in loras for key in _state(kind, lora))
 
 
 def load(pipe: Any, loras: Sequence[Lora]) -> None:
@@ -211,45 +213,28 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
     Raises ValueError if diffusers fails, or if a key of a file is in no layer afterwards.
     """
     for number, lora in enumerate(loras, 1):
-        file = {"pretrained_model_name_or_path_or_dict": str(lora.path.parent), "weight_name": lora.path.name}
-        name, model, state = _name(number), getattr(pipe, lora.part), _state(type(pipe), lora)
+        name, model = adapter(number), getattr(pipe, lora.part)
         with context(_unfit(lora, type(pipe))), _listening():
             if lora.part == TRANSFORMER:
-                pipe.load_lora_weights(**file, adapter_name=name, use_safetensors=True)
+                pipe.load_lora_weights(**_file(lora), adapter_name=name)
             else:  # as diffusers does with load_into_transformer_2=True, for keys that name the transformer, too
-                _, facts = pipe.lora_state_dict(**file, use_safetensors=True, return_lora_metadata=True)
+                state, facts = pipe.lora_state_dict(**_file(lora), return_lora_metadata=True)
                 options = {"metadata": facts and _of_part(facts, lora.part), "low_cpu_mem_usage": True}
                 own = _of_part(state, lora.part)
                 pipe.load_lora_into_transformer(own, model, adapter_name=name, _pipeline=pipe, **options)
-        _check_whole(lora, model, _of_part(state, lora.part), number)
-        for part, count in Counter(key.partition(".")[0] for key in state if key.startswith(ENCODER)).items():
-            model = getattr(pipe, part, None)
-            if len(_held(model, number)) != count:  # diffusers renames keys of encoders
-                got = f"{count} keys of {part}, of which {type(pipe).__name__} takes {len(_held(model, number))}"
+        _check_whole(lora, model, number)
+        for part, count in Counter(key.partition(".")[0] for key in lora.keys if key.startswith(ENCODER)).items():
+            held = len(_held(getattr(pipe, part, None), number))
+            if held != count:  # diffusers renames keys of encoders
+                got = f"{count} keys of {part}, of which {type(pipe).__name__} takes {held}"
                 raise ValueError(f"got --lora {lora.path} with {got}, expected a LoRA that it takes whole")
     if loras:
-        pipe.set_adapters([_name(number) for number, _ in enumerate(loras, 1)], [lora.scale for lora in loras])
+        pipe.set_adapters([adapter(number) for number, _ in enumerate(loras, 1)], [lora.scale for lora in loras])
 
 
-def _state(kind: Any, lora: Lora) -> dict[str, Tensor]:
-    """Return the tensors of a file under diffusers' keys; ValueError where diffusers would leave one out."""
-    what = f"got --lora {lora.path}, which {kind.__name__} cannot read"
-    with context(what), _listening() as records:
-        state = within(
-            CONVERSION_S,
-            lambda: kind.lora_state_dict(str(lora.path.parent), weight_name=lora.path.name, use_safetensors=True),
-        )
-        if records:
-            raise ValueError(records[0].getMessage())
-    return state
-
-
-def _check_whole(lora: Lora, model: Any, state: Mapping[str, Tensor], number: int) -> None:
-    """Raise ValueError if the adapter in a transformer has not the keys of a file, one for one.
-
-    state: the tensors of the file for the transformer, by diffusers' keys.
-    """
-    named = {key.partition(".")[2]: x for key, x in state.items()}
+def _check_whole(lora: Lora, model: Any, number: int) -> None:
+    """Raise ValueError if the adapter in a transformer has not the keys of its file, one for one."""
+    named: dict[str, Any] = {key.partition(".")[2]: key for key in _of_part(dict.fromkeys(lora.keys), lora.part)}
     if not any("lora_A" in key or "lokr_" in key for key in named):  # an older format, which diffusers converts, too
         named = convert_unet_state_dict_to_peft(named)
     if odd := sorted(_held(model, number) ^ set(named)):
@@ -261,12 +246,12 @@ def _held(model: Any, number: int) -> set[str]:
     """Return the keys of the adapter of a file in a model, without the adapter's name."""
     from peft.utils import get_peft_model_state_dict  # takes seconds to import
 
-    if _name(number) not in getattr(model, "peft_config", {}):
+    if adapter(number) not in getattr(model, "peft_config", {}):
         return set()
-    return set(get_peft_model_state_dict(model, adapter_name=_name(number), save_embedding_layers=False))
+    return set(get_peft_model_state_dict(model, adapter_name=adapter(number), save_embedding_layers=False))
 
 
-def _name(number: int) -> str:
+def adapter(number: int) -> str:
     """Return the name under which diffusers holds the adapter of a file, counted from 1."""
     return f"file{number}"
 
@@ -290,3 +275,27 @@ def _listening() -> Iterator[list[Any]]:
         logging.set_verbosity(before)
         logging.remove_handler(handler)
         logging.enable_default_handler()
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what a call of plain Python returns; ValueError if it takes longer. No thread stays.
+
+    It runs in its own thread, so that this works on any thread; torch's settings there are the defaults.
+    """
+    thread = list[int]()
+
+    def run() -> T:
+        thread.append(threading.get_ident())
+        return call()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    try:
+        if not wait([future], seconds).done:
+            raise ValueError(f"its conversion did not end within {seconds:g} s")
+        return future.result()
+    finally:
+        if not (future.done() or future.cancel()):  # late, or Ctrl-C: the call ends at its next line of Python
+            for ident in thread:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))

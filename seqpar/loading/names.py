@@ -19,6 +19,8 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import logging
 from torch import Tensor
 
+from seqpar.families import _find
+
 OF_MODELS = (  # names of the presets of `seqpar.loop.models`, whose files hold their sizes
     *(f"dit-{size}/{patch}" for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)),
     *(f"large-dit-{size}" for size in ("600m", "3b", "7b")),
@@ -28,10 +30,7 @@ OF_MODELS = (  # names of the presets of `seqpar.loop.models`, whose files hold 
 
 @dataclass(frozen=True)
 class Preset:
-    """A pipeline of diffusers, by the names of its class and of those of its parts, with their configs.
-
-    texts: argument of the pipeline's call -> shape of what stands there for an encoded prompt.
-    """
+    """A pipeline of diffusers with random weights, as its family describes it (`seqpar.families`)."""
 
     name: str
     pipeline: str
@@ -40,55 +39,16 @@ class Preset:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Return what the pipeline's model_index.json says of its parts."""
         parts = {name: ["diffusers", kind] for name, (kind, _) in self.parts.items()}
         return {"_class_name": self.pipeline, **parts}
 
     def encoded(self, count: int, seed: int) -> dict[str, Tensor]:
-        """Return random numbers in place of so many encoded prompts, in fp32; the same on every rank."""
+        """Random numbers in place of so many encoded prompts, in fp32; the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
         return {name: torch.randn(count, *shape, generator=generator) for name, shape in self.texts.items()}
 
 
-FLUX: Mapping[str, Any] = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "axes_dims_rope": (16, 56, 56),
-}
-FLUX_VAE: Mapping[str, Any] = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-
-
-def _flux(name: str, guidance_embeds: bool) -> Preset:
-    """Return FLUX.1-dev, which takes the guidance scale as an input and shifts its sigmas by size, or schnell."""
-    transformer = {**FLUX, "guidance_embeds": guidance_embeds}
-    scheduler = {"shift": 3.0 if guidance_embeds else 1.0, "use_dynamic_shifting": guidance_embeds}
-    parts = {
-        "transformer": ("FluxTransformer2DModel", transformer),
-        "vae": ("AutoencoderKL", FLUX_VAE),
-        "scheduler": ("FlowMatchEulerDiscreteScheduler", scheduler),
-    }
-    texts = {"prompt_embeds": (512, FLUX["joint_attention_dim"])}
-    return Preset(name, "FluxPipeline", parts, texts | {"pooled_prompt_embeds": (FLUX["pooled_projection_dim"],)})
-
-
-PRESETS = {name: _flux(name, embeds) for name, embeds in (("FLUX.1-dev", True), ("FLUX.1-schnell", False))}
+PRESETS = {name: Preset(name, *fields) for name, fields in _find.PRESETS.items()}
 
 
 # a pipeline's parts, without files of other formats at the top of many repositories
@@ -116,19 +76,21 @@ def download(name: str, presets: Sequence[str], models: Sequence[str] = ()) -> P
     known = f"; did you mean {near[0]}?" if near else ""
     if not re.fullmatch(ID, name):
         known = known or f"; presets with random weights: {', '.join(presets)}"
-        raise ValueError(f"got model {_short(name)}: there is no such path{known}")
+        short = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
+        raise ValueError(f"got model {short}: there is no such path{known}")
+    reason = None
     try:
         with errors_only(logging):
-            reason = _why_not(name)
-            if reason is not None:
-                return _cached(name, reason, known)
-            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))  # a process at a time writes a file
+            reason = _why_not(name)  # one process at a time writes a file
+            return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=reason is not None))
     except (*NETWORK, errors.HFValidationError) as error:
+        if reason is not None and isinstance(error, errors.LocalEntryNotFoundError):
+            nowhere = "no files of it were downloaded before, and there is no such path"
+            raise ValueError(f"got model {name!r}: {reason}, {nowhere}{known}") from error
         raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
 
 
 def _why_not(name: str) -> str | None:
-    """Return why nothing can be downloaded from the hub now, or None."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE says not to ask the hub"
     try:
@@ -142,21 +104,9 @@ def _why_not(name: str) -> str | None:
     return None
 
 
-def _cached(name: str, reason: str, known: str) -> Path:
-    """Return the folder of files that were downloaded before; without them ValueError, which begins with the reason.
-
-    known: how its message ends.
-    """
-    try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=True))
-    except errors.LocalEntryNotFoundError as error:
-        nowhere = "no files of it were downloaded before, and there is no such path"
-        raise ValueError(f"got model {name!r}: {reason}, {nowhere}{known}") from error
-
-
 @contextmanager
 def errors_only(logging: Any) -> Iterator[None]:
-    """Silence the warnings of a library of Hugging Face, which are in our message; logging: its module of that name."""
+    """Silence the warnings of a library of Hugging Face; logging: its module of that name."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -167,7 +117,7 @@ def errors_only(logging: Any) -> Iterator[None]:
 
 @contextmanager
 def importing_pipelines() -> Iterator[None]:
-    """Silence transformers while a module of diffusers imports its image processors, whether or not they will be used.
+    """Silence transformers while a module of diffusers imports its image processors.
 
     Without torchvision it warns of each that PIL takes its place, in every process.
     """
@@ -188,10 +138,6 @@ def no_bars(*logging: Any) -> Iterator[None]:
     finally:
         for library in shown:
             library.enable_progress_bar()
-
-
-def _short(name: str) -> str:
-    return repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
 
 
 def _first(error: BaseException) -> str:
@@ -241,17 +187,10 @@ def check_format(path: Path) -> None:
         raise ValueError(f"{path} is in PaddlePaddle's format; use the model's diffusers folder or its authors' files")
 
 
-def pipeline_folder(path: Path) -> Path | None:
-    """Return the pipeline's folder that a path stands for, or that has a transformer's file in it; None without one."""
-    folder = path.parent if path.is_file() else path
-    return folder if (folder / "model_index.json").is_file() else None
-
-
 def resolve(name: str | Path) -> Path | None:
-    """Return the path of the file or folder that a name stands for, or None for a preset.
+    """Return the path of the file or folder that a name stands for, or None for a preset. A hub id is downloaded.
 
-    A hub id is downloaded; a path costs nothing. Raises ValueError if nothing has this name, and for a format that must
-    be converted first.
+    Raises ValueError if nothing has this name, and for a format that must be converted first.
     """
     path, preset = Path(name), preset_of(name)
     if str(name) in NAMES:
@@ -273,12 +212,10 @@ def resolve(name: str | Path) -> Path | None:
 
 
 def _presets() -> list[str]:
-    """Return the names by which presets are chosen."""
     return [name if name.startswith(BARE) else f"{RANDOM}{name}" for name in (*OF_MODELS, *PRESETS)]
 
 
 def _meant(name: str) -> list[str]:
-    """Return the names that differ from one by the hub's owner, by `random:` or by case."""
     wanted = name.lower().removeprefix(RANDOM)
     hub = [known for known in HUB if known.lower() != wanted and known.lower().partition("/")[2] == wanted]
     own = [known for known in NAMES if known == wanted]

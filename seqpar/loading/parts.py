@@ -122,7 +122,6 @@ def parts_of(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
 
 
 def read_scheduler(folder: Path) -> dict[str, Any]:
-    """Return the scheduler's config in a folder."""
     config = read_json(folder / SCHEDULER)
     check_scheduler(config, str(folder / SCHEDULER))
     return config
@@ -139,10 +138,3 @@ def check_autoencoder(config: Mapping[str, Any], where: object) -> None:
     fields = checked(str(where), config, Autoencoder)
     if "scaling_factor" in config and fields.scaling_factor is None:  # diffusers would take the null as it is
         raise ValueError(f"got {where} with scaling_factor=None, expected float > 0.0")
-
-
-def read_encoder(folder: Path) -> dict[str, Any]:
-    """Return the config.json of an encoder of transformers; of CLIP's own folder that of the half that reads text."""
-    config = read_json(folder / CONFIG)
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config

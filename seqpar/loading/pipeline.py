@@ -7,8 +7,7 @@ read by `seqpar.loading.placing`: each tensor once per host, straight to the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,26 +21,18 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from seqpar.families._find import reads_layers
 from seqpar.loading import lora as _lora
-from seqpar.loading import vae
 from seqpar.loading.checkpoint import WEIGHTS, Fitted
-from seqpar.loading.encoders import (
-    LAYER_READERS,
-    begin_encoders,
-    encode_first,
-    load_encoders,
-    name_encoders,
-    no_collection,
-)
+from seqpar.loading.encoders import begin_encoders, encode_first, name_encoders, no_collection
 from seqpar.loading.errors import BROKEN, context
-from seqpar.loading.folder import PipelineParts
-from seqpar.loading.keys import KeyMap, TensorSource
+from seqpar.loading.folder import PipelineParts, vae_keys
 from seqpar.loading.names import no_bars
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite
-from seqpar.loading.shared_encoder import SharedEncoder
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.keys import KeyMap, TensorSource
 
 
 @no_bars(diffusers_logging, transformers_logging)  # each counts parts that are loaded elsewhere, on every rank
@@ -64,33 +55,63 @@ def load_pipeline(
     weights, while files are read. Raises the same ValueError on every rank if a part does not load.
     """
     assert isinstance(parts.source, Path)
-    folder, fails = parts.source, f"got pipeline {parts.source}, which does not load"
-    team = Team.of(mesh)
+    fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
     for remark in mesh.on_all_ranks(lambda: _lora.remarks(loras)):
         _say(mesh, remark)
+    everywhere = f"{kind.__name__} reads their layers" if reads_layers(kind.__name__) else None
+    if everywhere is None and any(lora.changes_encoders for lora in loras):
+        everywhere = "a LoRA changes them"
+    if everywhere is not None and mesh.world.size > 1:
+        _say(mesh, f"every rank loads the text encoders, because {everywhere}")
+
     with no_collection(), Reader(mesh.device, team.size) as reader:
         # rank 0 begins to read the encoders
-        reason = mesh.on_all_ranks(lambda: _why_not_shared(kind, loras))
-        if reason is not None and mesh.world.size > 1:
-            _say(mesh, f"every rank loads the text encoders, because {reason}")
-        begun = begin_encoders({} if reason else parts.fitted, dtype, mesh, reader, fails)
+        finish_encoders, size = begin_encoders({} if everywhere else parts.fitted, dtype, mesh, reader, fails)
+        encoded = encode is not None and finish_encoders is not None
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
         weights = _weights(parts, dtype, mesh)
-        late = {name for name in weights if encode and begun.kinds and name.startswith("transformer")}
-        coming = _begin(weights, weights.keys() - late, mesh, reader, team, begun.size)
+        late = [name for name in weights if encoded and name.startswith("transformer")]
+        coming = _begin({name: x for name, x in weights.items() if name not in late}, mesh, reader, team, size)
 
         # while weights come, models are built
-        models = mesh.on_all_ranks(lambda: _empty(weights, dtype, look, fails))
-        encoders = load_encoders(folder, begun, mesh)
-        _finish_weights(weights, models, coming, mesh)
-        pipe = mesh.on_all_ranks(lambda: _whole(parts, kind, dtype, models, encoders, late, mesh.device, fails))
+        def build() -> dict[str, Any]:
+            with context(fails):
+                models = {name: part.empty(dtype) for name, part in weights.items()}
+                for name in (name for name in models if name.startswith("transformer")):
+                    look(models[name])
+            return models
+
+        models = mesh.on_all_ranks(build)
+        encoders = {} if finish_encoders is None else finish_encoders()
+        for name, placing in coming.items():
+            weights[name].finish(models[name], placing, mesh)
+
+        def whole() -> Any:
+            for name in late:  # an empty parameter on the device, for a pipeline that asks its transformer for it
+                first, parameter = next(iter(models[name].named_parameters()))
+                put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=mesh.device))
+            for encoder in encoders.values():
+                encoder.meets = False
+            stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
+            with context(fails):
+                try:
+                    pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
+                except BROKEN:
+                    _check_unchanged(parts)  # first: diffusers names the bytes of a file that has changed
+                    raise
+            for encoder in encoders.values():
+                encoder.meets = True
+            return pipe
+
+        pipe = mesh.on_all_ranks(whole)
 
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
     if late:
         with no_collection(), Reader(mesh.device, team.size) as reader:
-            _finish_weights(weights, models, _begin(weights, late, mesh, reader, team, 0), mesh)
+            for name, placing in _begin({name: weights[name] for name in late}, mesh, reader, team, 0).items():
+                weights[name].finish(models[name], placing, mesh)
     mesh.on_all_ranks(lambda: _complete(pipe, parts, loras, models.keys(), encoders, mesh.device))
     return pipe
 
@@ -100,11 +121,9 @@ def _say(mesh: Mesh, line: str) -> None:
         print(f"seqpar: {line}", flush=True)
 
 
-def _why_not_shared(kind: Any, loras: Sequence[_lora.Lora]) -> str | None:
-    """Return why rank 0 cannot hold the encoders alone, or None."""
-    if kind.__name__ in LAYER_READERS:
-        return f"{kind.__name__} reads their layers"
-    return "a LoRA changes them" if _lora.changes_encoders(kind, loras) else None
+def _check_unchanged(parts: PipelineParts) -> None:
+    for fitted in parts.fitted.values():
+        fitted.checkpoint.check_unchanged()
 
 
 def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weights]:
@@ -154,14 +173,14 @@ class Weights:
 
     fitted: Fitted
     keys: KeyMap
-    like: Mapping[str, Tensor]
+    like: dict[str, Tensor]
 
     @staticmethod
     def of(fitted: Fitted, dtype: torch.dtype) -> Weights:
         """Return the weights for a model that is then that of `from_pretrained(torch_dtype=dtype)`."""
         kind, shapes = fitted.kind, fitted.checkpoint.shapes
         if kind is AutoencoderKL:
-            keys = vae.key_map(fitted.state, shapes)
+            keys = vae_keys(fitted.state, shapes)
         else:  # buffers that the checkpoint lacks are computed
             names = (name for name in fitted.state if name in shapes or name in fitted.parameters)
             keys = KeyMap({name: TensorSource((name,)) for name in names})
@@ -198,17 +217,15 @@ class Weights:
         model.to(mesh.device).eval()  # moves buffers that no file holds
 
 
-def _begin(
-    weights: Mapping[str, Weights], names: Collection[str], mesh: Mesh, reader: Reader, team: Team, encoders: int
-) -> dict[str, Placing]:
+def _begin(weights: dict[str, Weights], mesh: Mesh, reader: Reader, team: Team, encoders: int) -> dict[str, Placing]:
     """Begin to read the weights of models, in their order. encoders: bytes that rank 0 reads before."""
 
     def begun() -> dict[str, Placing]:
         busy = encoders + encoders // 4  # rank 0 builds encoders meanwhile, which slows its reading
         taken: Sequence[int] = [busy if rank == 0 else 0 for rank in team.ranks]
         coming = dict[str, Placing]()
-        for name in (name for name in weights if name in names):
-            coming[name] = weights[name].begin(reader, team, taken)
+        for name, part in weights.items():
+            coming[name] = part.begin(reader, team, taken)
             taken = coming[name].taken
         return coming
 
@@ -217,66 +234,12 @@ def _begin(
     return coming
 
 
-def _finish_weights(
-    weights: Mapping[str, Weights], models: Mapping[str, Any], coming: Mapping[str, Placing], mesh: Mesh
-) -> None:
-    for name, placing in coming.items():
-        weights[name].finish(models[name], placing, mesh)
-
-
-def _empty(
-    weights: Mapping[str, Weights], dtype: torch.dtype, look: Callable[[Any], object], fails: str
-) -> dict[str, Any]:
-    models = dict[str, Any]()
-    with context(fails):
-        for name, part in weights.items():
-            models[name] = part.empty(dtype)
-            if name.startswith("transformer"):
-                look(models[name])
-    return models
-
-
-def _whole(
-    parts: PipelineParts,
-    kind: Any,
-    dtype: torch.dtype,
-    models: Mapping[str, Any],
-    encoders: Mapping[str, SharedEncoder],
-    late: Collection[str],
-    device: torch.device,
-    fails: str,
-) -> Any:
-    """Return the pipeline around its models. late: models without weights yet."""
-    for name in late:  # an empty parameter on the device, for a pipeline that asks its transformer for its device
-        first, parameter = next(iter(models[name].named_parameters()))
-        put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=device))
-    for encoder in encoders.values():
-        encoder.meets = False
-    with context(fails), _changes_first(parts):
-        stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
-        pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
-    for encoder in encoders.values():
-        encoder.meets = True
-    return pipe
-
-
-@contextmanager
-def _changes_first(parts: PipelineParts) -> Iterator[None]:
-    """Raise ValueError for a file that changed, in place of the error that diffusers makes of its bytes."""
-    try:
-        yield
-    except BROKEN:
-        for fitted in parts.fitted.values():
-            fitted.checkpoint.check_unchanged()
-        raise
-
-
 def _complete(
     pipe: Any,
     parts: PipelineParts,
     loras: Sequence[_lora.Lora],
     read: Collection[str],
-    encoders: Mapping[str, SharedEncoder],
+    encoders: Collection[str],
     device: torch.device,
 ) -> None:
     """Load a pipeline's LoRAs, check and move its other parts. read: parts that `Reader` has read and checked."""
@@ -284,8 +247,7 @@ def _complete(
         if isinstance(part, nn.Module) and name not in read and name not in encoders:
             part.to(device)  # copies what is mapped from a file
             check_finite(f"{parts.source}/{name}", part.state_dict())
-    for fitted in parts.fitted.values():
-        fitted.checkpoint.check_unchanged()
+    _check_unchanged(parts)
     _lora.load(pipe, loras)
     name_encoders(pipe, encoders)
     for part in (part for part in pipe.components.values() if isinstance(part, nn.Module)):

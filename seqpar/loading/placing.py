@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqpar.loading.checkpoint import Checkpoint, check
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.reading import SMALL, Reader, tensor_context
 from seqpar.mesh.mesh import Axis, Mesh, finish
+from seqpar.types.keys import KeyMap, TensorSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Team:
 
     @staticmethod
     def of(mesh: Mesh | None) -> Team:
-        """Return the team of this rank; every rank of the mesh calls it, because hosts make their groups together."""
+        """Return the team of this rank. Collective: call on all ranks."""
         if mesh is None or mesh.world.size == 1:
             return Team()
         hosts = mesh.collect(socket.gethostname(), str)
@@ -48,7 +48,6 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of this host."""
         return len(self.ranks)
 
 
@@ -62,7 +61,7 @@ def load(
 ) -> None:
     """Check all keys and shapes, then give `model`, which is on the meta device, its parameters.
 
-    Raises the same ValueError on all ranks: before a weight is read, or before anything is broadcast.
+    Raises the same ValueError on all ranks, before anything is broadcast.
     """
     team, like = Team.of(mesh), {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     with Reader(device, team.size) as reader:
@@ -96,7 +95,7 @@ class Placing:
     taken: Sequence[int]
 
     def finish(self, model: nn.Module, mesh: Mesh | None) -> None:
-        """Give all of them to the model of each rank; every rank of the mesh must call this at the same time.
+        """Give all of them to the model of each rank. Collective: call on all ranks.
 
         Raises the same ValueError on all ranks, before anything is broadcast, if a tensor of one does not load.
         """
@@ -110,7 +109,6 @@ class Placing:
             put(model, name, tensor)
 
     def _read(self) -> dict[str, Tensor]:
-        """Return this rank's share; ValueError if keys differ that must be equal."""
         for key, equal in self.equal.result().items():
             if not equal:
                 raise ValueError(
@@ -137,8 +135,11 @@ def begin(
     taken = taken or [0] * team.size
     readers = shares(sizes, taken)
     mine = [name for name, rank in readers.items() if rank == team.rank]
-    pairs = {key: TensorSource((key, twin), _equal) for key, twin in list(keys.repeats.items())[team.rank :: team.size]}
-    own = {key: torch.empty(0, dtype=_wider(checkpoint, *pair.keys), device="meta") for key, pair in pairs.items()}
+    twins = list(keys.repeats.items())[team.rank :: team.size]
+    pairs = {key: TensorSource((key, twin), lambda a, b: torch.tensor(torch.equal(a, b))) for key, twin in twins}
+    dtypes = {key: checkpoint.dtypes.get(key, torch.float32) for pair in twins for key in pair}
+    wider = {key: torch.promote_types(dtypes[key], dtypes[twin]) for key, twin in twins}  # holds the values of both
+    own = {key: torch.empty(0, dtype=wider[key], device="meta") for key in pairs}
     equal = reader.begin(checkpoint, KeyMap(pairs), list(pairs), own)
     found = reader.begin(checkpoint, keys, mine, like)
     with tensor_context(checkpoint, ["its weights"]), torch.inference_mode(False):  # weights outlive the caller's mode
@@ -150,16 +151,6 @@ def begin(
     return Placing(checkpoint.name, team, readers, found, others, equal, keys.repeats, total)
 
 
-def _equal(one: Tensor, other: Tensor) -> Tensor:
-    return torch.tensor(torch.equal(one, other))
-
-
-def _wider(checkpoint: Checkpoint, key: str, twin: str) -> torch.dtype:
-    """Return the dtype that holds the values of both keys."""
-    dtypes = checkpoint.dtypes
-    return torch.promote_types(dtypes.get(key, torch.float32), dtypes.get(twin, torch.float32))
-
-
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     owner, _, last = name.rpartition(".")
@@ -169,7 +160,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _give(tensors: Sequence[Tensor], team: Team, reader: int) -> None:
-    """Broadcast what one rank of this host has read: the small tensors by one call, which takes a tenth of a ms."""
+    # small tensors together: a broadcast takes a tenth of a ms
     if team.axis is None or not tensors:
         return
 
@@ -191,7 +182,7 @@ def _give(tensors: Sequence[Tensor], team: Team, reader: int) -> None:
 def shares(sizes: Mapping[str, int], taken: Sequence[int]) -> dict[str, int]:
     """Return parameter -> the rank that reads it: runs in their order, after which all ranks have about equal bytes.
 
-    sizes: the bytes of each parameter. taken: the bytes that each rank reads already.
+    taken: the bytes that each rank reads already.
     """
     total, level = sum(sizes.values()), 0.0
     for count, most in enumerate([*sorted(taken)[1:], float("inf")], 1):

@@ -54,7 +54,6 @@ def random_pipeline(preset: Preset, kind: Any, dtype: torch.dtype, device: torch
 
 
 def _model(kind: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a part of a config: a model with random weights, or a scheduler."""
     if not issubclass(kind, torch.nn.Module):
         return kind(**config)
     before = torch.get_default_dtype()

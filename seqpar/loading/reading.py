@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, check_stamp
-from seqpar.loading.keys import KeyMap
+from seqpar.types.keys import KeyMap
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
@@ -38,8 +38,7 @@ class Reader:
     """Reads for one rank, in the order in which it is asked. A context manager, which ends its threads.
 
     ranks: how many read on this host at once. What is not yet read when the context ends is dropped. Callers ask with
-    `begin`, which takes memory, and then call `start`: while copies run, the driver takes five times as long to give
-    memory.
+    `begin`, which takes memory, and then call `start`.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -51,7 +50,6 @@ class Reader:
         self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Reader:
-        """Return this reader."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,8 +65,8 @@ class Reader:
     ) -> Future[dict[str, Tensor]]:
         """Ask for the tensors of these names on the device.
 
-        like: name -> a tensor of the meta device with the dtype and, where it is known, the shape that it gets. The
-        result raises ValueError if a tensor does not load or is not finite.
+        like: name -> a tensor of the meta device with the dtype that it gets. The result raises ValueError if a tensor
+        does not load or is not finite.
         """
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if on_gpu else nullcontext()  # the thread's
@@ -81,7 +79,7 @@ class Reader:
         return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 
     def start(self) -> None:
-        """Let come what has been asked for, and what will be."""
+        """Begin to read; while copies run, the driver takes five times as long to give memory."""
         self._started.set()
 
     def _read(
@@ -92,7 +90,6 @@ class Reader:
         like: Mapping[str, Tensor],
         memory: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """See `begin`. memory: key -> where it is read to; others get theirs as they are asked for."""
         self._started.wait()
         if self._stopping.is_set():
             raise CancelledError
@@ -180,7 +177,6 @@ class _Requests:
             self._raise(key)
 
     def ask(self, key: str) -> _Request:
-        """Ask for one tensor, in the dtype of the file."""
         with tensor_context(self._checkpoint, [key]):
             small = self._small.pop(key, None)  # whoever asks for it again gets another one
             if small is not None:
@@ -208,7 +204,6 @@ class _Requests:
         return number
 
     def oldest(self, asked: deque[tuple[str, list[_Request]]]) -> tuple[str, list[Tensor]]:
-        """Wait for the oldest requested tensors; return their name and the tensors."""
         name, requests = asked.popleft()
         return name, [self._come(request) for request in requests]
 
@@ -224,7 +219,7 @@ class _Requests:
     def _raise(self, key: str) -> None:
         """Raise the error of a tensor that was not read, of which fastsafetensors tells nothing.
 
-        That of a disk which fails once and then reads is lost: then the message says to copy the file again.
+        A disk that fails once and then reads leaves none: then the message says to copy the file again.
         """
         position, size = self._checkpoint.positions[key], self._checkpoint.nbytes(key)
         for at in range(0, size, BLOCK):  # a disk's error is raised here
@@ -257,7 +252,6 @@ def _kept(checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapp
 
 
 def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:
-    """Return memory for a tensor as it lies in its file."""
     return torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device=device)
 
 
@@ -268,7 +262,6 @@ def check_finite(what: str, state: Mapping[str, Tensor]) -> None:
 
 
 def _check_finite(what: str, keys: Mapping[str, Sequence[str]], extremes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise ValueError for the first parameter that is not finite. extremes: the least and largest value of each."""
     values = torch.stack([x for pair in extremes.values() for x in pair]) if extremes else torch.empty(0)
     finite = values.isfinite().view(-1, 2).all(dim=1).tolist()  # in the widest of their dtypes
     name = next((name for name, right in zip(extremes, finite, strict=True) if not right), None)

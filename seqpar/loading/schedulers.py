@@ -27,8 +27,7 @@ def spaced(respacing: str, train: int) -> list[int]:
     """Return the timesteps that a text of the original stands for, descending; train: number of training timesteps.
 
     "ddim25": every n-th timestep from 0 on, with the first n that gives 25. "10,20,30": equal sections of the training
-    timesteps with 10, 20 and 30 timesteps each, from the first to the last of a section. "250": one such section.
-    Raises ValueError for other texts, and for numbers that cannot be had.
+    timesteps with 10, 20 and 30 timesteps each. "250": one such section. Raises ValueError for anything else.
     """
     ddim = respacing.startswith("ddim")
     parts = [respacing.removeprefix("ddim")] if ddim else respacing.split(",")
@@ -36,7 +35,11 @@ def spaced(respacing: str, train: int) -> list[int]:
         raise ValueError(f'got respacing {respacing!r}, expected a text like "250", "ddim25" or "10,20,30"')
     counts = [int(part) for part in parts]
     if ddim:
-        return list(range(0, train, _stride(counts[0], train)))[::-1]
+        stride = next((stride for stride in range(1, train) if -(-train // stride) == counts[0]), None)
+        if stride is None:
+            expected = f"a number that an integer stride over {train} steps gives"
+            raise ValueError(f"got respacing {respacing!r}, expected {expected}")
+        return list(range(0, train, stride))[::-1]
     timesteps, start = [], 0
     for index, count in enumerate(counts):
         size = train // len(counts) + (index < train % len(counts))
@@ -48,17 +51,10 @@ def spaced(respacing: str, train: int) -> list[int]:
     return timesteps[::-1]
 
 
-def _stride(count: int, train: int) -> int:
-    for stride in range(1, train):
-        if -(-train // stride) == count:
-            return stride
-    raise ValueError(f"got respacing 'ddim{count}', expected a number that an integer stride over {train} steps gives")
-
-
 def respace(scheduler: Any, respacing: str) -> None:
     """Set a scheduler's timesteps as the original's `space_timesteps` does; each step then ends at the next timestep.
 
-    Raises ValueError for a scheduler other than DDIM without thresholding, and DDPM.
+    ValueError for a scheduler other than DDIM without thresholding, and DDPM.
     """
     _check(scheduler, f"respacing {respacing!r}")
     timesteps = spaced(respacing, scheduler.config.num_train_timesteps)
@@ -70,9 +66,9 @@ def respace(scheduler: Any, respacing: str) -> None:
 
 
 def clip_denoised(scheduler: Any) -> None:
-    """Make a scheduler clip each predicted x0 to +-1, as the original's `clip_denoised=True` does.
+    """Make a scheduler clip each predicted x0 to +-1, as the original does. ValueError as `respace`.
 
-    DDIM then needs use_clipped_model_output in its steps, too. Raises ValueError as `respace` does.
+    DDIM then needs use_clipped_model_output in its steps, too.
     """
     _check(scheduler, "clip_denoised")
     scheduler.register_to_config(clip_sample=True, clip_sample_range=1.0)
@@ -86,14 +82,13 @@ def _check(scheduler: Any, what: str) -> None:
 
 
 def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> Callable[[], None]:
-    """Make a diffusers DiTPipeline pass the model's variances to its `DDPMScheduler`, in place; return what undoes it.
+    """Make a DiTPipeline pass the model's variances to its `DDPMScheduler`, in place; return what undoes it.
 
     The pipeline cuts the variances off, so that a scheduler with variance_type "learned_range" raises TypeError. After
     this, the scheduler's step takes them from the transformer's last output. Call it when the pipeline has its final
-    transformer (a `DistributedDiT`, or diffusers' own) and scheduler; `seqpar.parallelize` calls it for pipelines.
-    generator: draws the noise of the steps, for which the pipeline uses no generator. Without it, what was given in an
-    earlier call still counts, and otherwise torch's default generator draws.
-    Raises ValueError for another scheduler, and for a model without variances.
+    transformer and scheduler; `seqpar.parallelize` calls it for pipelines. generator: draws the noise of the steps, for
+    which the pipeline uses none; default: that of an earlier call, or torch's. Raises ValueError for another scheduler,
+    and for a model without variances.
     """
     scheduler = pipe.scheduler
     if not learns_range(scheduler):
@@ -116,10 +111,7 @@ def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> Calla
 
 
 class WithVariances:
-    """A scheduler's `step` that takes the variances from the transformer's last output, if the pipeline cut them off.
-
-    generator: draws the noise, unless a caller names another.
-    """
+    """A scheduler's `step` that takes the variances from the transformer's last output, where the pipeline cut them."""
 
     def __init__(self, step: Callable[..., Any], generator: torch.Generator | None) -> None:
         self.outputs: deque[Tensor] = deque(maxlen=1)
@@ -127,7 +119,6 @@ class WithVariances:
         functools.update_wrapper(self, step)
 
     def __call__(self, model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
-        """Return what the scheduler's step makes of the whole output."""
         if model_output.shape[1] == sample.shape[1]:
             model_output = torch.cat((model_output, self.outputs[0][:, sample.shape[1] :]), dim=1)
         return self._step(model_output, timestep, sample, **self._options | options)
@@ -137,19 +128,16 @@ FLOW_PREDICTION = "flow_prediction"
 KINDS = ("epsilon", "sample", "v_prediction", FLOW_PREDICTION)
 
 
-def why_not_clean(scheduler: Any) -> str | None:
-    """Return why the clean latents of a scheduler's steps are not known, or None if they are."""
-    name, kind = type(scheduler).__name__, _kind(scheduler)
-    if hasattr(scheduler, "precondition_outputs"):
-        return f"{name} scales the model's output in its own way"
-    if not (hasattr(scheduler, "scale_noise") or hasattr(scheduler, "add_noise")):
-        return f"{name} does not mix latents and noise"
-    return None if kind in KINDS else f"{name} has prediction_type {kind!r}"
-
-
 def check_clean(scheduler: Any) -> None:
     """Raise ValueError if the clean latents of a scheduler's steps are not known."""
-    if (reason := why_not_clean(scheduler)) is not None:
+    reason, name, kind = None, type(scheduler).__name__, _kind(scheduler)
+    if hasattr(scheduler, "precondition_outputs"):
+        reason = f"{name} scales the model's output in its own way"
+    elif not (hasattr(scheduler, "scale_noise") or hasattr(scheduler, "add_noise")):
+        reason = f"{name} does not mix latents and noise"
+    elif kind not in KINDS:
+        reason = f"{name} has prediction_type {kind!r}"
+    if reason is not None:
         raise ValueError(
             f"previews are not supported with this scheduler, because {reason}; use a scheduler such as "
             f"DDIMScheduler or FlowMatchEulerDiscreteScheduler, or no partial pictures"
@@ -188,7 +176,6 @@ def input_scale(scheduler: Any, timestep: Any) -> float:
 
 
 def _kind(scheduler: Any) -> Any:
-    """Return what the model predicts; schedulers of flow matching alone do not say it."""
     return scheduler.config.get("prediction_type") or (FLOW_PREDICTION if hasattr(scheduler, "scale_noise") else None)
 
 
@@ -231,10 +218,7 @@ def why_not_driven(scheduler: Any) -> str | None:
 
 
 def check_eta(scheduler: Any, eta: float | None) -> None:
-    """Raise ValueError if eta is not between 0 and 1, or if this scheduler has no eta.
-
-    None stands for the scheduler's own default.
-    """
+    """Raise ValueError if eta is not between 0 and 1, or if this scheduler has none. None: the scheduler's default."""
     if eta is None:
         return
     if not 0 <= eta <= 1:
@@ -265,41 +249,39 @@ LIKE = {  # some of the schedulers of each process
 def build(config: Mapping[str, Any], name: str | None = None, model: Any = None) -> Any:
     """Return the scheduler of a configuration, or the diffusers class `name` with that configuration.
 
-    model: a config with in_channels and out_channels: DDPM takes the variances that such a model predicts, as the
-    authors of DiT and Large-DiT sample, unless the configuration names its variance_type. Raises ValueError, with the
-    reason, if the scheduler cannot be built, if the denoising loop cannot use it, or if it steps another noise process
-    than that of the configuration.
+    model: a config with in_channels and out_channels: DDPM takes the variances that such a model predicts, unless the
+    configuration names its variance_type. Raises ValueError if the scheduler cannot be built, if the denoising loop
+    cannot use it, or if it steps another noise process than that of the configuration.
     """
     check_scheduler(config)
     chosen = config.get("_class_name", "DDIMScheduler") if name is None else name
     known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
     if chosen not in known:
         raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
-    kind = getattr(diffusers, chosen)
+    kind, settings = getattr(diffusers, chosen), dict[str, Any]()
+    learned = model is not None and model.out_channels == 2 * model.in_channels
+    if learned and chosen == "DDPMScheduler" and "variance_type" not in config:
+        settings["variance_type"] = "learned_range"
+    # multistep schedulers (UniPC, DPM-Solver) know flow matching by these settings; others have their own classes
+    if name is not None and "shift" in config and "use_flow_sigmas" in inspect.signature(kind.__init__).parameters:
+        settings |= {"use_flow_sigmas": True, "prediction_type": FLOW_PREDICTION, "flow_shift": config["shift"]}
     with context(f"got scheduler {chosen!r}, which cannot be built"):
-        scheduler = kind.from_config(
-            config, **_variance_settings(config, chosen, model), **_flow_settings(config, name)
-        )
+        scheduler = kind.from_config(config, **settings)
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; use a scheduler such as DDIMScheduler")
     if name is not None:
-        _check_process(scheduler, build(config))
+        own = build(config)
+        got, expected = _process(scheduler), _process(own)  # the model was trained with that of its own
+        if got != expected:
+            mine, theirs = type(scheduler).__name__, type(own).__name__
+            raise ValueError(
+                f"got scheduler {mine!r} of {got} for a model whose own, {theirs}, is of {expected}, expected one of "
+                f"the same, like {LIKE.get(expected, theirs)}"
+            )
     return scheduler
 
 
-def _check_process(scheduler: Any, own: Any) -> None:
-    """Raise ValueError for a scheduler of another noise process than the one that the model was trained with."""
-    got, expected = _process(scheduler), _process(own)
-    if got != expected:
-        mine, theirs = type(scheduler).__name__, type(own).__name__
-        raise ValueError(
-            f"got scheduler {mine!r} of {got} for a model whose own, {theirs}, is of {expected}, expected one of the "
-            f"same, like {LIKE.get(expected, theirs)}"
-        )
-
-
 def _process(scheduler: Any) -> str:
-    """Return the noise process whose states and outputs a scheduler steps."""
     name = type(scheduler).__name__
     if scheduler.config.get("use_flow_sigmas") or name.startswith(("FlowM", "LTXEuler")):
         return FLOW
@@ -313,13 +295,6 @@ def check_steps(scheduler: Any, steps: int) -> None:
         raise ValueError(f"got {steps} steps, expected 1 to {most}")
 
 
-def _variance_settings(config: Mapping[str, Any], name: str, model: Any) -> dict[str, Any]:
-    """Return the settings with which DDPM takes the variances that a model predicts, if it predicts them."""
-    learned = model is not None and model.out_channels == 2 * model.in_channels
-    ddpm = name == "DDPMScheduler" and "variance_type" not in config
-    return {"variance_type": "learned_range"} if learned and ddpm else {}
-
-
 def near(name: str, known: Sequence[str]) -> str:
     """Return the known names that are most like this one, or the first ones, as text for a message."""
     lower = {other.lower(): other for other in known}
@@ -327,27 +302,8 @@ def near(name: str, known: Sequence[str]) -> str:
     return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
 
 
-def config_of(scheduler: Any) -> dict[str, Any]:
-    """Return the configuration of a scheduler in memory, with the name of its class."""
-    return {**scheduler.config, "_class_name": type(scheduler).__name__}
-
-
-def _flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the settings with which a diffusers class follows the schedule of a flow matching configuration.
-
-    Multistep schedulers (UniPC, DPM-Solver) know flow matching by these settings; others have their own classes.
-    """
-    kind = getattr(diffusers, name or "", None)
-    known = {} if kind is None else inspect.signature(kind.__init__).parameters
-    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
-    return flow if "use_flow_sigmas" in known and "shift" in config else {}
-
-
 def taking_mu(scheduler: Any) -> Any:
-    """Return a scheduler whose `set_timesteps` takes `mu`, which pipelines pass also where it is not shifted by size.
-
-    Multistep schedulers of diffusers refuse it then.
-    """
+    """Return a scheduler whose `set_timesteps` takes `mu`, as pipelines pass it; multistep schedulers refuse it."""
     own = scheduler.set_timesteps
     if scheduler.config.get("use_dynamic_shifting") or "mu" not in inspect.signature(own).parameters:
         return scheduler

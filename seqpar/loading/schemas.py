@@ -24,7 +24,6 @@ Side = Annotated[int, Meta(ge=1, le=1024)]  # of the latent that a model was tra
 Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 Classes = Annotated[int, Meta(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Meta(gt=0, lt=1)]
-Part = Annotated[float, Meta(ge=0, le=1)]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]  # NaN and infinity are outside of every range
 Zero = Annotated[float, Meta(ge=0, le=0)]

@@ -105,15 +105,15 @@ class EncoderCall:
 class SharedEncoder:
     """One encoder: its calls, which all ranks make together and rank 0 computes.
 
-    like: rank 0's dtype, and the names of the parts that it has. module: what stands in the pipeline, on rank 0 the
-    encoder itself, and on other ranks a stub without weights. meets: whether a stub that lacks a part compares the
-    ranks' calls, which rank 0 meets in its next call; not where an error of one rank is shared anyway.
+    like: rank 0's dtype, and the names of the parts that it has. own: the encoder, on rank 0 alone. module: what stands
+    in the pipeline: on rank 0 the encoder itself, on other ranks a stub without weights. meets: whether a stub that
+    lacks a part compares the ranks' calls, which rank 0 meets in its next call; not where an error of one rank is
+    shared anyway.
     """
 
     def __init__(
         self, mesh: Mesh, name: str, kind: Any, config: Any, like: tuple[torch.dtype, Sequence[str]], own: Any
     ) -> None:
-        """Set up the calls. own: the encoder, on rank 0 alone."""
         self._mesh, self._name, self._kind, self._config, self._like = mesh, name, kind, config, like
         self._outputs = outputs_of(kind)
         self._computes, self.meets = False, True
@@ -122,7 +122,6 @@ class SharedEncoder:
         self.module = self._stub() if own is None else self._shared(own, own)
 
     def keep(self) -> None:
-        """Keep copies of all results from now on."""
         self._kept = []
 
     def end(self) -> None:
@@ -150,7 +149,6 @@ class SharedEncoder:
         return self._shared(module, kind).eval()
 
     def _shared(self, module: Any, own: Any) -> Any:
-        """Return an encoder or a stub whose methods give rank 0's results. own: has the methods themselves."""
         for name in METHODS:
             if hasattr(own, name):
                 setattr(module, name, self._method(name, getattr(own, name)))
@@ -191,10 +189,7 @@ class SharedEncoder:
         return result, tensors if self._mesh.is_main else [*everyones.values()]
 
     def _again(self, name: str, inputs: Sequence[Tensor]) -> Any:
-        """Return the kept result of the next call, from the first one again after the last.
-
-        Raises ValueError for another call than the one whose result was kept.
-        """
+        """Return the kept result of the next call; after the last comes the first. ValueError for another call."""
         kept = (self._kept or [])[self._next or 0 : (self._next or 0) + 1]
         if not kept or kept[0].method != name or not _equal(kept[0].inputs, inputs):
             raise ValueError(
@@ -206,13 +201,9 @@ class SharedEncoder:
 
 
 def _equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether two lists of tensors have the same values."""
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def failing(name: str) -> Any:
-    """Return a context in which an encoder that fails says so in one message: a value of its config may be the reason.
-
-    name: that of the pipeline's part.
-    """
+    """Name the encoder, a part of a pipeline, in the error when it fails: a value of its config may be the reason."""
     return context(f"got a {name} that fails on a prompt")

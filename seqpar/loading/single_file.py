@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.families._find import config_of_file
 from seqpar.loading.checkpoint import Checkpoint, checkpoint_context, find_checkpoint, open_checkpoint
-from seqpar.loading.keys import count_layers, shape_of
+from seqpar.loading.errors import FAILURES
 from seqpar.loading.parts import CONFIG, INDEX, read_json
 
 PARTS = ("transformer", "unet")  # subfolders with the model that is sampled; UniDiffuser's is named unet
 
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
 OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")
-FLUX = ("double_blocks.0.img_attn.norm.query_norm.scale", "single_blocks.0.linear1.weight", "vector_in.in_layer.weight")
-FAILURES = (LookupError, RuntimeError, TypeError, ValueError, AttributeError)  # of a converter with unknown keys
 
 
 class Later(Tensor):
@@ -56,7 +55,6 @@ def _later(like: Tensor, make: Callable[[], Tensor]) -> Later:
 
 
 def _numbers(args: Any) -> Any:
-    """Return the arguments of a call with the tensors that were remembered in them."""
     if isinstance(args, Later):
         return args.make()
     return type(args)(map(_numbers, args)) if type(args) in (tuple, list) else args
@@ -90,14 +88,20 @@ def open_model(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
 def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[str, Any]] | None:
     """Return a file's weights under diffusers' keys, and the config of diffusers' class; None for any other file.
 
-    The config lies in the file's folder, or in its folder `transformer`; that of a FLUX.1 follows from its shapes.
+    The config lies in the file's folder or in its folder `transformer`; some families know theirs by the shapes alone.
     Raises ValueError if the file does not fit the class of its config.
     """
-    source, folder = _transformer(checkpoint), config_folder(path)
-    if folder is None and not all(key in source for key in FLUX):
-        return None
+    # without the keys of other parts, and without the prefix of its own
+    keys = [key for key in checkpoint.shapes if key.startswith(PREFIX)]
+    keys = keys or [key for key in checkpoint.shapes if not key.startswith(OTHERS)]
+    source = {key.removeprefix(PREFIX): key for key in keys}
+    places = (path.parent / CONFIG, path.parent / "transformer" / CONFIG)
+    place = next((place for place in places if place.is_file()), None)
     with checkpoint_context(checkpoint):
-        config = flux_config(source, checkpoint.shapes) if folder is None else read_json(folder / "config.json")
+        shapes = {key: checkpoint.shapes[own] for key, own in source.items()}
+        config = config_of_file(shapes) if place is None else read_json(place)
+    if config is None:
+        return None
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES  # takes long, and few files need it
 
     known = SINGLE_FILE_LOADABLE_CLASSES.get(str(config.get("_class_name")))
@@ -113,12 +117,11 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
 def _converted(
     checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
 ) -> dict[str, Later]:
-    """Return what a converter of diffusers makes of the keys of a file; ValueError for keys that it does not know."""
     unread: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
     kind = config["_class_name"]
     try:
         converted = convert(config=config, checkpoint=unread)
-    except FAILURES as error:
+    except FAILURES as error:  # unknown keys
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ValueError(
             f"{checkpoint.name}: diffusers' converter for a {kind} does not take these keys ({reason}); if the file is "
@@ -130,46 +133,6 @@ def _converted(
     return {key: later for key, later in converted.items() if later is not None}
 
 
-def _transformer(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the keys of the transformer in a file, without their prefix -> the file's own keys."""
-    keys = [key for key in checkpoint.shapes if key.startswith(PREFIX)] or [
-        key for key in checkpoint.shapes if not key.startswith(OTHERS)
-    ]
-    return {key.removeprefix(PREFIX): key for key in keys}
-
-
 def _read_later(checkpoint: Checkpoint, key: str) -> Later:
     like = torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device="meta")
     return _later(like, lambda: checkpoint.read(key))
-
-
-def config_folder(path: Path) -> Path | None:
-    """Return the folder of the config.json that describes the transformer in a file, or None."""
-    places = (path.parent, path.parent / "transformer")
-    return next((folder for folder in places if (folder / "config.json").is_file()), None)
-
-
-def flux_config(source: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the config.json of a FLUX.1 with these shapes; ValueError if they do not determine it."""
-    shapes = {key: shapes[own] for key, own in source.items()}
-    width, inputs = shape_of(shapes, "img_in.weight", 2)
-    (head_dim,) = shape_of(shapes, FLUX[0], 1)
-    if head_dim != 128 or width % head_dim:
-        raise ValueError(
-            f"a FLUX.1 of width {width} with heads {head_dim} wide; released ones have 128. Put the config.json of "
-            f"diffusers' transformer next to the file"
-        )
-    return {
-        "_class_name": "FluxTransformer2DModel",
-        "num_layers": count_layers(shapes, "double_blocks"),
-        "num_single_layers": count_layers(shapes, "single_blocks"),
-        "num_attention_heads": width // head_dim,
-        "attention_head_dim": head_dim,
-        "joint_attention_dim": shape_of(shapes, "txt_in.weight", 2)[1],
-        "pooled_projection_dim": shape_of(shapes, FLUX[2], 2)[1],
-        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "axes_dims_rope": [16, 56, 56],
-        "in_channels": inputs,
-        "out_channels": shape_of(shapes, "final_layer.linear.weight", 2)[0],
-        "patch_size": 1,
-    }

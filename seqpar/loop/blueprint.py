@@ -15,13 +15,13 @@ from torch import nn
 
 import seqpar.loop.models
 from seqpar.loading.checkpoint import Checkpoint, check, check_layers, checkpoint_context, from_state_dict
-from seqpar.loading.keys import KeyMap
 from seqpar.loading.names import preset_of, resolve
 from seqpar.loading.placing import load
 from seqpar.loading.random import WithoutValues, randomise
 from seqpar.loading.single_file import open_model
 from seqpar.loop.interface import SequenceModel
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.keys import KeyMap
 from seqpar.types.plugins import plugins
 
 

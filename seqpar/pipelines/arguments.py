@@ -13,19 +13,13 @@ from seqpar.families import _find
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.protocol import Frames
-from seqpar.pipelines.request import FOR_CLASSES, GenerationRequest
+from seqpar.pipelines.protocol import FOR_CLASSES, Frames, GenerationRequest
 
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
 NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
-# names of pipelines that pass their scheduler sigmas in equal steps from 1 to 1 / steps; a test compares diffusers
-GIVES_SIGMAS = re.compile(
-    "AuraFlow|Bria|Chroma|DreamLite|Flux(?!Prior)|Krea2|LTX2(Condition|HDR|ImageToVideo|InContext)?Pipeline|"
-    "LTX(ImageToVideo)?Pipeline|Lumina2Pipeline|MotifVideo|NucleusMoE|Ovis|QwenImage(?!Layered)|VisualClozeGeneration"
-)
 OTHERS = {
     "mask_image": "a mask, which no flag names",
     "control_image": "a picture that controls another, which no flag names",
@@ -51,25 +45,35 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
     if taking is None:
         other = "use a model that edits images or generates videos from them"
         request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)
-    else:
-        _check_count(request, taking.__name__)
+    name = taking.__name__
+    if len(request.images) > 1 and not _find.takes_several_images(name):
+        request.refuse(f"{name} takes one input image, for all prompts", image=request.images)
+    if _find.makes_one_result(name) and len(request.pictures) > 1:
+        results = f"{len(request.pictures)} results with --image"
+        raise ValueError(f"{results}, but {name} takes one prompt; run it once for each")
     return taking
 
 
 def class_of_pictures(kind: Any, index: Mapping[str, Any]) -> Any:
-    """Return the class of diffusers that begins with a picture and has the parts of a folder of `kind`, or None."""
-    return kind if "image" in inspect.signature(kind.__call__).parameters else _sister(kind, index)
+    """Return the class of diffusers that begins with an image and has the parts of a folder of `kind`, or None."""
+    if "image" in inspect.signature(kind.__call__).parameters:
+        return kind
+    with importing_pipelines():
+        from diffusers.pipelines import auto_pipeline as theirs
+
+    videos: Any = theirs.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING
+    if (sister := _find.image_class(kind.__name__)) is not None:
+        needed, name = sister
+        return videos[name] if index.get(needed) else None
+    pictures: Any = theirs.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
+    pairs = ((theirs.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, pictures), (theirs.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, videos))
+    sisters = (images.get(name) for texts, images in pairs for name, known in texts.items() if known is kind)
+    return next(filter(None, sisters), None)
 
 
 def needs_picture(kind: Any) -> bool:
-    """Return whether a pipeline makes nothing without a picture."""
     image = inspect.signature(kind.__call__).parameters.get("image")
     return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
-
-
-def gives_sigmas(name: str) -> bool:
-    """Return whether a pipeline of this name passes sigmas to its scheduler."""
-    return GIVES_SIGMAS.match(name) is not None
 
 
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -89,24 +93,8 @@ def sides(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter
     return dict(zip(SIDES, request.images[0].size, strict=True)) if request.images else {}
 
 
-def images_for(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> Any:
-    """Return the pictures of a request as the pipeline of this name takes them: one, or a list.
-
-    parameters: of its call. Image-to-image inputs are resized to the requested size, as pipelines do (Z-Image does
-    not).
-    """
-    images = [picture.image for picture in request.images]
-    if request.size is not None and draws_anew(parameters):
-        height, width = request.size
-        images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
-    return images if _find.takes_several_images(name) else images[0]
-
-
 def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return the summary's text about a picture: its size, and whether the pipeline stretches it to another shape.
-
-    arguments, parameters: those of the pipeline's call.
-    """
+    """Return the summary's text about an image: its size, and whether the pipeline stretches it to another shape."""
     height, width = picture.size
     text = f"{picture}, {height}x{width} pixels"
     own = (parameters[side].default if side in parameters else None for side in SIDES)
@@ -119,38 +107,12 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
     return f"{text}, stretched to {rows}x{columns}; --size names another size" if stretched else text
 
 
-def _sister(kind: Any, index: Mapping[str, Any]) -> Any:
-    """Return the class of diffusers that begins with a picture, and has the parts of one that does not; or None."""
-    with importing_pipelines():
-        from diffusers.pipelines import auto_pipeline as theirs
-
-    videos: Any = theirs.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING
-    if (sister := _find.image_class(kind.__name__)) is not None:
-        needed, name = sister
-        return videos[name] if index.get(needed) else None
-    pictures: Any = theirs.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
-    pairs = ((theirs.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, pictures), (theirs.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, videos))
-    sisters = (images.get(name) for texts, images in pairs for name, known in texts.items() if known is kind)
-    return next(filter(None, sisters), None)
-
-
-def _check_count(request: GenerationRequest, name: str) -> None:
-    """Raise ValueError for more pictures, or more results, than a pipeline takes."""
-    if len(request.images) > 1 and not _find.takes_several_images(name):
-        request.refuse(f"{name} takes one input image, for all prompts", image=request.images)
-    if _find.makes_one_result(name) and len(request.pictures) > 1:
-        raise ValueError(
-            f"{len(request.pictures)} results with --image, but {name} takes one prompt; run it once for each"
-        )
-
-
 TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
 RATE = "frame_rate"  # argument of pipelines whose models take the frames per second
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
 
 
 def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a pipeline whose call has these parameters generates videos."""
     return "num_frames" in parameters
 
 
@@ -190,7 +152,7 @@ def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, 
 def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that the flags name.
 
-    parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
+    embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = request.pictures
     arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": request.steps, **sides(request, parameters)}
@@ -209,36 +171,34 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
         elif value is not None:
             arguments[argument] = value
     if request.images:
-        arguments["image"] = images_for(request, name, parameters)
+        images = [picture.image for picture in request.images]
+        if request.size is not None and draws_anew(parameters):  # as pipelines do, but Z-Image
+            images = [image.resize(request.size[::-1], Image.Resampling.LANCZOS) for image in images]
+        arguments["image"] = images if _find.takes_several_images(name) else images[0]
     if request.fps is not None and RATE in parameters:
         arguments[RATE] = request.fps
     if "true_cfg_scale" in parameters:
-        arguments |= _distilled(request, name, embeds, len(prompts))
+        if not embeds:
+            without = f"the transformer of this {name} takes no scale as an input; use --true-guidance"
+            request.refuse(without, guidance=request.guidance)
+        if (request.true_guidance or 1.0) <= 1:
+            without = "it has no effect without classifier-free guidance; add --true-guidance over 1"
+            request.refuse(without, negative_prompt=request.negative)
+        elif request.negative is None:
+            arguments["negative_prompt"] = [""] * len(prompts)
     if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
         arguments["output_type"] = "np"
     return arguments
 
 
-def _distilled(request: GenerationRequest, name: str, embeds: bool, count: int) -> dict[str, Any]:
-    """Return further arguments of a pipeline with both guidances; ValueError for a flag that would have no effect."""
-    if not embeds:
-        without = f"the transformer of this {name} takes no scale as an input; use --true-guidance"
-        request.refuse(without, guidance=request.guidance)
-    if (request.true_guidance or 1.0) <= 1:
-        request.refuse(
-            "it has no effect without classifier-free guidance; add --true-guidance over 1",
-            negative_prompt=request.negative,
-        )
-        return {}
-    return {} if request.negative is not None else {"negative_prompt": [""] * count}
-
-
 def frames_of(parameters: Mapping[str, inspect.Parameter], parts: PipelineParts) -> Frames | None:
-    """Return the numbers of frames that a pipeline's decoder makes; None for pictures, and where no file tells.
+    """Return the numbers of frames that a pipeline's decoder makes; None for images, and where no file tells.
 
-    A decoder makes some frames of each latent one, or of each but the first, as the pipeline's default number tells.
+    It makes some frames of each latent one, or of each but the first, as the pipeline's default number tells.
     """
-    factor = next((each for each in (_fact(parts.vae, field) for field in TEMPORAL) if each), None)
+    vae = parts.vae  # of which some say it in their config, others as an attribute
+    facts = () if vae is None else (getattr(x, field, None) for field in TEMPORAL for x in (vae.config, vae))
+    factor = next(filter(None, facts), None)
     usual = parts.config.get("sample_frames")
     if "num_frames" in parameters and parameters["num_frames"].default is not None:
         usual = parameters["num_frames"].default
@@ -248,7 +208,6 @@ def frames_of(parameters: Mapping[str, inspect.Parameter], parts: PipelineParts)
 
 
 def check_frames(request: GenerationRequest, name: str, frames: Frames | None) -> None:
-    """Raise ValueError for a number of frames that the decoder does not make; the pipeline would make another one."""
     if request.frames is None or frames is None:
         return
     factor = frames.unit
@@ -259,8 +218,3 @@ def check_frames(request: GenerationRequest, name: str, frames: Frames | None) -
         counted = f"{rest} more than a multiple of {factor}" if rest else f"a multiple of {factor}"
         why = f"the decoder of {name} generates {factor} frames per latent frame"
         raise ValueError(f"got --frames {request.frames}, expected {counted}, such as {near}: {why}")
-
-
-def _fact(vae: Any, field: str) -> Any:
-    """Return what a VAE or its config says; None if it does not."""
-    return None if vae is None else getattr(vae.config, field, None) or getattr(vae, field, None)

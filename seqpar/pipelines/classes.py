@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar.loading.folder import load_vae
 from seqpar.loading.names import BUILTIN
 from seqpar.loading.parts import part_of, read_pipeline, read_scheduler
 from seqpar.loading.schedulers import near
-from seqpar.loading.vae import load_vae
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import draw_noise
@@ -23,38 +23,18 @@ from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop as _files
 from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob, generated
-from seqpar.pipelines.request import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
+from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
 from seqpar.types.guidance import Guidance, check_pictures
 
 
 def listed(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
-    """Return class number -> its names, from a folder's model_index.json; ValueError for a class that does not exist.
-
-    classes: the model's number of classes.
-    """
+    """Return class number -> its names, from a folder's model_index.json; ValueError for a class beyond `classes`."""
     labels = index.get("id2label") or {}
     odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
     if odd:
         raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
     return {int(key): _parts(str(names)) for key, names in labels.items()}
-
-
-def class_ids(
-    classes: Sequence[str | int], labels: Mapping[int, tuple[str, ...]], numbers: Collection[int]
-) -> list[int]:
-    """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
-
-    labels: class number -> its names. numbers: all class numbers. Raises ValueError for an unknown class, with similar
-    names, and for a name of several classes, with their numbers.
-    """
-    if all(isinstance(label, int) and label in numbers for label in classes):
-        return list(map(int, classes))
-    names = dict[str, set[int]]()
-    for number, own in labels.items():
-        for name in own:
-            names.setdefault(name, set()).add(number)
-    return [_class_id(str(label), names, numbers) for label in classes]
 
 
 def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int]) -> int:
@@ -63,7 +43,8 @@ def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int
     if len(common) == 1:
         return common.pop()
     if common:
-        raise ValueError(f"got class {label!r}, which stands for {_and(common)}, expected one of these numbers")
+        several = " and ".join(map(str, sorted(common)))
+        raise ValueError(f"got class {label!r}, which stands for {several}, expected one of these numbers")
     if label.isdecimal() and int(label) in numbers:
         return int(label)
     wanted = f"one of {near(label, list(names))}, or" if names else "a number"
@@ -72,10 +53,6 @@ def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int
 
 def _parts(label: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in label.split(","))
-
-
-def _and(numbers: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(numbers)))
 
 
 __all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "generate"]
@@ -88,20 +65,16 @@ SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 
 @dataclass(frozen=True)
 class Files(_files.Files):
-    """The checked files of a pipeline of classes; see `seqpar.pipelines.own_loop.Files`.
-
-    labels: class number -> its names, of which captions show the first.
-    """
+    """The checked files of a pipeline of classes. labels: class number -> its names; captions show the first."""
 
     labels: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     takes = "classes"
 
     @staticmethod
     def locate(name: str | Path | Blueprint) -> Files:
-        """Find and check the files of a model.
+        """Find and check the files of a model, reading only headers. ValueError if a file does not fit.
 
-        name: see `seqpar.loop.blueprint.locate`; only a pipeline's folder has a decoder. Raises ValueError if a file
-        does not fit; reads only the headers of weight files.
+        name: see `seqpar.loop.blueprint.locate`; only a pipeline's folder has a decoder.
         """
         blueprint = locate(name)
         path = blueprint.path
@@ -115,10 +88,16 @@ class Files(_files.Files):
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
         """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
 
-        Raises ValueError for an unknown class, with similar names, and for a name of several classes, with their
-        numbers.
+        ValueError for an unknown class, with similar names, and for a name of several classes, with their numbers.
         """
-        return class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
+        numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
+        if all(isinstance(label, int) and label in numbers for label in classes):
+            return list(map(int, classes))
+        names = dict[str, set[int]]()
+        for number, own in self.labels.items():
+            for name in own:
+                names.setdefault(name, set()).add(number)
+        return [_class_id(str(label), names, numbers) for label in classes]
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -126,7 +105,6 @@ class Files(_files.Files):
         return tuple(map(self.class_name, sorted(self.labels)))
 
     def check(self, request: GenerationRequest) -> OwnJob:
-        """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
         reason = "this model generates images of classes (--classes)"
         texts = {"prompt": request.prompts, "negative_prompt": request.negative}
         request.refuse(reason, **texts, true_guidance=request.true_guidance)
@@ -150,7 +128,6 @@ class Files(_files.Files):
         )
 
     def class_name(self, number: int) -> str:
-        """Return the first name of a class, or its number if it has no name."""
         return self.labels.get(number, (str(number),))[0]
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
@@ -162,10 +139,10 @@ class Files(_files.Files):
 
 
 class Asked(TypedDict, total=False):
-    """The settings of `Pipeline.latents`.
+    """The settings of `Pipeline.latents`; those that are not said here are `Request`'s.
 
     size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
-    (which is not changed), or None for the model's own. The others are those of `Request`, with the same meaning.
+    (which is not changed), or None for the model's own.
     """
 
     seed: int

@@ -20,15 +20,15 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import is_distilled, is_guided, is_known
+from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders
 from seqpar.loading.errors import loop_context
-from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder, parts_of_preset
+from seqpar.loading.folder import PipelineParts, parts_of_folder, parts_of_preset
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import Preset
-from seqpar.loading.parts import read_pipeline, transformers_of
+from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.loading.random import random_pipeline
 from seqpar.mesh.mesh import Mesh
@@ -42,17 +42,25 @@ from seqpar.pipelines.arguments import (
     draws_anew,
     frame_rate,
     frames_of,
-    gives_sigmas,
     makes_videos,
     needs_picture,
     shown_image,
     taking_images,
 )
 from seqpar.pipelines.own_loop import timed
-from seqpar.pipelines.planning import Planned, grid_of, planned
-from seqpar.pipelines.protocol import NO_LORAS, Estimates, Events, Frames, Result, as_text, no_event, scales
-from seqpar.pipelines.request import NO_LORA, GenerationRequest
-from seqpar.pipelines.videos import digest
+from seqpar.pipelines.pictures import digest
+from seqpar.pipelines.planning import grid_of, planned
+from seqpar.pipelines.protocol import (
+    NO_LORA,
+    Estimates,
+    Events,
+    Frames,
+    GenerationRequest,
+    Result,
+    as_text,
+    no_event,
+    scales,
+)
 from seqpar.planner.plan import Plan, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
@@ -65,12 +73,7 @@ from seqpar.vae.shared import looked_at
 from seqpar.vae.strips import DecodeMode
 
 SIDES = ("height", "width")
-VAE: dict[DecodeMode, VaeMode] = {
-    "auto": "auto",
-    "strips": True,
-    "pictures": False,
-    "tiled": "tiled",
-}  # for `parallelize`
+VAE: dict[DecodeMode, VaeMode] = {"auto": "auto", "strips": True, "pictures": False, "tiled": "tiled"}
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,12 @@ class Source:
 
     parts: PipelineParts
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
+    class_names = ()
 
     @staticmethod
     def locate(source: Path | Preset) -> Source:
         """Return the source of a pipeline's folder, of a transformer's file in one, or of a preset."""
-        if isinstance(source, Preset):
-            return Source(parts_of_preset(source))
-        file = source if source.is_file() else None
-        folder = source if file is None else file.parent
-        index = read_pipeline(folder)
-        kind_of(index, folder)  # a class that diffusers does not have is named before its parts
-        return Source(parts_of_folder(folder, index, file))
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return ()
+        return Source(parts_of_preset(source) if isinstance(source, Preset) else parts_of_folder(source))
 
     @property
     def takes_images(self) -> bool:
@@ -104,7 +98,6 @@ class Source:
         return needs_picture(self.parts.kind)
 
     def check(self, request: GenerationRequest) -> DiffusersJob:
-        """Return the job of a request; ValueError if it does not fit. Reads configs, no weights."""
         parts = self.parts
         if isinstance(parts.source, Preset):
             request.refuse(NO_LORA, lora=request.loras)
@@ -115,11 +108,30 @@ class Source:
         arguments = arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)
-        run = _planned(request, parts, parameters, guidance)
+
+        # the planner's view: the tokens of an input image are next to those of the result, which may take its size
+        grid = None if makes_videos(parameters) else grid_of(parts.transformer.config, parts.vae)
+        if grid is not None and request.size is not None and "use_resolution_binning" not in parameters:
+            grid.check(request.size)
+        edits = bool(request.images) and not draws_anew(parameters)
+        if edits and grid is not None:
+            grid = replace(grid, trained=None)
+        # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
+        guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
+        run = planned(parts.transformer, grid, request, guided)
+        run = replace(run, exact=run.exact and not edits)
         if run.pixels is not None and "height" in parameters:
             arguments |= dict(zip(SIDES, run.pixels, strict=True))
-        _check_schedule(request, kind, parts, run)
-        return DiffusersJob(kind, self, request, arguments, guidance, embedded, run)
+
+        # a scheduler that does not fit, or that cannot make so many steps
+        takes_sigmas = gives_sigmas(kind.__name__)
+        if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
+            scheduler = _schedulers.build(parts.scheduling, request.scheduler)
+            if takes_sigmas:
+                _schedulers.check_steps(scheduler, request.steps)
+                timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)
+                timed(scheduler, request.steps, timing=timing)
+        return DiffusersJob(kind, self, request, arguments, guidance, embedded, **vars(run))
 
 
 def _guidance(
@@ -138,37 +150,12 @@ def _guidance(
     return (Guidance(scale), None) if is_guided(parts.transformer) else (Guidance(1.0), scale)
 
 
-def _planned(
-    request: GenerationRequest, parts: PipelineParts, parameters: Mapping[str, inspect.Parameter], guidance: Guidance
-) -> Planned:
-    grid = None if makes_videos(parameters) else grid_of(parts.transformer.config, parts.vae)
-    if grid is not None and request.size is not None and "use_resolution_binning" not in parameters:
-        grid.check(request.size)
-    # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
-    guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
-    if not request.images or draws_anew(parameters):
-        return planned(parts.transformer, grid, request, guided)
-    # tokens of the input image are next to those of the result, which may take its size
-    run = planned(parts.transformer, None if grid is None else replace(grid, trained=None), request, guided)
-    return replace(run, exact=False)
-
-
-def _check_schedule(request: GenerationRequest, kind: Any, parts: PipelineParts, run: Planned) -> None:
-    """Raise ValueError for a scheduler that does not fit, or that cannot make so many steps."""
-    takes_sigmas = gives_sigmas(kind.__name__)
-    if parts.scheduling is None or (request.scheduler is None and not takes_sigmas):
-        return
-    scheduler = _schedulers.build(parts.scheduling, request.scheduler)
-    if takes_sigmas:
-        _schedulers.check_steps(scheduler, request.steps)
-        timed(scheduler, request.steps, timing=_schedulers.flow_timing(scheduler, request.steps, run.load.tokens))
-
-
 @dataclass(frozen=True)
 class DiffusersJob:
     """A checked request for a pipeline of diffusers: `seqpar.pipelines.protocol.Job`.
 
-    kind: the pipeline's class. arguments: those of its call, without generator and callback.
+    kind: the pipeline's class. arguments: those of its call, without generator and callback. work, load, channels,
+    pixels, exact: `Planned`.
     """
 
     kind: Any
@@ -177,26 +164,14 @@ class DiffusersJob:
     arguments: Mapping[str, Any]
     guidance: Guidance
     embedded: float | None
-    planned: Planned
+    work: Work
+    load: Load
+    channels: int
+    pixels: tuple[int, int] | None
+    exact: bool
     why_not_run = None
     decodes = True
     labels = None
-
-    @property
-    def work(self) -> Work:
-        return self.planned.work
-
-    @property
-    def load(self) -> Load:
-        return self.planned.load
-
-    @property
-    def channels(self) -> int:
-        return self.planned.channels
-
-    @property
-    def pixels(self) -> tuple[int, int] | None:
-        return self.planned.pixels
 
     @property
     def default_pixels(self) -> tuple[int, int]:
@@ -206,7 +181,7 @@ class DiffusersJob:
 
     @property
     def why_not_planned(self) -> str | None:
-        return None if self.planned.exact else f"the files of {self.kind.__name__} do not state its number of tokens"
+        return None if self.exact else f"the files of {self.kind.__name__} do not state its number of tokens"
 
     @property
     def why_no_steps(self) -> str | None:
@@ -243,12 +218,11 @@ class DiffusersJob:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Parameters of the pipeline's call."""
         return inspect.signature(self.kind.__call__).parameters
 
     @property
     def preset(self) -> Preset | None:
-        """The preset of a model with random weights, or None."""
+        """Of a model with random weights."""
         source = self.source.parts.source
         return source if isinstance(source, Preset) else None
 
@@ -259,9 +233,8 @@ class DiffusersJob:
         return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.request.scheduler))
 
     def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
-        """Return what a LoRA changes; ValueError if it does not fit the model."""
         if self.preset is not None:
-            raise ValueError(NO_LORAS)
+            raise ValueError(NO_LORA)
         return lora_files.check_switched(lora, self.kind, self.source.parts.models)
 
     def load_pipeline(self, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
@@ -287,8 +260,6 @@ class DiffusersJob:
         on_encode: Callable[[int], None] | None = None,
         loras: Mapping[str, Lora] | None = None,
     ) -> DiffusersModel:
-        """Load and parallelize the pipeline: `seqpar.pipelines.protocol.Job.load_model`."""
-
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
             report(0)
@@ -391,9 +362,8 @@ class DiffusersModel:
         pass
 
     def notes(self, job: DiffusersJob) -> list[tuple[str, str]]:
-        """Return (title, text) for the summary: work, LoRAs, input images, state, graph."""
         parameters, pipe = job.parameters, self._pipe(job.kind)
-        tokens = f"{job.load.tokens} tokens, " if job.planned.exact else ""
+        tokens = f"{job.load.tokens} tokens, " if job.exact else ""
         count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
         steps = f"{job.steps} steps of {type(pipe.scheduler).__name__} in {job.kind.__name__}"
         notes = [("work", f"{count}, {tokens}{as_text(job.request.dtype)}, {steps}, {scales(job)}")]
@@ -416,7 +386,6 @@ class DiffusersModel:
         return [*notes, ("graph", graph)]
 
     def facts(self, job: DiffusersJob) -> dict[str, Any]:
-        """Return what the metadata of results says besides flags and plan."""
         facts = {
             "scheduler": type(self._pipe(job.kind).scheduler).__name__,
             "vae": self._vae,
@@ -427,7 +396,6 @@ class DiffusersModel:
         return facts | ({"fps": job.fps} if job.video else {})
 
     def verified(self, job: DiffusersJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
-        """Return target and keyword arguments of `seqpar.verify` for a call of few steps, at most those of the job."""
         arguments = job.call_arguments(self.mesh.device)
         arguments.pop("output_type", None)
         steps = min(math.ceil(evaluations / job.strength), job.arguments["num_inference_steps"])
@@ -435,11 +403,9 @@ class DiffusersModel:
         return self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
-        """Merge these LoRAs into the transformers, and take others out; return whether weights changed."""
         return self._merging is not None and self._merging.switch(tuple(loras))
 
     def generate(self, job: DiffusersJob, events: Events) -> Result:
-        """Return the results of a job on all ranks. Collective."""
         pipe = self._pipe(job.kind)
         if self._once:
             forget_encoders(pipe)
@@ -479,16 +445,14 @@ def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: VaeMode = "auto") -> str | No
 def _watched_vae(
     vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None]
 ) -> AbstractContextManager[None]:
-    """Call `begin` before each `decode` or `encode` of a VAE, if there is one, and `look` with the result."""
     return looked_at(vae, name, look, begin) if hasattr(vae, name) else nullcontext()
 
 
 @contextmanager
 def estimated(scheduler: Any, estimates: Callable[[int], Estimates] | None) -> Iterator[None]:
-    """Estimate clean latents in a run of a scheduler (see `Events.estimates`); its steps are not changed.
+    """Estimate clean latents in a run of a scheduler (see `Events.estimates`), whose steps are not changed.
 
-    The latents are whole on every rank, so that nothing is exchanged. Raises ValueError for a scheduler whose clean
-    latents are not known.
+    The latents are whole on every rank: nothing is exchanged. Raises ValueError if the clean latents are not known.
     """
     if estimates is None:
         yield

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 
-from seqpar.loading.names import PRESETS, pipeline_folder, preset_of, resolve
-from seqpar.loading.parts import read_pipeline
+from seqpar.loading.names import PRESETS, preset_of, resolve
+from seqpar.loading.parts import INDEX, read_pipeline
 from seqpar.pipelines import diffusers, own_loop
 from seqpar.pipelines.protocol import Source
 
@@ -26,8 +26,8 @@ def find(name: str) -> Source:
     if path is None and (preset := preset_of(name)) in PRESETS:
         return diffusers.Source.locate(PRESETS[preset])
     families = [importlib.import_module(f"seqpar.pipelines.{family}") for family in FAMILIES]
-    folder = None if path is None else pipeline_folder(path)
-    if path is None or folder is None:
+    folder = path.parent if path is not None and path.is_file() else path  # of a transformer's file in a pipeline's
+    if path is None or folder is None or not (folder / INDEX).is_file():
         return own_loop.native(name if path is None else path, families)
     kind = read_pipeline(folder)["_class_name"]
     family = next((family for family in families if kind in family.PIPELINES), None)

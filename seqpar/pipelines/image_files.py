@@ -23,7 +23,7 @@ BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.Decomp
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that a run begins with. name: that of its file. image: its pixels, as red, green and blue."""
+    """An image that a run begins with. name: that of its file. image: its pixels, as RGB."""
 
     name: str
     image: Image.Image
@@ -33,22 +33,20 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return height and width in pixels."""
+        """Height and width in pixels."""
         return self.image.height, self.image.width
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return what the metadata of a result says of it; the digest is 16 hex digits over its pixels."""
+        """What the metadata of a result says of it."""
         return {"file": self.name, "size": f"{self.size[0]}x{self.size[1]}", "pixels": digest(self.image.tobytes())}
 
 
 def digest(pixels: bytes) -> str:
-    """Return 16 hex digits over the pixels of a picture."""
     return hashlib.sha256(pixels).hexdigest()[:16]
 
 
 def read(name: str) -> Picture:
-    """Return the picture in a file; ValueError for a file that cannot be read, and as `decoded`."""
     what = f"--image {name}"
     if Path(name).is_fifo():  # reading one would wait for who writes it
         raise ValueError(f"got {what}, which is a pipe, expected a file")
@@ -60,10 +58,9 @@ def read(name: str) -> Picture:
 
 
 def decoded(what: str, file: IO[bytes]) -> Image.Image:
-    """Return the picture in an open file, turned as its camera says; of several in one file the first.
+    """Return the image in an open file as RGB: the first frame, EXIF orientation applied, transparency on white.
 
-    What is transparent becomes white. Raises ValueError for what is no picture, broken, too large or of more than
-    8 bits a value. what: names it in the message.
+    what: names it in the message. ValueError for other formats, broken or too large images, and over 8 bits a value.
     """
     try:
         with Image.open(file, formats=FORMATS) as image:
@@ -82,8 +79,7 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return a picture without transparency, under which any invisible colours may lie."""
-    if not image.has_transparency_data:
+    if not image.has_transparency_data:  # under which any invisible colours may lie
         return image
     seen = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")

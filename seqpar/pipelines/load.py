@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -15,9 +14,8 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
 from seqpar.loading.encoders import no_collection
-from seqpar.loading.folder import PipelineParts, kind_of, parts_of_folder
+from seqpar.loading.folder import PipelineParts, parts_of_folder
 from seqpar.loading.names import resolve
-from seqpar.loading.parts import read_pipeline
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.search import Preferences
@@ -63,25 +61,15 @@ def load(
     parts, adapters = ranks.on_all_ranks(check)
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
-    if fp32_state:
-        _keep_fp32(pipe, ranks)
-    return pipe
-
-
-def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
-    """Let a pipeline keep its state in fp32; rank 0 prints why it does not."""
-    reason = keep_fp32(pipe)
-    if reason is not None and mesh.is_main:
+    if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+    return pipe
 
 
 def checked(
     path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto"
 ) -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
-    """Return a pipeline's parts and LoRAs, which fit each other; ValueError otherwise. Reads headers.
-
-    vae: a way of decoding, which its VAE must have.
-    """
+    """Return a pipeline's parts and LoRAs, which fit each other; ValueError otherwise. Reads headers."""
     check_kind("path_or_id", path_or_id, str, Path, expected="a pipeline's folder or hub id")
     if not str(path_or_id):
         raise ValueError("got path_or_id='', expected a pipeline's folder or hub id")
@@ -92,9 +80,6 @@ def checked(
     path = resolve(path_or_id)
     if path is None:
         raise ValueError(f"got the preset {path_or_id}, expected a diffusers pipeline's folder or hub id")
-    path, file = (path.parent, path) if path.is_file() else (path, None)
-    index, adapters = read_pipeline(path), tuple(map(_lora.parse, loras))
-    kind = kind_of(index, path)
-    parts = parts_of_folder(path, index, file)
-    check_mode(kind.__name__, parts.vae, vae)
-    return parts, _lora.check(adapters, kind, parts.models)
+    adapters, parts = tuple(map(_lora.parse, loras)), parts_of_folder(path)
+    check_mode(parts.kind.__name__, parts.vae, vae)
+    return parts, _lora.check(adapters, parts.kind, parts.models)

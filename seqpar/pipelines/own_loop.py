@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from seqpar.kernels import _quack
 from seqpar.loading import schedulers as _schedulers
-from seqpar.loading.encoders import collect
 from seqpar.loading.errors import FAILURES
+from seqpar.loading.folder import open_vae
 from seqpar.loading.lora import Lora
 from seqpar.loading.schedulers import check_eta, check_steps, check_variances, respace, set_timesteps
-from seqpar.loading.vae import check_vae, load_vae, vae_factor
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler, digest
@@ -30,8 +28,8 @@ from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
-from seqpar.pipelines.protocol import NO_LORAS, Events, Result, as_text, no_event, scales
-from seqpar.pipelines.request import NO_IMAGES, NO_LORA, GenerationRequest
+from seqpar.pipelines.planning import Grid
+from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, Events, GenerationRequest, Result, as_text, no_event, scales
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Preferences
@@ -41,80 +39,15 @@ from seqpar.types.guidance import Guidance, check_loading, check_pictures
 from seqpar.vae.on_mesh import MeshVAE, preview
 from seqpar.vae.strips import MODES, DecodeMode, Spread
 
-Encode = Callable[[str], tuple[Tensor, ...]]
-
-
-class Texts:
-    """Encoded prompts of one model; those of the last call stay cached.
-
-    shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
-    encoders; None for random weights: prompts become random numbers. frees: whether nothing else holds the encoders, so
-    that their memory is freed after each call.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        ready: Callable[[], Encode] | None,
-        mesh: Mesh,
-        dtype: torch.dtype,
-        *,
-        frees: bool,
-    ) -> None:
-        self.shapes = dict(shapes)
-        self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
-        self._cached: dict[str, tuple[Tensor, ...]] = {}
-
-    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = no_event) -> None:
-        """Encode prompts on rank 0, and drop all others; other ranks return at once.
-
-        on_prompt(index): called when a prompt is encoded. Raises ValueError on rank 0 if the encoders do not load.
-        """
-        if not self._mesh.is_main:
-            return
-        encoded = {text: self._cached[text] for text in prompts if text in self._cached}
-        missing = [text for text in dict.fromkeys(prompts) if text not in encoded]
-        if missing:
-            encoder = self._random if self._ready is None else self._ready()
-            for index, text in enumerate(missing):
-                with torch.no_grad():
-                    encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
-                on_prompt(index)
-            del encoder
-            if self._frees:
-                collect()
-        self._cached = encoded
-
-    def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors by name, with a row for each of these encoded prompts. Only rank 0's values count."""
-        if self._mesh.is_main:
-            texts = (torch.stack(rows) for rows in zip(*(self._cached[text] for text in prompts), strict=True))
-        else:
-            shapes = ((len(prompts), *shape) for shape in self.shapes.values())
-            texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
-        return dict(zip(self.shapes, texts, strict=True))
-
-    def _random(self, text: str) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
-
 
 def native(name: str | Path, families: Sequence[Any]) -> Files:
-    """Return the files of a model without a pipeline's folder: those of the family that runs it.
+    """Return the files of a model without a pipeline's folder: those of the family that runs it, or for planning alone.
 
-    families: modules with `MODELS` and `Files`. A model that no family runs
-    can be planned.
+    families: modules with `MODELS` and `Files`.
     """
     blueprint = locate(name)
     family = next((family for family in families if issubclass(blueprint.module.Model, family.MODELS)), None)
     return Files(blueprint) if family is None else family.Files.locate(blueprint)
-
-
-def described(tokens: int, source: object, before: str) -> tuple[str, str]:
-    """Return title and text of the summary's line about prompts. source: of the encoders, None for random numbers."""
-    if source is None:
-        return "text", f"{tokens} tokens of random numbers: no text encoder comes with this model"
-    return "text", f"{tokens} tokens per prompt, encoded on rank 0 before {before}"
 
 
 def timed(
@@ -166,67 +99,42 @@ class Files:
     vae: Any = None
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
+    class_names = ()  # of a model of classes
+    takes_images = needs_image = False
 
     @property
     def factor(self) -> int:
-        """Return the number of pixels along each side of a latent pixel."""
-        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
+        """Pixels along each side of a latent pixel."""
+        return NO_VAE_FACTOR if self.vae is None else 2 ** (len(self.vae.block_out_channels) - 1)
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on.
-
-        Raises ValueError for sizes that are no whole patches.
-        """
+        """Return (height, width) of a latent, None: as trained. ValueError for sizes that are no whole patches."""
         config = self.blueprint.config
         if pixels is None:
             return config.sample_size, config.sample_size
-        unit = config.patch_size * self.factor
-        if any(side < unit or side % unit for side in pixels):
-            raise ValueError(
-                f"got size {pixels[0]}x{pixels[1]}, expected multiples of {unit} (patch {config.patch_size} "
-                f"x decoder {self.factor})"
-            )
+        Grid(self.factor, config.patch_size, None).check(pixels)
         return pixels[0] // self.factor, pixels[1] // self.factor
 
     def scheduler(self, name: str | None = None) -> Any:
-        """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
-
-        Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
-        """
+        """Return the folder's scheduler, or class `name` with its settings; ValueError if the loop cannot use it."""
         return _schedulers.build(self.scheduling, name, self.blueprint.config)
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
 
-        eta: None stands for the scheduler's own default. respacing: see `seqpar.loop.request.Request`.
+        respacing: see `seqpar.loop.request.Request`.
         """
         scheduler = self.scheduler(name)
         if timed(scheduler, steps, eta, respacing).learned:
             check_variances(self.blueprint.config)
         return scheduler
 
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes of a model of classes."""
-        return ()
-
-    @property
-    def takes_images(self) -> bool:
-        return False
-
-    @property
-    def needs_image(self) -> bool:
-        return False
-
     def check(self, request: GenerationRequest) -> OwnJob:
-        """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit.
-
-        Guidance over 1, or none that is named where the model's usual run has it, counts as two branches.
-        """
+        """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit."""
         request.refuse(NO_LORA, lora=request.loras)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
         scale = request.guidance
-        if scale is None:
+        if scale is None:  # as the model's usual run
             scale = 4.0 if work_of(self.blueprint.config).guided else 1.0
         count = [name for name in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
         return self.job(None, request, Guidance(scale), None, count, named={})
@@ -264,7 +172,7 @@ class Files:
         )
 
     def conditions(self, asked: Sequence[object]) -> int:
-        """Return for how many of these classes or prompts the modulation differs."""
+        """Number of these classes or prompts whose modulation differs."""
         return len(set(asked))
 
     def load_of(
@@ -275,10 +183,9 @@ class Files:
         dtype: torch.dtype,
         size: tuple[int, int] | None = None,
     ) -> Load:
-        """Return the planner's `Load` for one picture of each of the classes or prompts `asked`.
+        """Return the planner's `Load` for one image of each of the classes or prompts `asked`.
 
-        guided: whether there are two branches. evaluations: number of calls of the model. size: (height, width) in
-        pixels, None for the model's own.
+        guided: whether there are two branches. evaluations: number of calls of the model.
         """
         config = self.blueprint.config
         return Load(
@@ -296,8 +203,8 @@ class Files:
 
 
 def checked_vae(path: Any, blueprint: Blueprint) -> Any:
-    """Return the config of the decoder in a folder or file; ValueError if it does not decode the model's latents."""
-    vae, channels = check_vae(path), blueprint.config.in_channels
+    """Return the config of the decoder in a folder; ValueError if it does not decode the model's latents."""
+    vae, channels = open_vae(path).model.config, blueprint.config.in_channels
     if vae.latent_channels != channels:
         raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
     return vae
@@ -343,9 +250,7 @@ class OwnJob:
         height, width = self.source.latent_size(self.request.size)
         return height * self.source.factor, width * self.source.factor
 
-    @property
-    def default_pixels(self) -> tuple[int, int]:
-        return self.pixels
+    default_pixels = pixels
 
     @property
     def why_not_run(self) -> str | None:
@@ -364,8 +269,7 @@ class OwnJob:
         return self.source.vae is not None
 
     def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
-        """Raise ValueError: our own models take no LoRAs."""
-        raise ValueError(NO_LORAS)
+        raise ValueError(NO_LORA)
 
     def load_model(
         self,
@@ -376,7 +280,6 @@ class OwnJob:
         on_encode: Callable[[int], None] | None = None,
         loras: Mapping[str, Lora] | None = None,
     ) -> Loaded:
-        """Load the model: `seqpar.pipelines.protocol.Job.load_model`. `loras` is empty: none fits (`lora_layers`)."""
         hooks: dict[str, Any] = {}
         if on_encode is not None and "prompts" in self.loading:
             hooks["on_prompt"] = lambda index: on_encode(1)
@@ -431,28 +334,23 @@ class Loaded:
         self.release()
 
     def release(self) -> None:
-        """Free the buffers, the exchanges and the CUDA graphs that are kept between calls."""
         self.sampler.release()
         if "on_mesh" in vars(self):
             self.on_mesh.release()
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of the model."""
         return self.dit.mesh
 
     @property
     def plan(self) -> Plan:
-        """How the ranks share the work."""
         return self.dit.plan
 
     @cached_property
     def sampler(self) -> Sampler:
-        """Return the reusable sampler of this pipeline."""
         return Sampler(self.dit)
 
     def notes(self, job: OwnJob) -> list[tuple[str, str]]:
-        """Return (title, text) for the summary: work, branches, graph, decoder."""
         mesh, request, decision = self.mesh, job.request, decide(job.scheduler, {"eta": job.request.eta})
         steps = request.steps if request.respacing is None else job.steps
         work = (
@@ -477,22 +375,17 @@ class Loaded:
         return [*notes, ("decoder", none if way is None else str(way))]
 
     def facts(self, job: OwnJob) -> dict[str, Any]:
-        """Return what the metadata of results says besides flags and plan."""
         way = self._way(job)
         named = {name: list(values) for name, values in job.named.items()}
         return {"scheduler": type(job.scheduler).__name__, "vae": None if way is None else way.name, **named}
 
     def verified(self, job: OwnJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
-        """Return target and keyword arguments of `seqpar.verify`, which itself stops after the evaluations."""
         return self, dict(job.settings)
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
-        """Return False: our own models take no LoRAs."""
         return False
 
     def generate(self, job: OwnJob, events: Events) -> Result:
-        """Return the images of a job on all ranks. Collective."""
-
         def step(index: int) -> None:
             events.step(index)
             events.boundary()
@@ -509,7 +402,6 @@ class Loaded:
         return Result(to_pil(images), "latents", partial(digest, latents))
 
     def _way(self, job: OwnJob) -> Spread | None:
-        """Return how the images of a job are decoded; None for previews."""
         if self.vae is None:
             return None
         size = [side // self.files.factor for side in job.pixels]
@@ -521,10 +413,7 @@ class Loaded:
         return MeshVAE.of(self.vae, self.dit.mesh, self.dit.transport.name, lambda: (self.dit.model, self.vae))
 
     def set_vae(self, mode: str) -> None:
-        """Decode in this way from now on: "auto", "strips", "pictures" or "tiled". Collective.
-
-        "tiled" is diffusers' tiling, which needs little memory and leaves seams.
-        """
+        """Decode by "auto", "strips", "pictures" or "tiled" (diffusers', with seams) from now on. Collective."""
         _check_mode(mode)
         if self.vae is not None:
             self.on_mesh.mode = mode
@@ -559,85 +448,6 @@ class Loaded:
 def _check_mode(mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(MODES)}")
-
-
-@dataclass(frozen=True)
-class FromTexts(Loaded):
-    """A loaded model of prompts. A family adds `latents` and the hooks below.
-
-    files: have `source`, of the encoders, and `decoder`, the path of the VAE.
-    """
-
-    texts: Texts
-
-    @classmethod
-    def load(
-        cls,
-        files: Any,
-        mesh: Mesh | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        *,
-        preferences: Preferences | None = None,
-        plan: Plan | None = None,
-        prompts: Sequence[str] = (),
-        on_prompt: Callable[[int], None] = no_event,
-    ) -> Self:
-        """Load the weights of transformer and decoder. Collective: call on all ranks.
-
-        preferences: strategy, local attention and transport; the planner chooses the rest for one image with one
-        branch. plan: in place of a new one. prompts: encoded first on rank 0, so that encoders leave memory before
-        other weights load; later calls of `latents` may take others. on_prompt(index): called for each of them.
-        """
-        plan, mesh = placed(files, dtype, mesh, preferences, plan)
-        texts = cls._texts(files, mesh, dtype, frees=True)
-
-        def read() -> Any:
-            texts.encode(prompts, on_prompt)
-            return None if files.source is None else load_vae(files.decoder, dtype, mesh.device)
-
-        vae = mesh.on_all_ranks(read)
-        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
-        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
-
-    @classmethod
-    def of(
-        cls,
-        pipe: Any,
-        mesh: Mesh | str | None = None,
-        *,
-        preferences: Preferences | None = None,
-        plan: Plan | None = None,
-        **own: Any,
-    ) -> Self:
-        """Return a pipeline of the parts of diffusers' pipeline in memory; its text encoders stay with it.
-
-        The transformer's weights are copied, in its dtype. own: arguments of `files_of`; see `load` for the others.
-        """
-        files, dtype = cls.files_of(pipe, **own)
-        plan, mesh = placed(files, dtype, mesh, preferences, plan)
-        model = files.blueprint.build(dtype, mesh.device)
-        texts, vae = cls._texts(files, mesh, dtype, frees=False), pipe.vae.to(mesh.device)
-        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
-
-    @classmethod
-    def files_of(cls, pipe: Any, **own: Any) -> tuple[Any, torch.dtype]:
-        """Return what `load` takes of diffusers' pipeline in memory, and the dtype of its transformer."""
-        raise NotImplementedError
-
-    @staticmethod
-    def text_shapes(files: Any) -> Mapping[str, tuple[int, ...]]:
-        """Return name -> shape of each tensor of a prompt."""
-        raise NotImplementedError
-
-    @staticmethod
-    def encoder(files: Any, device: torch.device, dtype: torch.dtype) -> Encode:
-        """Return a function that encodes one prompt, and holds the encoders of `files.source` on the device."""
-        raise NotImplementedError
-
-    @classmethod
-    def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype, *, frees: bool) -> Texts:
-        ready = None if files.source is None else partial(cls.encoder, files, mesh.device, dtype)
-        return Texts(cls.text_shapes(files), ready, mesh, dtype, frees=frees)
 
 
 def placed(

@@ -1,24 +1,34 @@
-"""Writes images as PNG in one atomic step, with the parameters that produced them; several as one labelled sheet.
+"""Files of images and videos: input images (`--image`) are read on rank 0; results are written in one atomic step.
 
-`check_writable` finds what is wrong with the file's name before any image is generated.
+An input file may differ between the hosts of a run, or be missing on one: all ranks use rank 0's pixels. PNG and mp4
+(H.264) files hold the parameters that produced them; diffusers' own exporter of videos writes none, and scales frames
+to sizes that 16 divides. `check_writable` finds what is wrong with a file's name before anything is generated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
+
+from seqpar.mesh.inputs import streams_of_rank_0
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.image_files import Picture, read
 
 SHOWN = 128  # pixels; smaller images are enlarged so that they can be seen
 GAP = 8
@@ -26,10 +36,7 @@ INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 
 def to_pil(images_N3HW: Tensor) -> list[Image.Image]:
-    """Convert values in [0, 1] to images; the device rounds and reorders them, and bytes are copied to the host.
-
-    One at a time, because the intermediate values take three times the memory of an image.
-    """
+    """Convert values in [0, 1] to images, one at a time: intermediate values take three times an image's memory."""
     bytes_HW3 = ((image_3HW * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous() for image_3HW in images_N3HW)
     return [Image.fromarray(image_HW3.cpu().numpy()) for image_HW3 in bytes_HW3]
 
@@ -50,8 +57,8 @@ def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     return sheet
 
 
+# near `target`, with the fewest empty cells
 def _columns(count: int, target: int) -> int:
-    """Return a number of columns near `target` that leaves the fewest cells empty."""
     target = min(target, count)  # tall images are shown in one row
     near = range(max(1, target - 1), min(count, target + 1) + 1)
     return min(near, key=lambda columns: (-count % columns, abs(columns - target), -columns))
@@ -67,13 +74,13 @@ def save(image: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
 
 
 def write_png(image: Image.Image, file: IO[bytes], info: PngInfo | None = None) -> None:
-    """Write a lossless PNG, at zlib's fastest level: higher ones take several times as long for a few percent."""
+    # higher levels of zlib take several times as long for a few percent
     image.save(file, "png", pnginfo=info, compress_level=1)
 
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; it is renamed to `path` at the end, or removed after an error.
+    """Yield a temporary path next to `path`, renamed to it at the end, or removed after an error.
 
     A link at `path` stays one: its target is replaced. Raises OSError with `path` as its file name.
     """
@@ -94,7 +101,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def numbered(path: Path, count: int) -> list[Path]:
-    """Return a path for each of several images: seqpar-1.png, seqpar-2.png; a single one keeps the name."""
+    """Return a path for each of several images (seqpar-1.png, seqpar-2.png); a single one keeps the name."""
     width = len(str(count))
     return [path.with_stem(f"{path.stem}-{number:0{width}}") for number in range(1, count + 1)] if count > 1 else [path]
 
@@ -102,8 +109,7 @@ def numbered(path: Path, count: int) -> list[Path]:
 def check_writable(path: Path, suffix: str = ".png", others: Sequence[Path] = ()) -> None:
     """Raise ValueError if `written` could not write to this path, so that a long run does not fail at its end.
 
-    suffix: required ending of the name, .png for images and .mp4 for videos. others: further files of the run, in the
-    same folder and with names that are no longer.
+    suffix: required ending of the name. others: further files of the run, in the same folder with names no longer.
     """
     if path.suffix.lower() != suffix:
         raise ValueError(f"got output {path}, expected a name that ends in {suffix}")
@@ -129,3 +135,88 @@ def _check_file(path: Path) -> None:
     writable = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
     if path.is_file() and not (path.stat().st_mode & writable and os.access(path, os.W_OK)):
         raise ValueError(f"got output {path}, which is read-only; name another file, or make it writable (chmod +w)")
+
+
+# Videos -------------------------------------------------------------------------------------------------------
+
+CODEC = "libx264"
+QUALITY = {"crf": "17"}  # of libx264: a loss that is hard to see
+BT_709 = 1  # the number of the usual colours of videos, in ffmpeg's lists of primaries, transfers and matrices
+
+
+def check_encoder() -> None:
+    """Raise ValueError where PyAV has no encoder for the videos that are written here."""
+    import av  # loads ffmpeg's libraries, which pictures do not need
+
+    try:
+        av.Codec(CODEC, "w")
+    except ValueError as error:
+        raise ValueError(f"got PyAV without {CODEC}, expected this encoder for mp4 files; install av by pip") from error
+
+
+def save_video(frames_FHW3: Iterable[Any], path: Path, fps: float, parameters: Mapping[str, Any]) -> None:
+    """Write frames in one atomic step; the file's comment holds every parameter as JSON.
+
+    frames_FHW3: PIL images, or arrays of values in [0, 1], with even sides.
+    """
+    video = encoded(frames_FHW3, fps, json.dumps(parameters))
+    with written(path) as temporary, open(temporary, "xb") as file:  # mkstemp would ignore the umask
+        file.write(video.getbuffer())
+
+
+def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
+    import av  # loads ffmpeg's libraries, which pictures do not need
+
+    video, stream = BytesIO(), None  # in memory: a full disk would be another error inside of ffmpeg
+    with av.open(video, "w", format="mp4") as file:
+        file.metadata["comment"] = comment
+        for frame in frames_FHW3:
+            pixels_HW3 = _bytes(frame)
+            if stream is None:
+                stream: Any = file.add_stream(CODEC, rate=Fraction(fps).limit_denominator(1001), options=QUALITY)
+                stream.height, stream.width, stream.pix_fmt = *pixels_HW3.shape[:2], "yuv420p"
+                colours = stream.codec_context
+                colours.color_primaries = colours.color_trc = colours.colorspace = BT_709
+            shown = av.VideoFrame.from_ndarray(pixels_HW3, format="rgb24")
+            file.mux(stream.encode(shown.reformat(format="yuv420p", dst_colorspace=BT_709)))
+        file.mux(stream.encode())
+    return video
+
+
+def digest(made: Sequence[Any]) -> str:
+    """Return 16 hex digits over all pixels of images or videos, to compare runs.
+
+    Not of files: libx264 encodes the same frames in other bytes once in a thousand times.
+    """
+    return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in made)).hexdigest()[:16]
+
+
+def _bytes(frame: Any) -> np.ndarray:
+    values = np.asarray(frame)
+    return values if values.dtype == np.uint8 else (values * 255).round().astype(np.uint8)
+
+
+# Input images -------------------------------------------------------------------------------------------------
+
+MOST_PICTURES = 16
+NUMBER = 5  # digits of a picture's number, which stand before its name while it travels
+
+
+def pictures_of_rank_0(names: Sequence[str], mesh: Mesh) -> tuple[Picture, ...]:
+    if len(names) > MOST_PICTURES:
+        raise ValueError(f"got --image with {len(names)} pictures, expected at most {MOST_PICTURES}")
+    return shared(lambda: [read(name) for name in names], mesh)
+
+
+def shared(pictures: Callable[[], Sequence[Picture]], mesh: Mesh) -> tuple[Picture, ...]:
+    """Call a function on rank 0 alone, and return its pictures on every rank; if it fails, raise one error on all."""
+
+    def pixels() -> dict[str, Tensor]:
+        return {f"{number:0{NUMBER}}{each.name}": _pixels(each) for number, each in enumerate(pictures())}
+
+    tensors = streams_of_rank_0(mesh, pixels)
+    return tuple(Picture(name[NUMBER:], Image.fromarray(x_HW3.numpy())) for name, x_HW3 in tensors.items())
+
+
+def _pixels(picture: Picture) -> Tensor:
+    return torch.from_numpy(np.array(picture.image))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.planner.predict import Load
 from seqpar.transformer import estimate
 from seqpar.types.facts import Work
@@ -21,10 +21,10 @@ FACTORS = ("spatial_compression_ratio", "scale_factor_spatial", "block_out_chann
 
 @dataclass(frozen=True)
 class Planned:
-    """The planner's view of a run. work: of the transformer. load: the run. channels: of the transformer's input.
+    """The planner's view of a run. work: of the transformer. channels: of its input.
 
-    pixels: height and width of the pictures; None where the pipeline chooses them. exact: whether the load has the
-    number of tokens of this very run, and not of its family's usual size.
+    pixels: height and width of the images; None where the pipeline chooses them. exact: whether the load has the number
+    of tokens of this very run, and not of its family's usual size.
     """
 
     work: Work
@@ -36,10 +36,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Grid:
-    """The tokens of a pipeline's pictures: each has `patch` x `patch` latent pixels of `factor` x `factor` pixels.
+    """The tokens of a pipeline's images: each has `patch` x `patch` latent pixels of `factor` x `factor` pixels.
 
-    trained: height and width that the decoder was trained for, where the pipeline makes the patches and the config of
-    the transformer names no size.
+    trained: height and width of the decoder, where the transformer's config names no size and the pipeline makes
+    patches.
     """
 
     factor: int
@@ -54,15 +54,11 @@ class Grid:
             raise ValueError(f"got size {shown} (patch {self.patch} x decoder {self.factor})")
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """Return the number of tokens of a picture."""
         return math.prod(side // (self.factor * self.patch) for side in size)
 
 
 def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
-    """Return the tokens of a pipeline's pictures, or None for videos and where the configs do not tell.
-
-    config: the transformer's. vae: of the meta device, or None.
-    """
+    """Return the tokens of a pipeline's images, or None for videos and where the configs do not tell."""
     patch, inputs = config.get("patch_size"), config.get("in_channels")
     if vae is None or not isinstance(patch, int) or not isinstance(inputs, int):
         return None
@@ -82,7 +78,6 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
 
 
 def planned(transformer: Any, grid: Grid | None, request: GenerationRequest, guided: bool) -> Planned:
-    """Return the planner's view of an request. transformer: without weights. guided: whether there are two branches."""
     size = request.size or (grid.trained if grid is not None else None)
     work = estimate.planned_work(transformer)
     load = estimate.load_of(transformer, request.dtype, guided, work.joined)

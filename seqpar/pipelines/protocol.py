@@ -1,4 +1,4 @@
-"""How a request becomes images: `check` it, plan it, `load` the model, `generate`. Nothing here imports a model.
+"""How a `GenerationRequest` becomes images: `check`, plan, `load_model`, `generate`. Nothing here imports a model.
 
 `seqpar.pipelines.find.find` returns the `Source` of a name; `Source.check` a `Job`, from whose `work` and `load` the
 planner makes a plan; `Job.load_model` a `Model` on all ranks; `Model.generate` the `Result`. Implementations:
@@ -16,14 +16,81 @@ from torch import Tensor
 
 from seqpar.loading.lora import Lora
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.image_files import Picture
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.vae.strips import DecodeMode
 
-NO_LORAS = "LoRAs require a model that is a folder of a diffusers pipeline"
+FOR_CLASSES = "only models of classes take it"
+NO_VIDEOS = "this model generates images, no videos"
+NO_IMAGES = "this model takes no input image"
+NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """The images that are asked for; None and () leave a choice to the family.
+
+    size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
+    guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
+    free guidance beside the embedded one. images: those that it begins with. The other fields are the flags of the same
+    names.
+    """
+
+    model: str
+    dtype: torch.dtype
+    classes: tuple[str | int, ...] = ()
+    prompts: tuple[str, ...] = ()
+    negative: str | None = None
+    repeat: int = 1
+    steps: int = 25
+    guidance: float | None = None
+    true_guidance: float | None = None
+    guidance_channels: int | None = None
+    eta: float | None = None
+    respacing: str | None = None
+    scheduler: str | None = None
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    frames: int | None = None
+    fps: int | None = None
+    loras: tuple[Lora, ...] = ()
+    images: tuple[Picture, ...] = ()
+    strength: float | None = None
+
+    @property
+    def pictures(self) -> list[str]:
+        """The prompt of each image."""
+        return [text for text in self.prompts for _ in range(self.repeat)]
+
+    def refuse(self, reason: str, **flags: object) -> None:
+        """Raise ValueError for the first of these flags (by their names) that is given; reason: a clause."""
+        for name, value in flags.items():
+            if value is not None and value != ():
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"--{name.replace('_', '-')} {shown} with --model {self.model}: {reason}")
+
+    def needs_prompts(self) -> None:
+        """Raise ValueError for flags that models of prompts do not take, and without a prompt."""
+        self.refuse("this model generates images from prompts (--prompt)", classes=self.classes)
+        self.refuse(NO_VIDEOS, frames=self.frames, fps=self.fps)
+        self.refuse(NO_IMAGES, image=self.images, strength=self.strength)
+        self.refuse(FOR_CLASSES, respacing=self.respacing)
+        if not self.prompts:
+            raise ValueError(f"--model {self.model} needs --prompt: it generates images from prompts")
+
+    def free_guidance(self, default: float) -> Guidance:
+        """Return classifier-free guidance of `--guidance`, or of the default scale."""
+        guidance = Guidance(default if self.guidance is None else self.guidance, self.guidance_channels)
+        if self.guidance_channels is not None and not guidance.on:
+            raise ValueError(
+                f"--guidance-channels {self.guidance_channels} needs guidance over 1, got --guidance {guidance.scale:g}"
+            )
+        return guidance
+
+
 Estimates = tuple[Collection[int], Callable[[int, Tensor], None]]
 """Indices of evaluations whose estimate of the clean latents is asked for, and what gets index and estimate."""
 
@@ -101,14 +168,10 @@ class Job(Protocol):
         ...
 
     @property
-    def why_not_planned(self) -> str | None:
-        """Why the planner does not know this run, or None."""
-        ...
+    def why_not_planned(self) -> str | None: ...  # why the planner does not know this run, or None
 
     @property
-    def why_no_steps(self) -> str | None:
-        """Why `Events.step` is not called after each step, or None."""
-        ...
+    def why_no_steps(self) -> str | None: ...  # why `Events.step` is not called after each step, or None
 
     @property
     def steps(self) -> int:
@@ -116,27 +179,19 @@ class Job(Protocol):
         ...
 
     @property
-    def texts(self) -> int:
-        """Number of different prompts to encode."""
-        ...
+    def texts(self) -> int: ...  # number of different prompts to encode
 
     @property
-    def decodes(self) -> bool:
-        """Whether a decoder comes with the model."""
-        ...
+    def decodes(self) -> bool: ...  # whether a decoder comes with the model
 
     @property
     def video(self) -> bool: ...
 
     @property
-    def fps(self) -> float:
-        """Frames per second of videos."""
-        ...
+    def fps(self) -> float: ...  # frames per second of videos
 
     @property
-    def frames(self) -> Frames | None:
-        """Numbers of frames of videos; None for images, and if no file tells."""
-        ...
+    def frames(self) -> Frames | None: ...  # numbers of frames of videos; None for images, and if no file tells
 
     @property
     def labels(self) -> Sequence[str] | None:
@@ -166,7 +221,7 @@ class Job(Protocol):
 
 
 def no_event(count: int) -> None:
-    """Ignore an event."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -241,12 +296,10 @@ class Model(Protocol):
 
 
 def as_text(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def scales(job: Job) -> str:
-    """Return the guidance of a job as text: the scale that the model takes as an input, and the classifier-free one."""
     if job.embedded is None:
         return f"guidance {job.guidance.scale:g}"
     beside = f", classifier-free guidance {job.guidance.scale:g}" if job.guidance.on else ""

@@ -11,29 +11,41 @@ Source: UniDiffuser (arXiv 2303.06555).
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.loading import schedulers as _schedulers
-from seqpar.loading.folder import check_named
+from seqpar.loading.encoders import collect
+from seqpar.loading.folder import check_named, load_vae
 from seqpar.loading.parts import read_pipeline, read_scheduler
 from seqpar.loading.schedulers import set_timesteps
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
+from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import draw_noise, draw_steps
 from seqpar.loop.models.uvit import Config, Mode, Model
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop
-from seqpar.pipelines.own_loop import Encode, FromTexts, OwnJob, checked_vae, described, drawn_in, generated
-from seqpar.pipelines.request import NO_LORA, GenerationRequest
-from seqpar.pipelines.unidiffuser_parts import DEFAULT, NEEDED, captions, check_encoders, image_streams, text_encoder
+from seqpar.pipelines.own_loop import Loaded, OwnJob, checked_vae, drawn_in, generated, placed
+from seqpar.pipelines.protocol import NO_LORA, GenerationRequest, no_event
+from seqpar.pipelines.unidiffuser_parts import (
+    DEFAULT,
+    NEEDED,
+    Encode,
+    captions,
+    check_encoders,
+    image_streams,
+    text_encoder,
+)
+from seqpar.planner.plan import Plan
+from seqpar.planner.search import Preferences
 from seqpar.types.guidance import Guidance, check_pictures
 
 PIPELINES = ("UniDiffuserPipeline",)
@@ -44,11 +56,7 @@ DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pic
 
 @dataclass(frozen=True)
 class Files(own_loop.Files):
-    """The checked files of a UniDiffuser.
-
-    blueprint: the U-ViT, whose config has the mode. source: the pipeline's folder, diffusers' pipeline in memory, or
-    None for a preset.
-    """
+    """The checked files of a UniDiffuser. source: its folder, diffusers' pipeline in memory, or None for a preset."""
 
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
 
@@ -56,8 +64,7 @@ class Files(own_loop.Files):
     def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
         """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
 
-        mode: see `uvit.Config`. Raises ValueError if a file does not fit; reads only configs and the headers of weight
-        files.
+        mode: see `uvit.Config`. Raises ValueError if a file does not fit; reads only configs and headers.
         """
         blueprint = locate(name)
         if not isinstance(blueprint.config, Config):
@@ -70,23 +77,19 @@ class Files(own_loop.Files):
         check_encoders(folder, blueprint.config)
         return Files(blueprint, folder, vae, scheduling=read_scheduler(folder / "scheduler"))
 
-    @property
-    def decoder(self) -> Path:
-        """Return the folder of the VAE."""
-        return self.source / "vae"
-
     def conditions(self, asked: Sequence[object]) -> int:
-        """Return 1: the prompt is a stream, so modulation depends on the branch alone."""
-        return 1
+        return 1  # the prompt is a stream, so modulation depends on the branch alone
 
     def check(self, request: GenerationRequest) -> OwnJob:
-        """Return the job of a request; ValueError for whatever does not fit. Reads headers, no weights."""
         request.needs_prompts()
         noise = "the unconditional branch takes noise as its text"
         request.refuse(noise, negative_prompt=request.negative)
         request.refuse("--guidance is classifier-free for this model", true_guidance=request.true_guidance)
         request.refuse(NO_LORA, lora=request.loras)
         prompts, guidance = request.pictures, request.free_guidance(GUIDANCE)
+        encoded = "per prompt, encoded on rank 0 before other weights load"
+        if self.source is None:
+            encoded = "of random numbers: no text encoder comes with this model"
         return self.job(
             Pipeline,
             request,
@@ -96,7 +99,7 @@ class Files(own_loop.Files):
             loading={"prompts": prompts},
             settings={"prompts": prompts, "scheduler": request.scheduler, "eta": request.eta},
             named={"prompts": request.prompts},
-            more_notes=[described(self.blueprint.config.text_tokens, self.source, "other weights load")],
+            more_notes=[("text", f"{self.blueprint.config.text_tokens} tokens {encoded}")],
         )
 
 
@@ -117,27 +120,130 @@ class Asked:
     scheduler: str | None = None
 
 
+class Texts:
+    """Encoded prompts of one model; those of the last call stay cached.
+
+    shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
+    encoders; None for random weights: prompts become random numbers. frees: whether nothing else holds the encoders, so
+    that their memory is freed after each call.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        ready: Callable[[], Encode] | None,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        *,
+        frees: bool,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
+        self._cached: dict[str, tuple[Tensor, ...]] = {}
+
+    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = no_event) -> None:
+        """Encode prompts on rank 0, and drop all others; ValueError on rank 0 if the encoders do not load.
+
+        on_prompt(index): called when a prompt is encoded.
+        """
+        if not self._mesh.is_main:
+            return
+        encoded = {text: self._cached[text] for text in prompts if text in self._cached}
+        missing = [text for text in dict.fromkeys(prompts) if text not in encoded]
+        if missing:
+            encoder = self._random if self._ready is None else self._ready()
+            for index, text in enumerate(missing):
+                with torch.no_grad():
+                    encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
+                on_prompt(index)
+            del encoder
+            if self._frees:
+                collect()
+        self._cached = encoded
+
+    def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors by name, with a row for each of these encoded prompts. Only rank 0's values count."""
+        if self._mesh.is_main:
+            texts = (torch.stack(rows) for rows in zip(*(self._cached[text] for text in prompts), strict=True))
+        else:
+            shapes = ((len(prompts), *shape) for shape in self.shapes.values())
+            texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
+        return dict(zip(self.shapes, texts, strict=True))
+
+    def _random(self, text: str) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
+
+
 @dataclass(frozen=True)
-class Pipeline(FromTexts):
-    """A loaded UniDiffuser on a mesh; see `FromTexts`."""
+class Pipeline(Loaded):
+    """A loaded UniDiffuser on a mesh; see `Loaded`."""
+
+    texts: Texts
 
     @classmethod
-    def files_of(cls, pipe: Any, *, mode: Mode = "text2img") -> tuple[Files, torch.dtype]:  # pyright: ignore
-        """Return the files of diffusers' UniDiffuserPipeline in memory, and the dtype of its U-ViT."""
-        blueprint = from_diffusers(pipe.unet)
+    def load(
+        cls,
+        files: Any,
+        mesh: Mesh | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        preferences: Preferences | None = None,
+        plan: Plan | None = None,
+        prompts: Sequence[str] = (),
+        on_prompt: Callable[[int], None] = no_event,
+    ) -> Self:
+        """Load the weights of transformer and decoder. Collective: call on all ranks.
+
+        preferences: strategy, local attention and transport; the planner chooses the rest for one image with one
+        branch. plan: in place of a new one. prompts: encoded first on rank 0, so that encoders leave memory before
+        other weights load; later calls of `latents` may take others. on_prompt(index): called for each of them.
+        """
+        plan, mesh = placed(files, dtype, mesh, preferences, plan)
+        texts = cls._texts(files, mesh, dtype, frees=True)
+
+        def read() -> Any:
+            texts.encode(prompts, on_prompt)
+            return None if files.source is None else load_vae(files.source / "vae", dtype, mesh.device)
+
+        vae = mesh.on_all_ranks(read)
+        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
+        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
+
+    @classmethod
+    def of(
+        cls,
+        pipe: Any,
+        mesh: Mesh | str | None = None,
+        *,
+        preferences: Preferences | None = None,
+        plan: Plan | None = None,
+        mode: Mode = "text2img",
+    ) -> Self:
+        """Return a pipeline of the parts of diffusers' UniDiffuserPipeline in memory, whose encoders stay with it.
+
+        The U-ViT's weights are copied, in its dtype. See `load` for the arguments.
+        """
+        blueprint, dtype = from_diffusers(pipe.unet), pipe.unet.dtype
         blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        scheduling = _schedulers.config_of(pipe.scheduler)
-        return Files(blueprint, pipe, pipe.vae.config, scheduling=scheduling), pipe.unet.dtype
+        scheduling = {**pipe.scheduler.config, "_class_name": type(pipe.scheduler).__name__}
+        files = Files(blueprint, pipe, pipe.vae.config, scheduling=scheduling)
+        plan, mesh = placed(files, dtype, mesh, preferences, plan)
+        model = files.blueprint.build(dtype, mesh.device)
+        texts, vae = cls._texts(files, mesh, dtype, frees=False), pipe.vae.to(mesh.device)
+        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
     @staticmethod
-    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of CLIP's hidden states, made narrower."""
+    def text_shapes(files: Any) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of each tensor of a prompt: CLIP's hidden states, made narrower."""
         return {"text": (files.blueprint.config.text_tokens, files.blueprint.config.text_width)}
 
-    @staticmethod
-    def encoder(files: Files, device: torch.device, dtype: torch.dtype) -> Encode:
-        """Return a function that encodes one prompt, and holds the encoders."""
-        return text_encoder(files.source, files.blueprint.config.text_tokens, device, dtype)
+    @classmethod
+    def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype, *, frees: bool) -> Texts:
+        ready = None
+        if files.source is not None:
+            ready = partial(text_encoder, files.source, files.blueprint.config.text_tokens, mesh.device, dtype)
+        return Texts(cls.text_shapes(files), ready, mesh, dtype, frees=frees)
 
     def latents(
         self,
@@ -182,116 +288,80 @@ class Pipeline(FromTexts):
         img2text and text, and all three in joint, which takes no guidance. given: the other streams, in the same
         shapes; without them modes image and text draw noise at each evaluation. noise: None draws it, too.
         """
-        mesh, model = self.dit.mesh, self.dit.model
+        mesh, model, config = self.dit.mesh, self.dit.model, self.dit.config
         asked = mesh.share(asked, Asked)  # only rank 0 may have any streams, and all must check the same
         given, noise = (streams_of_rank_0(mesh, lambda x=x: _on_host(x)) for x in (given, noise))
-        self._check(asked)
-        scheduler, evaluations = self._scheduler(asked.scheduler), self._evaluations(asked.scheduler, asked.steps)
-        shapes, generator = self._shapes(asked), torch.Generator().manual_seed(asked.seed)
-        start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
+        if asked.guidance.on and "other_timestep" not in model.PROMPT:
+            raise ValueError(f"got guidance in mode {config.mode}, expected text2img or img2text; use scale 1")
+        size = self.files.latent_size(asked.size)
+        if "image" in model.STATE:
+            self.check_decodable(asked.count, size)
+        scheduler, evaluations = self._scheduler(asked.scheduler, asked.steps)
+
+        # the streams that are denoised, in the order in which noise is drawn
+        shapes = {
+            "image": (asked.count, config.in_channels, *size),
+            "clip": (asked.count, 1, config.clip_width),
+            "text": (asked.count, config.text_tokens, config.text_width),
+        }
+        generator, dtype = torch.Generator().manual_seed(asked.seed), drawn_in(self.dit.dtype)
+        start = noise or {name: draw_noise(shapes[name], generator, dtype) for name in model.STATE}
+
+        # the others, (S, N, L, C) each: as given, or noise where the mode takes it
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
-        drawn = self._others(given, others, generator, evaluations)
+        if given:
+            got = {name: tuple(x.shape) for name, x in given.items()}
+            if got != others:
+                raise ValueError(f"got the given streams {got}, expected {others}")
+            drawn = {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
+        elif "other_timestep" in model.PROMPT:
+            raise ValueError(f"got mode {config.mode} without {', '.join(others)}, which `given` must have")
+        else:
+            drawn = self._fresh(others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
-        settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}
+        settings: dict[str, Any] = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
+        settings |= {"generator": generator, "drawn": drawn, "negative_drawn": negative}
         self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
         return self.sampler.streams()
 
     def captions(self, text_NLC: Tensor) -> list[str]:
-        """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a preset."""
-        mesh, source = self.dit.mesh, self.files.source
-        if source is None:
-            raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
-        return mesh.on_rank_0(lambda: captions(source, text_NLC), list[str])
+        """Return the caption of each row of rank 0's text tokens, on every rank. Not for presets."""
+        return self.dit.mesh.on_rank_0(lambda: captions(self.files.source, text_NLC), list[str])
 
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
-        """Return the streams of rank 0's pictures (of one size), for `streams` in mode img2text, on every rank.
+        """Return the streams of rank 0's images (of one size), for `streams` in mode img2text, on every rank.
 
-        seed: of the sample that is drawn from the autoencoder's distribution.
+        seed: of the sample that is drawn from the autoencoder's distribution. Not for presets.
         """
-        mesh, source, vae = self.dit.mesh, self.files.source, self.vae
-        if source is None:
-            raise ValueError("got a model without image encoders, expected a pipeline's folder")
-        drawn = torch.Generator().manual_seed(seed)
-        return streams_of_rank_0(mesh, lambda: _on_host(image_streams(source, vae, pictures, drawn)))
+        source, drawn = self.files.source, torch.Generator().manual_seed(seed)
+        return streams_of_rank_0(self.dit.mesh, lambda: _on_host(image_streams(source, self.vae, pictures, drawn)))
 
     @cached_property
-    def _scheduler(self) -> Callable[[str | None], Any]:
-        """`Files.scheduler`, cached: finding a class takes 6 ms."""
-        return cache(self.files.scheduler)
+    def _scheduler(self) -> Callable[[str | None, int], tuple[Any, int]]:
+        def found(name: str | None, steps: int) -> tuple[Any, int]:
+            scheduler = self.files.scheduler(name)
+            timed = copy.deepcopy(scheduler)
+            set_timesteps(timed, steps, {})
+            return scheduler, len(timed.timesteps)  # the evaluations of the model
 
-    @cached_property
-    def _evaluations(self) -> Callable[[str | None, int], int]:
-        """Number of model evaluations of a scheduler in so many steps, cached."""
-        return cache(lambda name, steps: _evaluations(self._scheduler(name), steps))
-
-    def _check(self, asked: Asked) -> None:
-        """Raise ValueError for guidance in a mode without it, and for pictures that cannot be decoded here."""
-        if asked.guidance.on and "other_timestep" not in self.dit.model.PROMPT:
-            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
-        if "image" in self.dit.model.STATE:
-            self.check_decodable(asked.count, self.files.latent_size(asked.size))
-
-    def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each stream, in the order in which noise is drawn."""
-        config, count = self.dit.config, asked.count
-        return {
-            "image": (count, config.in_channels, *self.files.latent_size(asked.size)),
-            "clip": (count, 1, config.clip_width),
-            "text": (count, config.text_tokens, config.text_width),
-        }
-
-    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return draw_noise(shape, generator, drawn_in(self.dit.dtype))
+        return cache(found)  # finding a class takes 6 ms
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """Return a stream as tokens (N, L, C)."""
         return x if x.dim() == 3 else self.dit.model.patchify(x)
-
-    def _others(
-        self,
-        given: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        generator: torch.Generator,
-        evaluations: int,
-    ) -> dict[str, Tensor]:
-        """Return the streams that are not denoised, (S, N, L, C) each: as given, or noise where the mode takes it."""
-        if given:
-            got = {name: tuple(x.shape) for name, x in given.items()}
-            if got != dict(shapes):
-                raise ValueError(f"got the given streams {got}, expected {dict(shapes)}")
-            return {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
-        if "other_timestep" in self.dit.model.PROMPT:
-            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(shapes)}, which `given` must have")
-        return self._fresh(shapes, generator, evaluations)
 
     def _fresh(
         self, shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, evaluations: int
     ) -> dict[str, Tensor]:
-        """Return noise that is new at every evaluation, (S, N, L, C) each.
-
-        It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
-        """
+        """Return noise that is new at every evaluation, (S, N, L, C) each, in the order of diffusers' loop."""
         noise = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
         return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in noise.items()}
 
 
 def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return streams on the CPU; ValueError if one is no tensor."""
     for name, x in (streams or {}).items():
         if not torch.is_tensor(x):
             raise ValueError(f"got {name} of type {type(x).__name__}, expected a tensor")
     return {name: x.detach().cpu() for name, x in (streams or {}).items()}
-
-
-def _settings(asked: Asked, generator: torch.Generator) -> dict[str, Any]:
-    return {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta, "generator": generator}
-
-
-def _evaluations(scheduler: Any, steps: int) -> int:
-    """Return how often a scheduler, which is not changed, calls the model."""
-    timed = copy.deepcopy(scheduler)
-    set_timesteps(timed, steps, {})
-    return len(timed.timesteps)
 
 
 def _prompt(names: Sequence[str], count: int) -> dict[str, Tensor]:

@@ -22,12 +22,12 @@ from seqpar.loading.encoders import load_encoder
 from seqpar.loading.errors import context
 from seqpar.loading.folder import check_class, check_files, check_tokenizer
 from seqpar.loading.names import importing_pipelines
-from seqpar.loading.parts import read_encoder, read_json
+from seqpar.loading.parts import CONFIG, read_json
 from seqpar.loading.reading import check_finite
 from seqpar.loop.models.uvit import Config
-from seqpar.pipelines.own_loop import Encode
 from seqpar.vae.shared import original
 
+Encode = Callable[[str], tuple[Tensor, ...]]
 PREFIX = "encode_prefix."  # of the caption decoder's layer that makes prompts narrower
 NEEDED = ("text_encoder", "clip_tokenizer", "text_decoder")
 CLIP_DEFAULTS = {"max_position_embeddings": 77, "hidden_size": 512}  # of transformers, for what a config leaves out
@@ -42,16 +42,15 @@ DEFAULT = {
 
 
 def check_encoders(folder: Path, config: Config) -> None:
-    """Raise ValueError if text encoder, tokenizer or caption decoder are missing, or do not fit the U-ViT.
-
-    Reads configs and headers, no weights.
-    """
+    """Raise ValueError if text encoder, tokenizer or caption decoder do not fit the U-ViT. Reads headers."""
     import transformers  # takes seconds to import, and other models do not need it
 
     check_files(folder / "text_encoder")
     check_class(folder / "text_encoder", transformers.CLIPTextModel)
     check_tokenizer(folder / "clip_tokenizer")
-    sizes = CLIP_DEFAULTS | read_encoder(folder / "text_encoder")
+    sizes = read_json(folder / "text_encoder" / CONFIG)
+    text = sizes.get("text_config")  # of CLIP's own folder the half that reads text
+    sizes = CLIP_DEFAULTS | (text if isinstance(text, dict) else sizes)
     tokens, width = sizes["max_position_embeddings"], sizes["hidden_size"]
     if tokens != config.text_tokens:
         raise ValueError(f"the text encoder has {tokens} tokens, the U-ViT {config.text_tokens}")
@@ -66,15 +65,11 @@ def check_encoders(folder: Path, config: Config) -> None:
 
 
 def caption_decoder(folder: Path) -> Checkpoint:
-    """Open the checkpoint of the caption decoder."""
     return open_checkpoint(find_checkpoint(folder / "text_decoder"))
 
 
 def load_encoders(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
-    """Return CLIP's tokenizer and text encoder, and the layer that makes its output narrower; ValueError if it fails.
-
-    Of the caption decoder only this layer is read.
-    """
+    """Return CLIP's tokenizer and text encoder, and the layer that makes its output narrower."""
     import transformers
 
     tokenizers: Any = transformers.AutoTokenizer
@@ -99,10 +94,7 @@ def load_encoders(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, Callable[
 
 
 def text_encoder(source: Path | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
-    """Return a function that encodes one prompt; it holds the encoders.
-
-    tokens: the length to which each prompt is padded or truncated.
-    """
+    """Return a function that encodes one prompt; it holds the encoders. tokens: length of each encoded prompt."""
     if isinstance(source, Path):
         tokenizer, encoder, narrower = load_encoders(source, dtype)
     else:
@@ -123,10 +115,7 @@ def text_encoder(source: Path | Any, tokens: int, device: torch.device, dtype: t
 
 
 def captions(source: Path | Any, text_NLC: Tensor) -> list[str]:
-    """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads.
-
-    It runs on the device and in the dtype of the tokens.
-    """
+    """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads."""
     decoder, tokenizer = (
         _captioner(source) if isinstance(source, Path) else (source.text_decoder, source.text_tokenizer)
     )
@@ -160,7 +149,7 @@ def image_streams(
 ) -> Mapping[str, Tensor]:
     """Return {"image": latents (N, C, h, w), "clip": embeddings (N, 1, width)} of images of one size.
 
-    generator: draws the sample of the autoencoder's distribution, as in diffusers' pipeline.
+    generator: draws the sample of the autoencoder's distribution.
     """
     from diffusers.image_processor import VaeImageProcessor
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.loading.errors import context
-from seqpar.loading.lora import Lora, Models, _fitted, _name, changes_encoders, load
+from seqpar.loading.lora import Lora, Models, adapter, fitted, load
 from seqpar.transformer.foreign import Addition
 from seqpar.transformer.internals import adapters_of
 
@@ -31,11 +31,11 @@ def check_switched(lora: Lora, kind: Any, models: Models) -> dict[Lora, dict[str
     be undone. A file that does not say its transformer must fit all of them.
     """
     changed = dict[Lora, dict[str, int]]()
-    for number, (placed, model) in enumerate(_fitted((lora,), kind, models, anywhere=True), 1):
-        if changes_encoders(kind, (lora,)):
+    for number, (placed, model) in enumerate(fitted((lora,), kind, models, anywhere=True), 1):
+        if placed.changes_encoders:
             raise ValueError(f"got --lora {lora.path} that changes a text encoder, expected the transformer alone")
         with context(f"got --lora {lora.path}, which cannot be merged"):
-            terms_of(model, _name(number))
+            terms_of(model, adapter(number))
         sizes = {path: base_of(layer).weight.numel() for path, layer in layers(model)}  # pyright: ignore
         changed[placed] = {f"{placed.part}.{path}": size for path, size in sizes.items()}
     return changed
@@ -45,7 +45,7 @@ def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
     """Merge loaded files into the weights of a pipeline's transformers; return why they stay beside these, or None."""
     reasons = list[str]()
     for part in dict.fromkeys(lora.part for lora in loras):
-        scales = {_name(number): lora.scale for number, lora in enumerate(loras, 1) if lora.part == part}
+        scales = {adapter(number): lora.scale for number, lora in enumerate(loras, 1) if lora.part == part}
         model = getattr(pipe, part)
         model.set_adapters(list(scales), [1.0 for _ in scales])
         try:
@@ -65,7 +65,7 @@ def switched(pipe: Any, loras: Mapping[str, Lora]) -> Merging:
     for name, lora in loras.items():
         load(pipe, (lora,))
         model = getattr(pipe, lora.part)
-        every[name] = {f"{lora.part}.{path}": term for path, term in terms_of(model, _name(1)).items()}
+        every[name] = {f"{lora.part}.{path}": term for path, term in terms_of(model, adapter(1)).items()}
         model.unload_lora()
     return Merging(pipe, every, keeps=True)
 

@@ -18,18 +18,10 @@ import torch
 from PIL import Image
 
 from seqpar.cli.args import Args
-from seqpar.pipelines.arguments import (
-    FPS,
-    arguments_of,
-    check_flags,
-    frame_rate,
-    gives_sigmas,
-    shown_image,
-    sides,
-    taking_images,
-)
+from seqpar.families._find import gives_sigmas
+from seqpar.pipelines.arguments import FPS, arguments_of, check_flags, frame_rate, shown_image, sides, taking_images
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.protocol import GenerationRequest
 from tests.cli.runs import SAME, parameters, pixels, shown, theirs
 from tests.support.pool import Pool
 

@@ -28,7 +28,7 @@ from seqpar.loading import lora
 from seqpar.loading.lora import Lora, check, load, parse
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.serve.ranks.checked import FittingLoras, loras_in
 from seqpar.transformer import lora as lora_files
 from tests.cli.loras import FORMATS, ORIGINAL, RANK, of_wan, written
@@ -82,13 +82,15 @@ def test_negative_control_a_file_that_diffusers_leaves_out_is_noticed(
     loras: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = pipelines.flux()
-    load(pipe, [Lora(str(loras["style"]))])
+    models = {"transformer": (type(pipe.transformer), pipe.transformer.config)}
+    style = check([Lora(str(loras["style"]))], type(pipe), models)
+    load(pipe, style)
     for taken, missing in (("transformer", "text_encoder, of which"), ("text_encoder", "which does not fit")):
         left = pipelines.flux()
         monkeypatch.setattr(type(left), "load_lora_weights", lambda *_, **__: None)
         setattr(left, taken, getattr(pipe, taken))  # the other part is as it was before
         with pytest.raises(ValueError, match=missing):
-            load(left, [Lora(str(loras["style"]))])
+            load(left, style)
 
 
 def test_a_lora_of_another_model_ends_all_ranks_with_one_message(

@@ -27,12 +27,12 @@ from seqpar.cli.sample import run
 from seqpar.convert import export
 from seqpar.convert.export import uncombined
 from seqpar.convert.folder import CLIP
-from seqpar.loading.keys import TensorSource
 from seqpar.loop.models.large_dit import Config
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
 from seqpar.pipelines.unidiffuser import Files as UniDiffuser
 from seqpar.pipelines.unidiffuser import Pipeline
+from seqpar.types.keys import TensorSource
 from tests.convert.test_originals import dit, opened, prediction, with_table
 from tests.loading.test_files import Calls
 from tests.loop.models.test_large_dit import inputs, plain

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ Spoil = Callable[[Path], object]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a diffusers transformer folder."""
     diffusers_dit().save_pretrained(tmp_path / "dit")  # pyright: ignore
     return tmp_path / "dit"
 
@@ -59,80 +57,56 @@ def edit(change: Callable[[dict[str, Tensor]], object]) -> Spoil:
     return apply
 
 
+def cast(dtype: torch.dtype) -> Spoil:
+    return edit(lambda t: t.update({"proj_out_2.bias": t["proj_out_2.bias"].to(dtype)}))
+
+
 def config(**change: object) -> Spoil:
-    def apply(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-    return apply
+    return lambda f: (f / "config.json").write_text(json.dumps(json.loads((f / "config.json").read_text()) | change))
 
 
-def index(change: Callable[[dict[str, Any]], object]) -> Spoil:
-    """Write the model in shards, and change their index."""
+def index(shard: Callable[[dict[str, str]], str]) -> Spoil:
+    """Write the model in shards, with another place of one tensor in their index."""
 
     def apply(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
         diffusers_dit().save_pretrained(folder, max_shard_size="100KB")  # pyright: ignore
         content = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps(change(content) or content))
+        content["weight_map"]["proj_out_2.bias"] = shard(content["weight_map"])
+        (folder / INDEX).write_text(json.dumps(content))
 
     return apply
 
 
-def moved(content: dict[str, Any], name: object) -> None:
-    content["weight_map"]["proj_out_2.bias"] = name
-
-
-def halve(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
+def halve(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
 
 
 def narrow(tensors: dict[str, Tensor]) -> None:
     tensors["proj_out_1.weight"] = tensors["proj_out_1.weight"][:, :-1].contiguous()
 
 
+RENAMED = r"Missing 1: proj_out_2\.bias\. Unknown 1: proj_out_2\.Bias"
+NARROW = r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight"
+TWICE = {"weight_map": {"a": "b.safetensors"}}
 FOLDERS: dict[str, tuple[Spoil, str]] = {
-    "truncated": (lambda f: halve(f / WEIGHTS), r"truncated or not a safetensors file"),
-    "no file": (
-        lambda f: (f / WEIGHTS).unlink(),
-        r"has no weights; expected diffusion_pytorch_model\.safetensors or diff",
-    ),
+    "truncated": (halve, r"truncated or not a safetensors file"),
+    "no file": (lambda f: (f / WEIGHTS).unlink(), r"has no weights; expected diffusion_pytorch_model\.safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), r"not a folder of diffusers: it has no model_index"),
     "missing key": (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
     "unknown key": (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
-    "renamed key": (
-        edit(lambda t: t.update({"proj_out_2.Bias": t.pop("proj_out_2.bias")})),
-        r"Missing 1: proj_out_2\.bias\. Unknown 1: proj_out_2\.Bias",
-    ),
-    "wrong shape": (
-        edit(narrow),
-        r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight",
-    ),
-    "integers": (
-        edit(lambda t: t.update({"proj_out_2.bias": t["proj_out_2.bias"].to(torch.int8)})),
-        r"got proj_out_2\.bias of type int8, expected floating-point weights",
-    ),
-    "complex": (
-        edit(lambda t: t.update({"proj_out_2.bias": t["proj_out_2.bias"].to(torch.complex64)})),
-        r"got proj_out_2\.bias of type complex64",
-    ),
-    "other class": (
-        config(_class_name="SD3Transformer2DModel"),
-        r"SD3Transformer2DModel, which no model of seqpar recognises",
-    ),
+    "renamed key": (edit(lambda t: t.update({"proj_out_2.Bias": t.pop("proj_out_2.bias")})), RENAMED),
+    "wrong shape": (edit(narrow), NARROW),
+    "integers": (cast(torch.int8), r"got proj_out_2\.bias of type int8, expected floating-point weights"),
+    "complex": (cast(torch.complex64), r"got proj_out_2\.bias of type complex64"),
+    "other class": (config(_class_name="SD3Transformer2DModel"), r"SD3Trans.*, which no model of seqpar recognises"),
     "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, but its file has only \d+ tensors"),
     "more layers than tensors": (config(num_layers=4000), r"num_layers=4000, but its file has only"),
-    "file and index": (
-        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
-        r"has both diffusion_pytorch_model\.safetensors and its index",
-    ),
-    "index lacks a key": (index(lambda i: moved(i, sorted(i["weight_map"].values())[0])), r"lack proj_out_2"),
-    "weights of ppdiffusers": (
-        lambda f: (f / WEIGHTS).rename(f / "model_state.pdparams"),
-        r"ppdiffusers' weights are not supported: use the diffusers folder",
-    ),
-    "no such shard": (index(lambda i: moved(i, "gone.safetensors")), r"gone\.safetensors not found"),
+    "file and index": (lambda f: (f / INDEX).write_text(json.dumps(TWICE)), r"has both diffusion_.* and its index"),
+    "index lacks a key": (index(lambda places: sorted(places.values())[0]), r"lack proj_out_2"),
+    "paddle's": (lambda f: (f / WEIGHTS).rename(f / "model_state.pdparams"), r"ppdiffusers' weights are not"),
+    "no such shard": (index(lambda _: "gone.safetensors"), r"gone\.safetensors not found"),
 }
 
 

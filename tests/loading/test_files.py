@@ -10,24 +10,29 @@ import json
 import os
 import pickle
 import resource
+import struct
 import time
 import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from seqpar.convert.originals import open_file
-from seqpar.loading.checkpoint import open_checkpoint
-from tests.support.odd_files import ALTERED, Write, archive, opened_or_refused, write_safetensors
+from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 
+Write = Callable[[Path], object]
+ALTERED = settings(
+    max_examples=300, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 SECONDS = 10  # the longest takes about 2 on an idle core
 PROTOCOL = b"\x80\x02"
 MATRIX = torch.arange(48.0).view(6, 8)
@@ -55,15 +60,38 @@ def touch(path: Path) -> Calls:
     return Calls(os.system, f"touch {path.parent}/proof")
 
 
-def saved(value: object, **options: Any) -> Write:
-    """value: what is saved, or a function of the path that returns it."""
+def saved(value: object, **options: Any) -> Write:  # value: what is saved, or a function of the path
     return lambda path: torch.save(value(path) if isinstance(value, FunctionType) else value, path, **options)
 
 
-def pickled(value: object, protocol: int = 2) -> Write:
-    return lambda path: path.write_bytes(
-        pickle.dumps(value(path) if isinstance(value, FunctionType) else value, protocol)
-    )
+def pickled(value: Any) -> Write:
+    return lambda path: path.write_bytes(pickle.dumps(value(path), 2))
+
+
+def archive(pickled: bytes, **records: bytes) -> Write:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("archive/data.pkl", pickled)
+            file.writestr("archive/version", b"3\n")
+            for name, data in records.items():
+                file.writestr(f"archive/data/{name}", data)
+
+    return write
+
+
+def write_safetensors(header: object, data: bytes) -> Write:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return lambda path: path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def opened_or_refused(path: Path) -> Checkpoint | None:
+    try:
+        return open_checkpoint(path)
+    except ValueError as error:
+        message = str(error)
+    assert path.name in message
+    assert len(message) < 700 + len(str(path))
+    return None
 
 
 def crafted(data: bytes) -> Write:
@@ -79,7 +107,6 @@ def tensor(key: bytes, count: int, size: bytes) -> bytes:
 
 
 def compressed(path: Path) -> None:
-    """Write an archive of which each record grows a thousandfold when it is read."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("archive/data.pkl", PROTOCOL + b"N" * (1 << 26) + b".")
 
@@ -90,13 +117,12 @@ def changed(path: Path, value: object, change: Any, **options: Any) -> None:
 
 
 def beyond(data: bytes) -> bytes:
-    """Let an archive's table say that a record begins behind the end of the file."""
     entry = data.rindex(b"PK\x01\x02")
     return data[: entry + 42] + (1 << 30).to_bytes(4, "little") + data[entry + 46 :]
 
 
 def table_of_records(path: Path) -> None:
-    """Write an archive of 2 GB, which take no room on the disk, of which half is said to be the table of records."""
+    # 2 GB, which take no room on the disk, of which half is said to be the table of records
     path.write_bytes(b"PK\x03\x04")
     os.truncate(path, 1 << 31)
     with path.open("ab") as file:
@@ -110,103 +136,67 @@ def entry(kind: str, shape: object, offsets: object) -> dict[str, Any]:
 STATE = {"a": torch.ones(20, 30), "b": torch.ones(2)}
 SHARED = torch.ones(1000)
 LOST = "is truncated or not a file of torch weights"
-ODD_SAFE = "is truncated or not a safetensors file: "
-FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is written, and what the message says
-    "os.system": (
-        "bin",
-        saved(lambda p: {"a": torch.ones(2), "b": touch(p)}),
-        r"requires posix\.system, but only tensors .*nothing",
-    ),
-    "eval": (
-        "bin",
-        saved({"b": Calls(eval, "1")}),
-        r"requires eval, but only tensors and plain values are loaded; nothing was executed",
-    ),
-    "in arguments": (
-        "bin",
-        saved(lambda p: {"ema": STATE, "args": Namespace(x=touch(p))}),
-        r"requires argparse\.Namespace",
-    ),
-    "an old file": (
-        "bin",
-        saved(lambda p: {"a": touch(p)}, _use_new_zipfile_serialization=False),
-        r"requires posix\.system",
-    ),
-    "a plain pickle": ("bin", pickled(lambda p: {"a": touch(p)}), r"requires posix\.system"),
-    "a module": ("bin", saved(nn.Linear(2, 2)), r"requires torch\.nn\.modules\.linear\.Linear"),
-    "another persistent id": ("bin", archive(PROTOCOL + b"X\1\0\0\0xQ."), LOST),
-    "a lost storage": ("bin", archive(tensor(b"0", 2, b"K\2\x85")), LOST),
-    "a path as storage": ("bin", archive(tensor(b"/", 2, b"K\2\x85")), LOST),
-    "a short storage": ("bin", archive(tensor(b"0", 1 << 30, b"J\0\0\0\x40\x85"), **{"0": b"12345678"}), LOST),
-    "a huge shape": ("bin", archive(tensor(b"0", 2, b"J\0\0\0\x40J\0\0\0\x40\x86"), **{"0": b"12345678"}), LOST),
-    "a compressed archive": ("bin", compressed, r"has the compressed record 'archive/data\.pkl'"),
-    "a large index": ("bin", archive(PROTOCOL + b"(" * (17 << 20) + b"."), r"has an index of \d+ bytes, expected at"),
-    "a large index, old": (
-        "bin",
-        crafted(PROTOCOL + KIBIBYTE * (17 << 10) + b"."),
-        r"has an index of more than \d+ bytes",
-    ),
-    "a large table": ("bin", table_of_records, LOST + r"|has an index"),
+OLD: dict[str, Any] = {"_use_new_zipfile_serialization": False}
+ODD_SAFE: dict[str, Write] = {  # safetensors
+    "os.system": saved(lambda p: {"a": touch(p)}),
+    "a huge header": crafted((10**12).to_bytes(8, "little") + b"{}"),
+    "without end": lambda p: (p.touch(), os.truncate(p, 1 << 42)),
+    "deep": write_safetensors(b"[" * 10**5, BYTES),
+    "a list": write_safetensors([1], BYTES),
+    "huge": write_safetensors(entry("F32", [2**40, 2**40], [0, 40]), BYTES),
+    "huge and empty": write_safetensors(entry("F32", [0, 2**63], [0, 0]), b""),
+    "half bytes": write_safetensors(entry("F4", [8], [0, 4]), b"1234"),
+    "a hole": write_safetensors(entry("F32", [2], [8, 16]), BYTES),
+    "an end": write_safetensors(entry("F32", [2], [0, 8]), BYTES),
+    "short": write_safetensors(entry("F32", [2], [0, 40]), BYTES),
+    "overlapping": write_safetensors({**entry("F32", [10], [0, 40]), "y": entry("U8", [4], [0, 4])["x"]}, BYTES),
+}
+ODD: dict[str, tuple[Write, str]] = {  # of torch: how the file is written, and what the message says
+    "os.system": (saved(lambda p: {"a": torch.ones(2), "b": touch(p)}), r"requires posix\.system, but only tensors"),
+    "eval": (saved({"b": Calls(eval, "1")}), r"requires eval, but only tensors .* are loaded; nothing was executed"),
+    "in arguments": (saved(lambda p: {"ema": STATE, "args": Namespace(x=touch(p))}), r"requires argparse\.Namespace"),
+    "an old file": (saved(lambda p: {"a": touch(p)}, **OLD), r"requires posix\.system"),
+    "a plain pickle": (pickled(lambda p: {"a": touch(p)}), r"requires posix\.system"),
+    "a module": (saved(nn.Linear(2, 2)), r"requires torch\.nn\.modules\.linear\.Linear"),
+    "another persistent id": (archive(PROTOCOL + b"X\1\0\0\0xQ."), LOST),
+    "a lost storage": (archive(tensor(b"0", 2, b"K\2\x85")), LOST),
+    "a path as storage": (archive(tensor(b"/", 2, b"K\2\x85")), LOST),
+    "a short storage": (archive(tensor(b"0", 1 << 30, b"J\0\0\0\x40\x85"), **{"0": b"12345678"}), LOST),
+    "a huge shape": (archive(tensor(b"0", 2, b"J\0\0\0\x40J\0\0\0\x40\x86"), **{"0": b"12345678"}), LOST),
+    "a compressed archive": (compressed, r"has the compressed record 'archive/data\.pkl'"),
+    "a large index": (archive(PROTOCOL + b"(" * (17 << 20) + b"."), r"has an index of \d+ bytes, expected at"),
+    "a large index, old": (crafted(PROTOCOL + KIBIBYTE * (17 << 10) + b"."), r"has an index of more than \d+ bytes"),
+    "a large table": (table_of_records, LOST + r"|has an index"),
     "an old huge storage": (
-        "bin",
-        lambda p: changed(
-            p, STATE, lambda d: d.replace(b"M\x58\x02", b"J\0\0\0\x7f"), _use_new_zipfile_serialization=False
-        ),
+        lambda p: changed(p, STATE, lambda d: d.replace(b"M\x58\x02", b"J\0\0\0\x7f"), **OLD),
         LOST,
     ),
-    "beyond the end": ("bin", lambda p: changed(p, STATE, beyond), LOST),
-    "truncated": ("bin", lambda p: changed(p, STATE, lambda data: data[: len(data) // 2]), LOST),
-    "truncated, old": (
-        "bin",
-        lambda p: changed(p, STATE, lambda data: data[:-9], _use_new_zipfile_serialization=False),
-        LOST,
-    ),
-    "a flipped bit": (
-        "bin",
-        lambda p: changed(p, STATE, lambda d: d.replace(b"_v2", b"_v0", 1)),
-        r"requires torch\._ut",
-    ),
-    "empty": ("bin", crafted(b""), r"is neither an archive nor a pickle"),
-    "a text": ("bin", crafted(b"root:x:0:0:root:/root:/bin/sh\n" * 9), r"is neither an archive nor a pickle"),
-    "without end": ("bin", lambda p: (p.touch(), os.truncate(p, 1 << 42)), r"is neither an archive nor a pickle"),
-    "a list": ("bin", saved(["not", "weights"]), r"holds a list, expected named tensors"),
-    "nothing": ("bin", saved({}), r"holds a dict, expected named tensors"),
-    "numbers as names": ("bin", saved({1: torch.ones(2)}), r"holds a Tensor under 1"),
-    "tuples as names": ("bin", saved({(1, "a"): torch.ones(2)}), r"holds a Tensor under \(1, 'a'\)"),
-    "no tensor": ("bin", saved(STATE | {"step": 7}), r"holds a int under 'step'"),
-    "sparse": ("bin", saved({"a": torch.eye(2).to_sparse()}), r"a sparse, quantized, nested or meta tensor under 'a'"),
-    "meta": ("bin", saved({"a": torch.ones(2, device="meta")}), r"nested or meta tensor under 'a'"),
-    "quantised": (
-        "bin",
-        saved(lambda _: {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)}),
-        "quantized",
-    ),
-    "nested": ("bin", saved(lambda _: {"a": torch.nested.nested_tensor([torch.ones(2)])}), "nested"),
-    "a huge view": ("bin", saved({"a": torch.ones(1).expand(10**7, 10**7)}), r"bytes describes tensors of \d+ bytes"),
-    "one storage": ("bin", saved({f"a{i}": SHARED[: 1000 - i] for i in range(400)}), r"bytes describes tensors of \d+"),
-    "safe: os.system": ("safetensors", saved(lambda p: {"a": touch(p)}), ODD_SAFE),
-    "safe: a huge header": ("safetensors", crafted((10**12).to_bytes(8, "little") + b"{}"), ODD_SAFE),
-    "safe: without end": ("safetensors", lambda p: (p.touch(), os.truncate(p, 1 << 42)), ODD_SAFE),
-    "safe: deep": ("safetensors", write_safetensors(b"[" * 10**5, BYTES), ODD_SAFE),
-    "safe: a list": ("safetensors", write_safetensors([1], BYTES), ODD_SAFE),
-    "safe: huge": ("safetensors", write_safetensors(entry("F32", [2**40, 2**40], [0, 40]), BYTES), ODD_SAFE),
-    "safe: huge and empty": ("safetensors", write_safetensors(entry("F32", [0, 2**63], [0, 0]), b""), ODD_SAFE),
-    "safe: half bytes": ("safetensors", write_safetensors(entry("F4", [8], [0, 4]), b"1234"), ODD_SAFE),
-    "safe: a hole": ("safetensors", write_safetensors(entry("F32", [2], [8, 16]), BYTES), ODD_SAFE),
-    "safe: an end": ("safetensors", write_safetensors(entry("F32", [2], [0, 8]), BYTES), ODD_SAFE),
-    "safe: short": ("safetensors", write_safetensors(entry("F32", [2], [0, 40]), BYTES), ODD_SAFE),
-    "safe: overlapping": (
-        "safetensors",
-        write_safetensors({**entry("F32", [10], [0, 40]), "y": entry("U8", [4], [0, 4])["x"]}, BYTES),
-        ODD_SAFE,
-    ),
+    "beyond the end": (lambda p: changed(p, STATE, beyond), LOST),
+    "truncated": (lambda p: changed(p, STATE, lambda data: data[: len(data) // 2]), LOST),
+    "truncated, old": (lambda p: changed(p, STATE, lambda data: data[:-9], **OLD), LOST),
+    "a flipped bit": (lambda p: changed(p, STATE, lambda d: d.replace(b"_v2", b"_v0", 1)), r"requires torch\._ut"),
+    "empty": (crafted(b""), r"is neither an archive nor a pickle"),
+    "a text": (crafted(b"root:x:0:0:root:/root:/bin/sh\n" * 9), r"is neither an archive nor a pickle"),
+    "without end": (lambda p: (p.touch(), os.truncate(p, 1 << 42)), r"is neither an archive nor a pickle"),
+    "a list": (saved(["not", "weights"]), r"holds a list, expected named tensors"),
+    "nothing": (saved({}), r"holds a dict, expected named tensors"),
+    "numbers as names": (saved({1: torch.ones(2)}), r"holds a Tensor under 1"),
+    "tuples as names": (saved({(1, "a"): torch.ones(2)}), r"holds a Tensor under \(1, 'a'\)"),
+    "no tensor": (saved(STATE | {"step": 7}), r"holds a int under 'step'"),
+    "sparse": (saved({"a": torch.eye(2).to_sparse()}), r"a sparse, quantized, nested or meta tensor under 'a'"),
+    "meta": (saved({"a": torch.ones(2, device="meta")}), r"nested or meta tensor under 'a'"),
+    "quantised": (saved(lambda _: {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)}), "quantized"),
+    "nested": (saved(lambda _: {"a": torch.nested.nested_tensor([torch.ones(2)])}), "nested"),
+    "a huge view": (saved({"a": torch.ones(1).expand(10**7, 10**7)}), r"bytes describes tensors of \d+ bytes"),
+    "one storage": (saved({f"a{i}": SHARED[: 1000 - i] for i in range(400)}), r"bytes describes tensors of \d+"),
+    **{f"safe: {name}": (write, "is truncated or not a safetensors file: ") for name, write in ODD_SAFE.items()},
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", ODD)
 def test_a_crafted_file_ends_soon_in_one_sentence_and_runs_nothing(tmp_path: Path, case: str) -> None:
-    suffix, write, message = FILES[case]
+    (write, message), suffix = ODD[case], "safetensors" if case.startswith("safe") else "bin"
     path = tmp_path / f"odd.{suffix}"
     write(path)
     begun, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -224,12 +214,10 @@ def with_attribute(value: Tensor) -> Tensor:
     return value
 
 
+DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)
 STATES: dict[str, dict[str, Tensor]] = {
     "views": {"a": MATRIX[:, ::2], "b": MATRIX.T, "c": MATRIX[2:3], "d": torch.tensor(3.0), "e": torch.empty(0, 4)},
-    "types": {
-        str(dtype): MATRIX.to(dtype)
-        for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)
-    },
+    "types": {str(dtype): MATRIX.to(dtype) for dtype in DTYPES},
     "new types": {str(dtype): MATRIX.to(dtype) for dtype in (torch.float8_e4m3fn, torch.uint16)},
     "parameters": {"p": nn.Parameter(torch.ones(3)), "q": with_attribute(torch.ones(3))},
     "a module": nn.BatchNorm1d(3).state_dict(),
@@ -274,7 +262,7 @@ def test_an_altered_pickle_is_refused_or_holds_tensors_of_the_file(
         assert value.clone().flatten().view(torch.uint8).sum() >= 0  # every number can be read
 
 
-ODD = st.one_of(
+VALUES = st.one_of(
     st.none(),
     st.integers(-(2**65), 2**65),
     st.integers(0, 48),
@@ -294,9 +282,9 @@ def test_an_altered_header_is_refused_or_read_as_the_library_reads_it(
         key = data.draw(st.sampled_from([*HEADER, "d", "", "\ud800"]))
         field = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "other", None]))
         if field is None or not isinstance(header.get(key), dict):
-            header[key] = data.draw(st.one_of(ODD, st.sampled_from([*HEADER]).map(lambda name: dict(HEADER[name]))))
+            header[key] = data.draw(st.one_of(VALUES, st.sampled_from([*HEADER]).map(lambda name: dict(HEADER[name]))))
         else:
-            header[key][field] = data.draw(ODD)
+            header[key][field] = data.draw(VALUES)
     write_safetensors(header, BYTES[: 40 - data.draw(st.sampled_from([0, 0, 0, 1]))])(path)
     opened = opened_or_refused(path)
     if opened is None:

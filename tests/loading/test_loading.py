@@ -23,26 +23,24 @@ from torch import Tensor
 from seqpar.loading import placing as loading
 from seqpar.loading import reading
 from seqpar.loading.checkpoint import Checkpoint, from_state_dict, open_checkpoint
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loading.placing import shares
 from seqpar.loading.reading import Reader
 from seqpar.loop.blueprint import from_diffusers, locate
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.keys import KeyMap, TensorSource
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
+
+CPU = torch.device("cpu")
 
 
 def built(
     rank: int, world: int, device: torch.device, folder: str, small: int = loading.SMALL
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the keys that this rank read for parameters, and the parameters that it got.
-
-    small: bytes of a tensor that ranks give each other by itself.
-    """
+    """Return the keys that this rank read for parameters, and the parameters that it got."""
     blueprint, read = locate(folder), list[str]()
-    checkpoint, keys = blueprint.checkpoint, blueprint.keys
-    assert checkpoint is not None
-    assert keys is not None
+    checkpoint: Any = blueprint.checkpoint
+    keys: Any = blueprint.keys
 
     def counted(key: str) -> Tensor:
         read.append(key)
@@ -68,8 +66,8 @@ def refused(rank: int, world: int, device: torch.device, folder: str) -> str:
 def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path: Path, world: int, small: int) -> None:
     """An error of one rank is the error of all: one rank compares a copy of the embedders, before any broadcast."""
     diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
-    placed = locate(tmp_path).build(torch.bfloat16, torch.device("cpu"))  # out of the file, not through `read`
-    truth_read, truth = built(0, 1, torch.device("cpu"), str(tmp_path))
+    placed = locate(tmp_path).build(torch.bfloat16, CPU)  # out of the file, not through `read`
+    truth_read, truth = built(0, 1, CPU, str(tmp_path))
     assert all(torch.equal(parameter, truth[name]) for name, parameter in placed.named_parameters())
     got = ranks.run(world, built, str(tmp_path), small)
     keys = [key for read, _ in got for key in read]
@@ -91,11 +89,12 @@ def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path:
 @pytest.mark.parametrize(
     "key", ["proj_out_2.bias", "transformer_blocks.1.norm1.emb.class_embedder.embedding_table.weight"]
 )
-def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception]) -> None:
+def test_an_error_of_one_rank_names_file_and_key(
+    key: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`Mesh.on_all_ranks` shares ValueError and OSError; after any other, ranks would wait for the failed one."""
     blueprint = from_diffusers(diffusers_dit())
-    checkpoint = blueprint.checkpoint
-    assert checkpoint is not None
+    checkpoint: Any = blueprint.checkpoint
 
     def read(its: str) -> Tensor:
         if its == key:
@@ -104,21 +103,17 @@ def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception
 
     spoiled = replace(blueprint, checkpoint=replace(checkpoint, read=read))
     with pytest.raises(ValueError, match=rf"DiTTransformer2DModel: got .*{key}.*, which do not load: .*cut short"):
-        spoiled.build(torch.float32, torch.device("cpu"))
+        spoiled.build(torch.float32, CPU)
 
-
-def test_memory_that_ends_while_buffers_are_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(device: torch.device, threads: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(reading, "_native", full)
+    monkeypatch.setattr(reading, "_native", full)  # while buffers are made
     with pytest.raises(ValueError, match=r"got its weights, which do not load: CUDA out of memory"):
-        from_diffusers(diffusers_dit()).build(torch.float32, torch.device("cpu"))
+        from_diffusers(diffusers_dit()).build(torch.float32, CPU)
 
 
 def failing(owner: Any, name: str, after: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return what lets a method fail in a later call."""
-
     def plant(patch: pytest.MonkeyPatch) -> None:
         own, calls = getattr(owner, name), count()
 
@@ -172,23 +167,23 @@ def test_after_an_error_no_thread_and_no_weight_stays(
     assert not [each.shape for each in left if each.numel() > 1 and not each.is_meta]
 
 
-SPOILED: dict[str, tuple[float, slice, torch.dtype]] = {
-    "all NaN": (float("nan"), slice(None), torch.float32),
-    "one infinity": (-float("inf"), slice(0, 1), torch.float64),
-    "too large": (1e6, slice(0, 1), torch.float16),
-}
-
-
-@pytest.mark.parametrize("case", SPOILED)
-def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_key(case: str) -> None:
-    value, where, dtype = SPOILED[case]
+@pytest.mark.parametrize(
+    ("value", "where", "dtype"),
+    [
+        (float("nan"), slice(None), torch.float32),
+        (-float("inf"), slice(0, 1), torch.float64),
+        (1e6, slice(0, 1), torch.float16),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_key(
+    value: float, where: slice, dtype: torch.dtype
+) -> None:
     theirs: Any = diffusers_dit()
-    weight = theirs.transformer_blocks[1].attn1.to_out[0].weight
-    from_diffusers(theirs).build(dtype, torch.device("cpu"))
-    weight.view(-1)[where] = value
+    from_diffusers(theirs).build(dtype, CPU)
+    theirs.transformer_blocks[1].attn1.to_out[0].weight.view(-1)[where] = value
     message = r"got NaN or infinity in transformer_blocks\.1\.attn1\.to_out\.0\.weight, expected finite weights in "
     with pytest.raises(ValueError, match=message + str(dtype).removeprefix("torch.")):
-        from_diffusers(theirs).build(dtype, torch.device("cpu"))
+        from_diffusers(theirs).build(dtype, CPU)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +208,18 @@ def test_shares_of_ranks_are_runs_after_which_each_has_read_as_many_bytes(
     assert all(abs(part - right) <= max(sizes.values()) for part, right in zip(parts, expected, strict=True))
 
 
-def read(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint on the reader's device."""
-    keys = KeyMap({key: TensorSource((key,)) for key in sorted(checkpoint.shapes)})
-    like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in keys.sources}
-    found = reader.begin(checkpoint, keys, list(like), like)
+def saved(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "x.safetensors", {"format": "pt"})
+    return open_checkpoint(folder / "x.safetensors")
+
+
+def begin(reader: Reader, checkpoint: Checkpoint, dtype: torch.dtype | None = None, made: Any = None) -> Any:
+    """Ask for all tensors of a checkpoint."""
+    sources = {key: TensorSource((key,), made or (lambda x: x)) for key in sorted(checkpoint.shapes)}
+    like = {key: torch.empty(0, dtype=dtype or checkpoint.dtypes[key], device="meta") for key in sources}
+    found = reader.begin(checkpoint, KeyMap(sources), list(sources), like)
     reader.start()
-    return found.result()
+    return found
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -228,27 +228,24 @@ def test_tensors_come_whole_through_small_buffers(
     tmp_path: Path, device: str, ahead: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
-    monkeypatch.setattr(reading, "BLOCK", 1 << 12)
-    monkeypatch.setattr(reading, "AHEAD", ahead)
-    monkeypatch.setattr(reading, "SMALL", small)
+    for name, value in (("BLOCK", 1 << 12), ("AHEAD", ahead), ("SMALL", small)):
+        monkeypatch.setattr(reading, name, value)
     matrix = torch.randn(70, 90, generator=torch.manual_seed(0))
     three = torch.arange(3).to(torch.bfloat16)  # after which an fp32 tensor may begin at no multiple of its bytes
     kinds = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], three, torch.tensor(3.0), torch.empty(0, 4))
     tensors = {str(i): each for i, each in enumerate(kinds)}
-    file = tmp_path / "model.safetensors"
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, {"format": "pt"})
-    opened = open_checkpoint(file)
+    opened, file = saved(tmp_path, tensors), tmp_path / "x.safetensors"
     assert opened.positions.keys() == opened.shapes.keys()
     with Reader(torch.device(device)) as reader:
         for checkpoint in (opened, replace(opened, read=tensors.__getitem__, positions={})):
             for dtype in (None, torch.bfloat16, torch.float64):
-                for key, got in read(reader, checkpoint, dtype).items():
+                for key, got in begin(reader, checkpoint, dtype).result().items():
                     assert got.device.type == device
                     assert got.dtype == (dtype or tensors[key].dtype)
                     assert torch.equal(got.cpu(), tensors[key].to(got.dtype))
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(ValueError, match=r"safetensors changed while it was read; load it again"):
-            read(reader, opened)
+            begin(reader, opened).result()
 
 
 @pytest.mark.parametrize("by_position", [True, False])
@@ -258,34 +255,31 @@ def test_few_tensors_wait_in_the_dtype_of_the_file(
     """What is read is converted while later tensors come: a device need not hold a model in both dtypes."""
     monkeypatch.setattr(reading, "AHEAD", 64)
     monkeypatch.setattr(reading, "SMALL", 0)
-    file, tensors, waiting, most = tmp_path / "x.safetensors", {str(i): torch.ones(8) for i in range(9)}, [0], [0]
-    save_file(tensors, file)
-    opened, ask = open_checkpoint(file), reading._Requests.ask
+    opened, ask = saved(tmp_path, {str(i): torch.ones(8) for i in range(9)}), reading._Requests.ask
+    waiting, most = 0, 0
 
     def asked(self: Any, key: str) -> Any:
-        waiting[0] += 1
-        most[0] = max(most[0], waiting[0])
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
         return ask(self, key)
 
     def made(tensor: Tensor) -> Tensor:
-        waiting[0] -= 1
+        nonlocal waiting
+        waiting -= 1
         return tensor
 
     monkeypatch.setattr(reading._Requests, "ask", asked)
-    checkpoint = opened if by_position else replace(opened, positions={})
-    keys, like = KeyMap({key: TensorSource((key,), made) for key in tensors}), {key: torch.empty(0) for key in tensors}
-    with Reader(torch.device("cpu")) as reader:
-        found = reader.begin(checkpoint, keys, list(tensors), like)
-        reader.start()
-        assert found.result().keys() == tensors.keys()
-    assert (most, waiting) == ([3 if by_position else 1], [0])
+    with Reader(CPU) as reader:
+        found = begin(reader, opened if by_position else replace(opened, positions={}), made=made)
+        assert found.result().keys() == opened.shapes.keys()
+    assert (most, waiting) == (3 if by_position else 1, 0)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, device: str) -> None:
-    file, tensors = tmp_path / "x.safetensors", {str(i): torch.ones(1 << 18) for i in range(20)}
-    save_file(tensors, file)
-    opened, submit, leave = open_checkpoint(file), reading._Requests._submit, reading._Requests.__exit__
+    opened = saved(tmp_path, {str(i): torch.ones(1 << 18) for i in range(20)})
+    submit, leave = reading._Requests._submit, reading._Requests.__exit__
     written, pending = dict[int, Any](), list[bool]()
 
     def submitted(self: Any, key: str, tensor: Tensor) -> int:
@@ -305,99 +299,71 @@ def test_an_error_frees_no_memory_that_is_still_written_to(tmp_path: Path, devic
     def broken(tensor: Tensor) -> Tensor:
         raise RuntimeError("no memory left")
 
-    keys, like = (
-        KeyMap({key: TensorSource((key,), broken) for key in tensors}),
-        {key: torch.empty(0) for key in tensors},
-    )
     with Reader(torch.device(device)) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading._Requests, "_submit", submitted)
         patch.setattr(reading._Requests, "__exit__", left)
-        found = reader.begin(opened, keys, list(tensors), like)
-        reader.start()
         with pytest.raises(ValueError, match="which do not load: no memory left"):
-            found.result()
-    assert len(pending) == 19
-    assert all(pending)
+            begin(reader, opened, made=broken).result()
+    assert pending == [True] * 19
 
 
 @pytest.mark.parametrize("small", [0, reading.SMALL])
-def test_an_error_of_the_disk_is_told_as_it_is(tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_disk_are_told_as_they_are(tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SMALL", small)
-    file = tmp_path / "model.safetensors"
-    save_file({"first": torch.ones(8), "second": torch.ones(8)}, file)
-    opened = open_checkpoint(file)
-    with Reader(torch.device("cpu")) as reader, pytest.MonkeyPatch.context() as patch:
+    opened = saved(tmp_path, {"one": torch.ones(8), "two": torch.ones(8)})
+    with Reader(CPU) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading.os, "O_RDONLY", reading.os.O_WRONLY)  # which the system refuses to read
         with pytest.raises(OSError, match="Bad file descriptor"):
-            read(reader, opened)
+            begin(reader, opened).result()
         patch.undo()
-        assert all(each.eq(1).all() for each in read(reader, opened).values())
+        assert all(each.eq(1).all() for each in begin(reader, opened).result().values())
+        # fewer bytes than the size at which the header was read, as where a network's file system fails
+        patch.setattr(reading.os, "preadv", lambda file, rooms, offset: os.pread(file, 16, offset) and 16)
+        if small:
+            with pytest.raises(ValueError, match="expected 32 bytes that can be read"):
+                begin(reader, opened).result()
 
 
 @pytest.mark.parametrize("small", [0, reading.SMALL])
 @pytest.mark.parametrize("by_position", [True, False])
-def test_tensors_share_no_memory_with_their_source(
+def test_tensors_are_new_and_can_be_changed(
     tmp_path: Path, by_position: bool, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They share no memory with their source; callers may be in inference mode."""
     monkeypatch.setattr(reading, "SMALL", small)
     tensors = {"one": torch.ones(8), "two": torch.ones(8)}
-    save_file(tensors, tmp_path / "x.safetensors")
-    opened = open_checkpoint(tmp_path / "x.safetensors")
+    opened = saved(tmp_path, tensors)
     checkpoint = opened if by_position else replace(opened, read=tensors.__getitem__, positions={})
-    with Reader(torch.device("cpu")) as reader:
-        found, again = read(reader, checkpoint), read(reader, checkpoint)
-        keys, like = (
-            KeyMap(dict.fromkeys("ab", TensorSource(("one",)))),
-            dict.fromkeys("ab", torch.empty(8, device="meta")),
-        )
+    keys, like = KeyMap(dict.fromkeys("ab", TensorSource(("one",)))), dict.fromkeys("ab", torch.empty(8, device="meta"))
+    with Reader(CPU) as reader:
+        found, again = begin(reader, checkpoint).result(), begin(reader, checkpoint).result()
         twins = reader.begin(checkpoint, keys, ["a", "b"], like).result()
+        with torch.inference_mode():
+            assert not begin(reader, checkpoint).result()["one"].is_inference()
     every = [*found.values(), *again.values(), *twins.values(), *tensors.values()]
     assert len({each.untyped_storage().data_ptr() for each in every}) == len(every)
-
-
-@pytest.mark.parametrize("small", [0, reading.SMALL])
-def test_tensors_can_be_changed_that_come_in_inference_mode(
-    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "SMALL", small)
-    save_file({"one": torch.ones(8)}, tmp_path / "x.safetensors")
-    with torch.inference_mode(), Reader(torch.device("cpu")) as reader:
-        found = read(reader, open_checkpoint(tmp_path / "x.safetensors"))
-    assert not found["one"].is_inference()
-
-
-def test_a_file_that_gives_fewer_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size is still that at which its header was read, as where a network's file system fails."""
-    save_file({"one": torch.ones(8), "two": torch.ones(8)}, tmp_path / "x.safetensors")
-    monkeypatch.setattr(reading.os, "preadv", lambda file, rooms, offset: os.pread(file, 16, offset) and 16)
-    with Reader(torch.device("cpu")) as reader, pytest.raises(ValueError, match="expected 32 bytes that can be read"):
-        read(reader, open_checkpoint(tmp_path / "x.safetensors"))
 
 
 @pytest.mark.parametrize(("twin", "equal"), [(1.0, True), (1.0 + 2**-12, False)])
 def test_repeats_are_compared_as_they_are(twin: float, equal: bool) -> None:
     """A bf16 copy of fp32 numbers with more digits is no copy."""
     state = {"first": torch.full((3,), twin), "copy": torch.ones(3).bfloat16()}
-    keys, like = (
-        KeyMap({"x": TensorSource(("first",))}, repeats={"copy": "first"}),
-        {"x": torch.empty(3, device="meta")},
-    )
+    keys, like = KeyMap({"x": TensorSource(("first",))}, repeats={"copy": "first"}), torch.empty(3, device="meta")
     model = torch.nn.Module()
-    model.register_parameter("x", torch.nn.Parameter(like["x"]))
-    with Reader(torch.device("cpu")) as reader:
-        placing = loading.begin(like, from_state_dict("state", state), keys, reader, loading.Team())
+    model.register_parameter("x", torch.nn.Parameter(like))
+    with Reader(CPU) as reader:
+        placing = loading.begin({"x": like}, from_state_dict("state", state), keys, reader, loading.Team())
         reader.start()
         with nullcontext() if equal else pytest.raises(ValueError, match="state: copy differs from first, expected"):
             placing.finish(model, None)
 
 
 def test_what_is_not_begun_when_loading_ends_is_dropped(tmp_path: Path) -> None:
-    file, begun = tmp_path / "model.safetensors", list[Any]()
-    save_file({"one": torch.ones(8)}, file)
-    opened, keys = open_checkpoint(file), KeyMap({"one": TensorSource(("one",), lambda one: begun.append(1) or one)})
-    with Reader(torch.device("cpu")) as reader:
+    opened, begun = saved(tmp_path, {"one": torch.ones(8)}), list[Any]()
+    keys = KeyMap({"one": TensorSource(("one",), lambda one: begun.append(1) or one)})
+    with Reader(CPU) as reader:
         dropped = reader.begin(opened, keys, ["one"], {"one": torch.ones(1)})
-        file.unlink()  # whoever opens it fails otherwise
+        (tmp_path / "x.safetensors").unlink()  # whoever opens it fails otherwise
     with pytest.raises(CancelledError):
         dropped.result()
     assert not begun

@@ -6,6 +6,7 @@ What is refused is refused before anything is allocated: a config is a file of s
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import tracemalloc
@@ -65,12 +66,6 @@ READERS: dict[str, tuple[Read, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_negative_control_published_configs_are_read(name: str) -> None:
-    read, config = READERS[name]
-    read(json.loads(json.dumps(config)))
-
-
 # What any field may hold in the file of a stranger
 ODD = ["x", "", [], {}, -1, 1.5, 10**12, 10**400, float("nan"), float("inf"), -(10**9), [10**12] * 3, {"a": [None]}]
 NUMBERS = (*range(2, 10), *range(10, 200, 7), 1024, 4096, 10**6)
@@ -83,6 +78,7 @@ FREE = {("shift_factor", "-1"), ("shift_factor", "1.5"), ("scaling_factor", "1.5
 def test_a_value_of_the_wrong_kind_in_any_field_is_refused_by_name() -> None:
     refused, accepted = 0, []
     for name, (read, config) in READERS.items():
+        read(json.loads(json.dumps(config)))  # a negative control
         for key in (key for key in config if not key.startswith("_") and key in CHECKED.get(name, (key,))):
             for value in ODD:
                 if (key, repr(value)) in FREE:
@@ -96,7 +92,6 @@ def test_a_value_of_the_wrong_kind_in_any_field_is_refused_by_name() -> None:
 
 
 def refusal(read: Read, config: Mapping[str, Any]) -> str | None:
-    """Return the message with which a config is refused, or None if it is read."""
     try:
         read(config)
     except ValueError as error:
@@ -135,26 +130,21 @@ def test_a_mutated_config_is_read_or_refused_by_one_short_message(
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def write(text: str | bytes) -> Callable[[Path], object]:
-    return lambda path: path.write_bytes(text.encode() if isinstance(text, str) else text)
-
-
-def sparse(path: Path) -> None:
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)
+def write(text: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(text)
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a folder": (Path.mkdir, "there is no such file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "there is no such file"),
     "a link to nothing": (lambda path: path.symlink_to(path.with_name("gone")), "there is no such file"),
-    "a terabyte": (sparse, r"it has more than \d+ bytes"),
-    "nothing": (write(""), "Expecting value"),
+    "a terabyte": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), r"it has more than \d+ bytes"),
+    "nothing": (write(b""), "Expecting value"),
     "bytes": (write(b"\xff\xfe\x00"), "codec can't decode"),
-    "a number": (write("3"), "holds a int"),
-    "a list": (write("[{}]"), "holds a list"),
-    "brackets": (write("[" * 1_000_000), "recursion"),
-    "a long number": (write('{"a": ' + "9" * 5000 + "}"), "digits"),
+    "a number": (write(b"3"), "holds a int"),
+    "a list": (write(b"[{}]"), "holds a list"),
+    "brackets": (write(b"[" * 1_000_000), "recursion"),
+    "a long number": (write(b'{"a": ' + b"9" * 5000 + b"}"), "digits"),
 }
 
 

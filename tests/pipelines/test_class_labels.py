@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import BUILTIN, Files, Pipeline, generate
-from seqpar.pipelines.pictures import grid, to_pil
-from seqpar.vae.on_mesh import MeshVAE
 from tests.conftest import DEVICE
-from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
@@ -27,7 +23,7 @@ SAME_PSNR_DB = 60.0
 
 @pytest.fixture(scope="module")
 def theirs() -> Tensor:
-    """Return the oracle's pictures: diffusers alone, in fp32, on the same kind of device."""
+    """Diffusers alone, in fp32, on the same kind of device."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     return diffusers_pictures(DiTPipeline.from_pretrained(BUILTIN).to(DEVICE))
 
@@ -40,7 +36,6 @@ def diffusers_pictures(pipe: DiTPipeline) -> Tensor:
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
-    """Return the PSNR of pictures in [0, 1], in dB."""
     return float(-10 * (a.float().cpu() - b.float().cpu()).square().mean().log10())
 
 
@@ -80,21 +75,9 @@ def test_negative_control_another_seed_is_another_picture(theirs: Tensor) -> Non
     assert psnr(pipeline.decode(latents), theirs) < 30
 
 
-def test_the_built_in_model_is_small_and_says_its_classes() -> None:
+def test_the_built_in_model_is_small() -> None:
     assert sum(path.stat().st_size for path in BUILTIN.rglob("*")) <= 12e6
-    files = Files.locate("builtin")
-    assert len(files.labels) >= 32
-    assert files.class_ids(["cat", "1", 47]) == [0, 1, 47]
-    assert files.class_name(0) == "cat"
-
-
-@pytest.mark.parametrize(
-    ("label", "near"),
-    [("rockett", "rocket"), ("Pizza", "pizza"), ("48", "0 to 47"), ("-1", "0 to 47"), ("@#", "in all")],
-)
-def test_an_unknown_class_names_near_ones(label: str, near: str) -> None:
-    with pytest.raises(ValueError, match=rf"got class '{label}', expected .*{near}"):
-        Files.locate("builtin").class_ids([label])
+    assert len(Files.locate("builtin").labels) >= 32
 
 
 def test_other_sizes_and_schedulers_work() -> None:
@@ -107,20 +90,3 @@ def test_other_sizes_and_schedulers_work() -> None:
 def test_generate_is_the_whole_path_in_one_call() -> None:
     images = generate(["cat", "dog"], steps=2, guidance=1.0)
     assert [image.size for image in images] == [(64, 64)] * 2
-
-
-def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
-    pipeline = Pipeline.load(Files.locate("builtin"), make_mesh(device, cfg=1))
-    latents = torch.randn(5, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    alone = MeshVAE.of(pipeline.vae, Mesh.single(device), "collective", list)
-    return torch.equal(pipeline.decode(latents), alone.pictures(latents))
-
-
-def test_decoding_on_all_ranks_changes_no_bit(ranks: Pool) -> None:
-    assert ranks.run(3, decoded_alone) == [True] * 3
-
-
-def test_grid_shows_every_picture_and_label(tmp_path: Path) -> None:
-    sheet = grid(to_pil(torch.rand(5, 3, 64, 64)), list("abcde"))
-    assert sheet.width > 2 * 128
-    assert sheet.height > 2 * 128

@@ -1,7 +1,9 @@
-"""Pixels that are not finite are an error on every rank, and never a black picture."""
+"""Images that cannot be decoded are refused before sampling, and pixels that are not finite are never a black image."""
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,17 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from torch import Tensor
 
+from seqpar.cli import sample
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.loading.folder import PipelineParts
-from seqpar.loading.vae import load_vae
+from seqpar.loading.folder import PipelineParts, load_vae
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
+from seqpar.pipelines.classes import Files, Pipeline
 from seqpar.pipelines.diffusers import DiffusersJob, Source
-from seqpar.pipelines.protocol import Events
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.protocol import Events, GenerationRequest
 from seqpar.types.guidance import Guidance
+from seqpar.vae import on_mesh
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool
 
@@ -37,7 +40,6 @@ class Identity(torch.nn.Module):
         self.config = FrozenDict(block_out_channels=(1,), scaling_factor=1.0, shift_factor=None)
 
     def decode(self, z: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-        """Return what diffusers' decoders return without `return_dict`."""
         return (torch.where(z == 9.0, self._spoil, z),)
 
 
@@ -80,43 +82,74 @@ def job_of(video: bool) -> DiffusersJob:
     kind = SimpleNamespace(__call__=call, __name__="APipeline")
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     request = GenerationRequest("a pipeline", torch.float32, prompts=("a", "b"))
-    planned, source = SimpleNamespace(load=SimpleNamespace(images=2)), Source(PipelineParts(Path(), {}, {}, None, None))
-    return DiffusersJob(kind, source, request, arguments, Guidance(1.0), None, planned)  # pyright: ignore
+    source, load = Source(PipelineParts(Path(), {}, {}, None, None)), SimpleNamespace(images=2)
+    planned: Any = {"work": None, "load": load, "channels": 4, "pixels": None, "exact": True}
+    return DiffusersJob(kind, source, request, arguments, Guidance(1.0), None, **planned)
 
 
 @pytest.mark.parametrize("video", [False, True])
 def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     made = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
-
-    def pipe(**_: Any) -> Any:
-        return SimpleNamespace(images=made, frames=made[:, None])
-
-    job = job_of(video)
-    shown = job.make(pipe, Events(), ONE)
+    job, pipe = job_of(video), lambda **_: SimpleNamespace(images=made, frames=made[:, None])
     want = made[:, None] if video else (255 * made).round().astype("uint8")
-    assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
+    assert all(np.array_equal(np.asarray(one), x) for one, x in zip(job.make(pipe, Events(), ONE), want, strict=True))
     made[1, 2, 3, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
         job.make(pipe, Events(), ONE)
 
 
-@pytest.mark.parametrize(("value", "right"), [(1e30, True), (float("inf"), False), (float("-inf"), False)])
-def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: float, right: bool) -> None:
-    class Vae:
-        def decode(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-            return (torch.full((2, 3, 4, 4), 0.5).index_fill_(0, torch.tensor(1), value),)
+class Pipe:
+    """A pipeline that clamps what its VAE decodes: in the second image one value."""
 
-    class Pipe:
-        vae = Vae()
+    def __init__(self, value: float) -> None:
+        pixels = torch.full((2, 3, 4, 4), 0.5).index_fill_(0, torch.tensor(1), value)
+        self.vae = type("Vae", (), {"decode": lambda self, x, return_dict: (pixels,)})()
 
-        def __call__(self, **_: Any) -> Any:
-            clamped = self.vae.decode(torch.zeros(1), return_dict=False)[0].clamp(0, 1)
-            return SimpleNamespace(images=clamped.movedim(1, -1).numpy())
+    def __call__(self, **_: Any) -> Any:
+        clamped = self.vae.decode(torch.zeros(1), return_dict=False)[0].clamp(0, 1)
+        return SimpleNamespace(images=clamped.movedim(1, -1).numpy())
 
-    job, pipe = job_of(video=False), Pipe()
-    if right:
-        assert len(job.make(pipe, Events(), ONE)) == 2
-    else:
+
+def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped() -> None:
+    job, pipe = job_of(video=False), Pipe(1e30)
+    assert len(job.make(pipe, Events(), ONE)) == 2
+    assert vars(pipe.vae) == {}
+    for value in (float("inf"), float("-inf")):
+        pipe = Pipe(value)
         with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
             job.make(pipe, Events(), ONE)
-    assert vars(pipe.vae) == {}
+        assert vars(pipe.vae) == {}
+
+
+def test_exact_mode_refuses_before_sampling_what_would_need_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[int]()
+    monkeypatch.setattr(
+        MeshVAE, "of", staticmethod(lambda vae, mesh, way, modules: MeshVAE(vae, mesh, way, left=lambda: 1.0))
+    )
+    with Pipeline.load(Files.locate("builtin"), Mesh.single()) as pipeline:
+
+        def latents() -> None:
+            pipeline.latents(["cat"], steps=1, guidance=Guidance(1.0), size=(128, 128), on_step=steps.append)
+
+        latents()
+        with monkeypatch.context() as patch:
+            patch.setattr(on_mesh.exact, "is_on", lambda: True)
+            with pytest.raises(ValueError, match=r"decoding 128x128 pixels needs .* the weights leave .* Exact mode"):
+                latents()
+            assert len(steps) == 1
+            pipeline.set_vae("tiled")
+            latents()
+        with pytest.raises(ValueError, match="got decoding mode 'turns', expected auto, strips, pictures, tiled"):
+            pipeline.set_vae("turns")
+    assert len(steps) == 2
+
+
+def test_a_plan_and_a_run_say_how_pictures_are_decoded(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        sample.run(sample.Args(dry_run=(1, 2), size="2048"))
+        sample.run(sample.Args(classes=("0",), steps=1, vae="tiled", out=tmp_path / "x.png"))
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith(("decoding: ", "decoder "))]
+    assert len(lines) == 3
+    assert "unless the loaded weights leave too little memory for it" in lines[0]
+    assert lines[2] == "decoder   whole images, in diffusers' tiles, which leave seams"

@@ -25,13 +25,12 @@ from seqpar.loading.names import BUILTIN
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import classes as class_labels
 from seqpar.pipelines.diffusers import DiffusersJob, Source
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines.protocol import GenerationRequest
 from tests.support import pipelines
 
 
 @pytest.fixture(scope="module")
 def pixart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a pipeline without a loop of ours."""
     folder = tmp_path_factory.mktemp("pixart")
     pipelines.pixart().save_pretrained(folder)
     return folder
@@ -82,46 +81,38 @@ def check(folder: Path) -> DiffusersJob:
     return Source.locate(folder).check(GenerationRequest(str(folder), torch.float32, prompts=("a cat",)))
 
 
+ENCODER, TRANSFORMER, VAE, INDEX = (
+    "text_encoder/config.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "model_index.json",
+)
+ODD = ("canary", "canary.evil", "diffusers.pipelines.canary", "os", "transformers.models.canary")
 PARTS = [
-    ("text_encoder/config.json", {"num_layers": 3}, r"wrong keys\. Missing \d+: encoder\.block\.2\."),
-    ("text_encoder/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
-    ("text_encoder/config.json", {"d_model": -4}, r"does not fit a T5EncoderModel"),
-    ("text_encoder/config.json", {"d_kv": 1 << 20}, r"got encoder\.block\.0.* as config\.json says"),
-    ("transformer/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
-    ("transformer/config.json", {"num_layers": 3}, r"wrong keys\. Missing transformer_blocks\.2\."),
-    ("transformer/config.json", {"cross_attention_dim": 8}, r"of shape \(40, 40\), expected \(40, 8\) as config\.json"),
-    (
-        "transformer/config.json",
-        {"attention_head_dim": "x"},
-        r"config\.json, which describes no PixArtTransformer2DMod",
-    ),
-    ("transformer/config.json", {"activation_fn": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
-    ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected float > 0"),
-    ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected float > 0"),
-    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, but its file has"),
-    ("vae/config.json", {"out_channels": 4}, r"out_channels=4, expected int <= 3"),
-    ("vae/config.json", {"up_block_types": ["UpDecoderBlock2D"]}, r"wrong keys|describes no AutoencoderKL"),
+    (ENCODER, {"num_layers": 3}, r"wrong keys\. Missing \d+: encoder\.block\.2\."),
+    (ENCODER, {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
+    (ENCODER, {"d_model": -4}, r"does not fit a T5EncoderModel"),
+    (ENCODER, {"d_kv": 1 << 20}, r"got encoder\.block\.0.* as config\.json says"),
+    (ENCODER, {"_attn_implementation": "owner/repo"}, r"loads a kernel of a hub \(_attn_impl"),
+    (ENCODER, {"attn_implementation": {"": "a/b@main"}}, "loads a kernel of a hub"),
+    (ENCODER, {"text_config": {"_attn_implementation": "a/b"}}, "loads a kernel of a hub"),
+    (ENCODER, {"quantization_config": {"quant_method": "gguf"}}, "quantized weights cannot be"),
+    (TRANSFORMER, {"num_layers": 10**12}, r"num_layers=1000000000000, but its file has only"),
+    (TRANSFORMER, {"num_layers": 3}, r"wrong keys\. Missing transformer_blocks\.2\."),
+    (TRANSFORMER, {"cross_attention_dim": 8}, r"of shape \(40, 40\), expected \(40, 8\) as config\.json"),
+    (TRANSFORMER, {"attention_head_dim": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
+    (TRANSFORMER, {"activation_fn": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
+    (TRANSFORMER, {"quantization_config": {}}, "has quantization_config: quantized weights"),
+    (VAE, {"scaling_factor": 0}, r"scaling_factor=0, expected float > 0"),
+    (VAE, {"scaling_factor": None}, r"scaling_factor=None, expected float > 0"),
+    (VAE, {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, but its file has"),
+    (VAE, {"out_channels": 4}, r"out_channels=4, expected int <= 3"),
+    (VAE, {"up_block_types": ["UpDecoderBlock2D"]}, r"wrong keys|describes no AutoencoderKL"),
+    (VAE, {"quantization_config": {}}, "load the pipeline yourself and call seqpar.parallelize"),
     ("scheduler/scheduler_config.json", {"beta_schedule": "x"}, r"scheduler, which describes no \w+: x is not impl"),
-    (
-        "model_index.json",
-        {"text_encoder": ["a"]},
-        r"text_encoder=list \['a'\], expected \[library, class\] or \[null, null\]",
-    ),
-    ("model_index.json", {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
-    *(
-        (
-            "model_index.json",
-            {"safety_checker": [library, "E"]},
-            rf"safety_checker=\[{library}, E\], expected classes of",
-        )
-        for library in ("canary", "canary.evil", "diffusers.pipelines.canary", "os", "transformers.models.canary")
-    ),
-    ("text_encoder/config.json", {"_attn_implementation": "owner/repo"}, r"loads a kernel of a hub \(_attn_impl"),
-    ("text_encoder/config.json", {"attn_implementation": {"": "a/b@main"}}, "loads a kernel of a hub"),
-    ("text_encoder/config.json", {"text_config": {"_attn_implementation": "a/b"}}, "loads a kernel of a hub"),
-    ("text_encoder/config.json", {"quantization_config": {"quant_method": "gguf"}}, "quantized weights cannot be"),
-    ("transformer/config.json", {"quantization_config": {}}, "has quantization_config: quantized weights"),
-    ("vae/config.json", {"quantization_config": {}}, "load the pipeline yourself and call seqpar.parallelize"),
+    (INDEX, {"text_encoder": ["a"]}, r"text_encoder=list \['a'\], expected \[library, class\] or \[null, null\]"),
+    (INDEX, {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
+    *((INDEX, {"safety_checker": [x, "E"]}, rf"safety_checker=\[{x}, E\], expected classes of") for x in ODD),
 ]
 
 
@@ -142,31 +133,28 @@ State = dict[str, torch.Tensor]
 ENCODERS: Any = transformers  # pyright does not see what it imports lazily
 
 
-def t5(**more: int) -> Any:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 14}
-    return ENCODERS.T5Config(**sizes, **more)
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+WHOLE = ENCODERS.CLIPConfig(
+    text_config={**SIZES, "vocab_size": 14},
+    vision_config={**SIZES, "image_size": 8, "patch_size": 4},
+    projection_dim=16,
+)
+OF_T5 = ENCODERS.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=14)
 
 
-def whole_clip() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {**sizes, "image_size": 8, "patch_size": 4}
-    return ENCODERS.CLIPConfig(text_config={**sizes, "vocab_size": 14}, vision_config=vision, projection_dim=16)
-
-
-def causal(kind: str, tied: bool = False) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return getattr(ENCODERS, f"{kind}Config")(vocab_size=14, tie_word_embeddings=tied, **sizes)
+def llama(tied: bool) -> Any:
+    return ENCODERS.LlamaForCausalLM(ENCODERS.LlamaConfig(vocab_size=14, tie_word_embeddings=tied, **SIZES))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "clip": lambda: pipelines.clip(2, True),
-    "t5": lambda: ENCODERS.T5EncoderModel(t5()),
-    "whole t5": lambda: ENCODERS.T5ForConditionalGeneration(t5()),
-    "whole clip": lambda: ENCODERS.CLIPModel(whole_clip()),
-    "llama": lambda: ENCODERS.LlamaForCausalLM(causal("Llama")),
-    "tied llama": lambda: ENCODERS.LlamaForCausalLM(causal("Llama", tied=True)),
+    "t5": lambda: ENCODERS.T5EncoderModel(OF_T5),
+    "whole t5": lambda: ENCODERS.T5ForConditionalGeneration(OF_T5),
+    "whole clip": lambda: ENCODERS.CLIPModel(WHOLE),
+    "llama": lambda: llama(tied=False),
+    "tied llama": lambda: llama(tied=True),
     "wan": lambda: pipelines.wan().transformer,
-    "vision": lambda: ENCODERS.CLIPVisionModelWithProjection(whole_clip().vision_config),
+    "vision": lambda: ENCODERS.CLIPVisionModelWithProjection(WHOLE.vision_config),
 }
 
 
@@ -187,37 +175,35 @@ def added(key: str, tensor: torch.Tensor) -> Callable[[State], State]:
 
 
 QUERY = "encoder.block.1.layer.0.SelfAttention.q.weight"  # of a T5
+T5, CLIP, WAN = "T5EncoderModel", "CLIPTextModelWithProjection", "WanTransformer3DModel"
+EXTRA = added("extra.weight", torch.ones(2))
+POSITIONS = added("text_model.embeddings.position_ids", torch.arange(16)[None])
 WEIGHTS: list[tuple[str, str, Callable[[State], State], str | None]] = [  # file, class, change, message (None: it fits)
-    ("t5", "T5EncoderModel", without(QUERY), rf"wrong keys\. Missing 1: {QUERY}\. Unknown 0"),
-    ("t5", "T5EncoderModel", renamed(re.escape(QUERY), "x.weight"), r"Missing 1: encoder.*\. Unknown 1: x\.weight"),
-    ("t5", "T5EncoderModel", added("extra.weight", torch.ones(2)), r"Missing 0: none\. Unknown 1: extra\.weight"),
-    ("t5", "T5EncoderModel", added(QUERY, torch.ones(4, 16)), rf"got {QUERY} of shape \(4, 16\), expected \(16, 16\)"),
-    ("t5", "T5EncoderModel", cast(QUERY, torch.int8), rf"got {QUERY} of type int8, expected floating-point weights"),
-    ("t5", "T5EncoderModel", cast(QUERY, torch.complex64), rf"got {QUERY} of type complex64, expected floating"),
+    ("t5", T5, without(QUERY), rf"wrong keys\. Missing 1: {QUERY}\. Unknown 0"),
+    ("t5", T5, renamed(re.escape(QUERY), "x.weight"), r"Missing 1: encoder.*\. Unknown 1: x\.weight"),
+    ("t5", T5, EXTRA, r"Missing 0: none\. Unknown 1: extra\.weight"),
+    ("t5", T5, added(QUERY, torch.ones(4, 16)), rf"got {QUERY} of shape \(4, 16\), expected \(16, 16\)"),
+    ("t5", T5, cast(QUERY, torch.int8), rf"got {QUERY} of type int8, expected floating-point weights"),
+    ("t5", T5, cast(QUERY, torch.complex64), rf"got {QUERY} of type complex64, expected floating"),
     ("t5", "UMT5EncoderModel", dict, r"Missing 1: encoder\.block\.1\.layer\.0\.SelfAttention\.relative_attention_bias"),
-    ("t5", "T5EncoderModel", without("shared.weight", "encoder.embed_tokens.weight"), r"Missing \d: .*shared\.weight"),
+    ("t5", T5, without("shared.weight", "encoder.embed_tokens.weight"), r"Missing \d: .*shared\.weight"),
     ("vision", "CLIPVisionModelWithProjection", without("visual_projection.weight"), r"Missing 1: visual_projection\."),
     ("llama", "LlamaForCausalLM", without("lm_head.weight"), r"Missing 1: lm_head\.weight"),
-    (
-        "wan",
-        "WanTransformer3DModel",
-        cast("proj_out.weight", torch.int8),
-        r"got proj_out\.weight of type int8, expected",
-    ),
-    ("wan", "WanTransformer3DModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    ("wan", WAN, cast("proj_out.weight", torch.int8), r"got proj_out\.weight of type int8, expected"),
+    ("wan", WAN, EXTRA, r"Unknown 1: extra\.weight"),
     # what published files hold: other names, names that are tied, buffers, more than the class, several dtypes
-    ("t5", "T5EncoderModel", without("encoder.embed_tokens.weight"), None),
-    ("t5", "T5EncoderModel", renamed(r"^shared\.", "encoder.embed_tokens."), None),
-    ("t5", "T5EncoderModel", cast(QUERY, torch.float16), None),
-    ("whole t5", "T5EncoderModel", dict, None),
-    ("clip", "CLIPTextModelWithProjection", renamed(r"^(?!text_)", "text_model."), None),
-    ("clip", "CLIPTextModelWithProjection", added("text_model.embeddings.position_ids", torch.arange(16)[None]), None),
+    ("t5", T5, without("encoder.embed_tokens.weight"), None),
+    ("t5", T5, renamed(r"^shared\.", "encoder.embed_tokens."), None),
+    ("t5", T5, cast(QUERY, torch.float16), None),
+    ("whole t5", T5, dict, None),
+    ("clip", CLIP, renamed(r"^(?!text_)", "text_model."), None),
+    ("clip", CLIP, POSITIONS, None),
     ("whole clip", "CLIPTextModel", dict, None),
-    ("whole clip", "CLIPTextModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    ("whole clip", "CLIPTextModel", EXTRA, r"Unknown 1: extra\.weight"),
     ("llama", "LlamaModel", dict, None),
-    ("llama", "LlamaModel", added("extra.weight", torch.ones(2)), r"Unknown 1: extra\.weight"),
+    ("llama", "LlamaModel", EXTRA, r"Unknown 1: extra\.weight"),
     ("tied llama", "LlamaForCausalLM", without("lm_head.weight"), None),
-    ("wan", "WanTransformer3DModel", added("blocks.0.attn2.norm_added_q.weight", torch.ones(2)), None),
+    ("wan", WAN, added("blocks.0.attn2.norm_added_q.weight", torch.ones(2)), None),
 ]
 
 
@@ -273,9 +259,9 @@ TOKENIZERS: list[tuple[str, Callable[[Any], Any], str | None]] = [  # file, its 
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "processor"])
-def test_tokenizers_that_others_would_fail_on_are_refused(tmp_path: Path, part: str) -> None:
+def test_tokenizers_that_others_would_fail_on_are_refused(pixart: Path, tmp_path: Path, part: str) -> None:
     """10^9 tokens took 6 GB; the tokenizers library raises errors without a class of its own."""
-    pipelines.pixart().save_pretrained(tmp_path)
+    shutil.copytree(pixart, tmp_path, dirs_exist_ok=True)
     folder = (tmp_path / "tokenizer").rename(tmp_path / part)
     if part == "processor":
         index = json.loads((tmp_path / "model_index.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +21,7 @@ import transformers
 
 import seqpar
 from seqpar.loading import encoders as encoder_files
-from seqpar.loading.encoders import begin_encoder, begin_encoders, load_encoders, open_encoder
+from seqpar.loading.encoders import begin_encoder, begin_encoders, open_encoder
 from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights, load_pipeline
 from seqpar.loading.placing import Placing
@@ -42,36 +43,35 @@ ASKED = {"num_inference_steps": 2, "height": 32, "width": 32, "use_resolution_bi
 ASKED |= {"max_sequence_length": 16, "clean_caption": False, "output_type": "np"}
 
 
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flux")
+    pipelines.flux().to(torch.float32).save_pretrained(folder)
+    return folder
+
+
 def count(patch: pytest.MonkeyPatch) -> Counts:
-    """Return bytes of weights by file that this process reads from now on, by our readers or by the libraries'."""
-    counts, load_file = Counter[str](), safetensors.torch.load_file
-    large, small = _Requests._submit, _Requests._read_into
-    safe_open: Any = ENCODERS.modeling_utils.safe_open
+    """Return bytes of weights by part that this process reads from now on, by our readers or by the libraries'."""
+    counts = Counter[str]()
 
-    def read(self: Any, key: str, tensor: torch.Tensor) -> int:
-        counts[self._checkpoint.positions[key].path.parent.name] += tensor.nbytes
-        return large(self, key, tensor)
+    def counted(owner: Any, name: str, read: Callable[..., tuple[Path, int]]) -> None:
+        own = getattr(owner, name)
 
-    def read_small(self: Any, room: memoryview, key: str) -> None:
-        counts[self._checkpoint.positions[key].path.parent.name] += len(room)
-        small(self, room, key)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            path, size = read(*args)
+            counts[path.parent.name] += size
+            return own(*args, **kwargs)
 
-    def whole(reader: Any) -> Any:
-        def called(path: Any, *args: Any, **kwargs: Any) -> Any:
-            counts[Path(path).parent.name] += Path(path).stat().st_size
-            return reader(path, *args, **kwargs)
+        patch.setattr(owner, name, called)
 
-        return called
-
-    patch.setattr(_Requests, "_submit", read)
-    patch.setattr(_Requests, "_read_into", read_small)
-    patch.setattr(safetensors.torch, "load_file", whole(load_file))
-    patch.setattr(ENCODERS.modeling_utils, "safe_open", whole(safe_open))
+    counted(_Requests, "_submit", lambda own, key, tensor: (own._checkpoint.positions[key].path, tensor.nbytes))
+    counted(_Requests, "_read_into", lambda own, room, key: (own._checkpoint.positions[key].path, len(room)))
+    for owner, name in ((safetensors.torch, "load_file"), (ENCODERS.modeling_utils, "safe_open")):
+        counted(owner, name, lambda path, *_: (Path(path), Path(path).stat().st_size))
     return counts
 
 
 def peak() -> int:
-    """Return the most bytes of memory that this process had since `clear`."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match[1]) * 1024 if match else 0
 
@@ -141,25 +141,22 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
 
 
 def bytes_read(rank: int, world: int, device: torch.device, folder: str) -> Counts:
-    """Return the bytes that this rank reads of each part."""
     with pytest.MonkeyPatch.context() as patch:
         counts = count(patch)
         seqpar.release(seqpar.load(folder, mesh=mesh_of(device, ulysses=world)))
     return counts
 
 
-def test_ranks_read_about_as_many_bytes_each(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_read_about_as_many_bytes_each(ranks: Pool, flux: Path) -> None:
     """Rank 0 reads the encoders, which are small here, and less of the transformer."""
-    pipelines.flux().to(torch.float32).save_pretrained(tmp_path)
-    mine, others = ranks.run(2, bytes_read, str(tmp_path))
+    mine, others = ranks.run(2, bytes_read, str(flux))
     assert 0 < mine["transformer"] < others["transformer"]
     assert others.keys() == {"transformer", "vae"}
     assert sum(mine.values()) == pytest.approx(sum(others.values()), rel=0.2)
 
 
-def test_a_pipeline_is_made_of_models_with_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_is_made_of_models_with_their_weights(flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some constructors convert a VAE or copy layers of a transformer."""
-    pipelines.flux().save_pretrained(tmp_path)
     kind, whole = THEIRS.FluxPipeline, dict[str, bool]()
     construct = kind.__init__
 
@@ -171,7 +168,7 @@ def test_a_pipeline_is_made_of_models_with_their_weights(tmp_path: Path, monkeyp
         construct(self, **parts)
 
     monkeypatch.setattr(kind, "__init__", constructed)
-    seqpar.release(seqpar.load(tmp_path, mesh=Mesh.single()))
+    seqpar.release(seqpar.load(flux, mesh=Mesh.single()))
     assert whole == dict.fromkeys(("transformer", "vae", "text_encoder", "text_encoder_2"), True)
 
 
@@ -185,7 +182,6 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
         return pipe(prompt, generator=pipelines.seeded(0), **ASKED).images[0]
 
     def encoders() -> int:
-        """Return whether a matrix of the encoder is in memory, whoever holds it."""
         gc.collect()
         return int(any(isinstance(each, torch.Tensor) and each.numel() > HUGE for each in gc.get_objects()))
 
@@ -221,12 +217,12 @@ def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: 
 
 
 def shared_encoders(folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, SharedEncoder]:
-    """Return the encoders of a folder as ranks load them."""
     with Reader(mesh.device) as reader:
         fitted: Any = {name: check_model(folder / name, *part) for name, part in INDEX.items()}
-        begun = begin_encoders(fitted, dtype, mesh, reader, "got")
+        finish, _ = begin_encoders(fitted, dtype, mesh, reader, "got")
         reader.start()
-        return load_encoders(folder, begun, mesh)
+        assert finish is not None
+        return finish()
 
 
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
@@ -273,10 +269,10 @@ def refused(rank: int, world: int, device: torch.device, folder: str, dtype: tor
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
 def test_weights_that_change_or_are_not_finite_are_refused_on_all_ranks(
-    ranks: Pool, tmp_path: Path, world: int, part: str
+    ranks: Pool, flux: Path, tmp_path: Path, world: int, part: str
 ) -> None:
     """Read by ranks together; encoders in another dtype by transformers; what has a program beside it by diffusers."""
-    pipelines.flux().to(torch.float32).save_pretrained(tmp_path)
+    shutil.copytree(flux, tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / part).glob("*.safetensors")
     for dtype, beside in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         if beside:
@@ -297,9 +293,8 @@ def test_weights_that_change_or_are_not_finite_are_refused_on_all_ranks(
 
 
 @pytest.mark.parametrize("fp32_state", [True, False])
-def test_a_state_in_fp32_is_asked_for(tmp_path: Path, fp32_state: bool) -> None:
-    pipelines.flux().save_pretrained(tmp_path)
-    pipe = pipelines.quiet(seqpar.load(tmp_path, dtype=torch.bfloat16, mesh=Mesh.single(), fp32_state=fp32_state))
+def test_a_state_in_fp32_is_asked_for(flux: Path, fp32_state: bool) -> None:
+    pipe = pipelines.quiet(seqpar.load(flux, dtype=torch.bfloat16, mesh=Mesh.single(), fp32_state=fp32_state))
     sizes = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 16}
     latents = pipe("a red cat", **sizes, output_type="latent").images
     assert latents.dtype == (torch.float32 if fp32_state else torch.bfloat16)
@@ -335,7 +330,6 @@ INDEX = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an encoder that pools, and a language model that generates."""
     folder = tmp_path_factory.mktemp("encoders")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     llama = ENCODERS.LlamaForCausalLM(ENCODERS.LlamaConfig(vocab_size=14, **sizes))
@@ -345,21 +339,15 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(one: Any, other: Any) -> None:
-    """Fail if two results differ in their classes, in the names of their fields or in their numbers.
-
-    The last bit of a product on a CPU depends on where in memory its weight begins.
-    """
+    """Fail if two results differ in their classes, in the names of their fields or in their numbers."""
     assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, torch.Tensor):  # the last bit of a product on a CPU depends on where in memory a weight begins
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
     elif isinstance(one, tuple | dict):
-        assert len(one) == len(other)
-        assert not isinstance(one, dict) or [*one] == [*other]
-        pairs = (
-            zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
-        )
-        for mine, theirs in pairs:
-            same(mine, theirs)
+        pairs = (dict(enumerate(each)) if isinstance(each, tuple) else each for each in (one, other))
+        for (mine, x), (theirs, y) in zip(*(pair.items() for pair in pairs), strict=True):
+            assert mine == theirs
+            same(x, y)
 
 
 def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
@@ -377,21 +365,11 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
         assert encoder.config.hidden_size == theirs.config.hidden_size
         assert mesh.is_main or not sum(x.numel() for x in encoder.parameters())
         options: Any = {"use_cache": False} if kind.startswith("Llama") else {}
-        with torch.no_grad():
-            same(
-                encoder(ids.to(device), output_hidden_states=True, **options),
-                theirs(rank_0s.to(device), output_hidden_states=True, **options),
-            )
-            same(
-                encoder(ids.to(device), return_dict=False, **options),
-                theirs(rank_0s.to(device), return_dict=False, **options),
-            )
-    encoder, theirs = (
-        shared["text_encoder_2"],
-        ENCODERS.LlamaForCausalLM.from_pretrained(path / "text_encoder_2", dtype=dtype),
-    )
-    answer = encoder.generate(ids.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0)
-    same(answer, theirs.to(device).generate(rank_0s.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0))
+        for more in ({"output_hidden_states": True}, {"return_dict": False}):
+            with torch.no_grad():
+                same(encoder(ids.to(device), **more, **options), theirs(rank_0s.to(device), **more, **options))
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}  # the last one is a Llama
+    same(encoder.generate(ids.to(device), **options), theirs.generate(rank_0s.to(device), **options))
     assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
     with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:
         encoder(torch.tensor([[0.5]], device=device))  # a GPU would not raise an error for a number above all tokens
@@ -420,7 +398,6 @@ def test_an_output_of_an_unknown_class_or_field_is_refused() -> None:
 
 
 def made_encoder(kind: str, dtype: torch.dtype) -> Any:
-    """Return a tiny encoder of transformers with random weights."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 14}
     torch.manual_seed(3)
     if kind == "T5EncoderModel":  # its embedding has two names, and in fp16 a product stays in fp32
@@ -441,7 +418,6 @@ def made_encoder(kind: str, dtype: torch.dtype) -> Any:
 
 
 def read_encoder(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, int]:
-    """Return an encoder as ranks load it, and the bytes that our reader was asked for."""
     with Reader(torch.device("cpu")) as reader:
         end, size = begin_encoder(kind, folder, open_encoder(folder), dtype, reader)
         reader.start()

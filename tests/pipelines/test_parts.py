@@ -27,7 +27,7 @@ CLASSES = {tiny.kind: tiny for tiny in MODELS.values()}
 
 
 def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model by name: parameters, buffers, and those that its modules hold as attributes."""
+    """All tensors of a model by name: parameters, buffers, and those that its modules hold as attributes."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, part in module.named_modules():
         named |= {f"{name}.{key}": x for key, x in vars(part).items() if isinstance(x, torch.Tensor)}
@@ -47,7 +47,6 @@ def same(one: Any, other: Any) -> None:
 
 
 def reason(kind: Any, folder: Path) -> str | None:
-    """Return why the ranks cannot read a model together, as loading a folder says it."""
     return why_not(kind, check_model(folder, "diffusers", kind.__name__))
 
 

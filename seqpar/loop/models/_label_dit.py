@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.loading.keys import shape_of
 from seqpar.loop.interface import Condition, SequenceModel
 from seqpar.loop.models._layers import sinusoid, through
 from seqpar.types.arguments import check_labels
+from seqpar.types.keys import shape_of
 from seqpar.types.protocols import state_dtype
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model

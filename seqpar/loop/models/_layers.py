@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.kernels.linear import bf16_parts, in_parts
-from seqpar.loading.keys import TensorSource
+from seqpar.types.keys import TensorSource
 
 MAX_PERIOD = 10000.0
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.linear import linear_gelu
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.interface import Condition
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import LabelDiT, check_outputs
 from seqpar.types.facts import Blocks, Work
+from seqpar.types.keys import KeyMap, TensorSource
 from seqpar.types.protocols import Attend, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants

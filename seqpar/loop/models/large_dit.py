@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.linear import gated_linear
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap, count_layers, shape_of
 from seqpar.loop.interface import Condition
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import LabelDiT, check_outputs, confirm, count_classes
 from seqpar.types.facts import Blocks, Work
+from seqpar.types.keys import KeyMap, count_layers, shape_of
 from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from seqpar.kernels.linear import linear_gelu
 from seqpar.kernels.post_norm import Affine, post_norm
 from seqpar.loading import schemas
-from seqpar.loading.keys import KeyMap, TensorSource
 from seqpar.loop.interface import Condition, Encoded, SequenceModel
 from seqpar.loop.models import _layers
 from seqpar.types.facts import Blocks, Work
+from seqpar.types.keys import KeyMap, TensorSource
 from seqpar.types.protocols import Attend, Prepare, Projected, state_dtype
 
 NOISE = 1000  # the timestep at which a modality is pure noise, so that the prediction does not depend on it

@@ -16,9 +16,8 @@ from seqpar.loading.names import preset_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.protocol import Job, Source
-from seqpar.pipelines.request import GenerationRequest
-from seqpar.pipelines.videos import check_encoder
+from seqpar.pipelines.pictures import check_encoder
+from seqpar.pipelines.protocol import GenerationRequest, Job, Source
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences

@@ -24,8 +24,7 @@ from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.images import shared
-from seqpar.pipelines.videos import digest, encoded
+from seqpar.pipelines.pictures import digest, encoded, shared
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
     LONGEST,

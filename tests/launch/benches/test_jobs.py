@@ -17,7 +17,7 @@ from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
 from launch.benches.loading import Loading
-from seqpar.loading.names import FLUX_VAE
+from seqpar.families.flux import VAE
 from tests.faults.test_faults import forked
 from tests.support.pool import Pool, server
 
@@ -42,7 +42,7 @@ def test_two_versions_are_timed_in_turn_and_their_bits_compared(
 
 def test_what_ranks_of_another_version_import_needs_nothing_of_this_version() -> None:
     """So the decoder's config, which is in `seqpar` too, stands in `launch` once more."""
-    assert pipelines.VAE == FLUX_VAE
+    assert pipelines.VAE == VAE
     named = set(re.findall(r'import_module\("(launch[.a-z_]+)"\)', Path(compare_job.__file__).read_text()))
     assert named
     for module in named:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.loop import draw_noise
-from seqpar.pipelines import own_loop
-from seqpar.pipelines.own_loop import FromTexts, OwnJob, drawn_in, timed
-from seqpar.pipelines.request import GenerationRequest
+from seqpar.pipelines import own_loop, unidiffuser
+from seqpar.pipelines.own_loop import OwnJob, drawn_in, timed
+from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.types.guidance import Guidance
 
 PIPELINES = ()
@@ -29,14 +29,14 @@ TOKENS, WIDTH = 5, 6
 
 
 @dataclass(frozen=True)
-class Pipeline(FromTexts):
+class Pipeline(unidiffuser.Pipeline):
     """A loaded toy on a mesh."""
 
     @staticmethod
     def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
         return {"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}
 
-    def latents(
+    def latents(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         prompts: Sequence[str],
         *,

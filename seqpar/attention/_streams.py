@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transports import collective
-from seqpar.transports._contract import KeyValues
-from seqpar.transports._exchanges import HeadLayout
+from seqpar.transports._contract import Transport
+from seqpar.transports._exchanges import HeadLayout, KeyValues
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Attend, Core, Given, Projected, Stream
 
@@ -161,32 +161,6 @@ class KeptExchanges(dict[HeadLayout, T]):
         return self[layout]
 
 
-class Alone:
-    """Attention to one stream of a sequence, which leaves the other streams out; see `only` of `Attend`.
-
-    build: builds the strategy for other tokens. It is called for a stream when a model asks for it first, so that other
-    models have no further exchanges. tokens: those of the whole sequence.
-    """
-
-    def __init__(self, build: Callable[[Tokens], Attend], tokens: Tokens) -> None:
-        self._build = build
-        self._shards = tokens.streams if isinstance(tokens, JointShard) else (tokens,)
-        self._attends: dict[int, Attend] = {}
-
-    def attend(
-        self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None
-    ) -> tuple[Tensor, ...]:
-        """Attend to one stream as in `Attend`; raises ValueError on every rank if there is no such stream."""
-        if not 0 <= only < len(self._shards) or len(streams) != 1:
-            count = len(self._shards)
-            raise ValueError(
-                f"got {len(streams)} streams with only={only}, expected 1 stream and its place, 0 to {count - 1}"
-            )
-        if only not in self._attends:
-            self._attends[only] = self._build(self._shards[only])
-        return self._attends[only](streams, mask_BL, beside=beside)
-
-
 class OneRank:
     """Attention on an axis of one rank.
 
@@ -230,3 +204,65 @@ def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
         return (*ready[0], streams[0].v)
     q, k = (torch.cat([pair[part] for pair in ready], dim=1) for part in range(2))
     return q, k, torch.cat([stream.v for stream in streams], dim=1)
+
+
+class Strategy(Generic[T]):
+    """Base class of strategies: an `Attend` that owns its buffers. Subclasses implement `_attend`.
+
+    core: attention on the axis. sizes: tokens of each rank of the axis. tokens: those of the whole sequence. make:
+    makes an exchange for a layout. build: builds the strategy for other tokens; called for a stream when a model first
+    asks for it alone, so that other models have no further exchanges.
+    """
+
+    name: str  # for errors
+
+    def __init__(
+        self,
+        core: Core,
+        axis: Axis,
+        sizes: tuple[int, ...],
+        tokens: Tokens,
+        transport: Transport,
+        make: Callable[[HeadLayout], T],
+        build: Callable[[Tokens], Attend],
+    ) -> None:
+        self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
+        self.tokens, self._exchanges = tokens.total, KeptExchanges[T](make)
+        self._one_rank = OneRank(core, axis, sizes[axis.rank])
+        self._shards = tokens.streams if isinstance(tokens, JointShard) else (tokens,)
+        self._build, self._alone = build, dict[int, Attend]()
+
+    def __call__(
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        if only is not None:
+            return self._attend_alone(only, streams, mask_BL, beside)
+        # checked before anything is sent, because the other ranks would wait until their deadline
+        if self._axis.size > 1:
+            refuse_gradients(streams, self.name)
+        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
+        if self._axis.size == 1:
+            return self._one_rank(streams, mask_BL, beside)
+        return split_out(self._attend(present(streams), mask_BL, beside), streams)
+
+    def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
+        """Return the output (B, l, H, D) of the joined tokens. streams: those that have tokens on this rank."""
+        raise NotImplementedError
+
+    def _attend_alone(
+        self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None
+    ) -> tuple[Tensor, ...]:
+        count = len(self._shards)
+        if not 0 <= only < count or len(streams) != 1:
+            raise ValueError(
+                f"got {len(streams)} streams with only={only}, expected 1 stream and its place, 0 to {count - 1}"
+            )
+        if only not in self._alone:
+            self._alone[only] = self._build(self._shards[only])
+        return self._alone[only](streams, mask_BL, beside=beside)

@@ -17,23 +17,11 @@ from functools import partial
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.attention._by_stream import in_key_order
-from seqpar.attention._streams import (
-    Alone,
-    Beside,
-    KeptExchanges,
-    key,
-    layout_of,
-    present,
-    query,
-    refuse_gradients,
-    split_out,
-    value,
-    write,
-)
+from seqpar.attention._key_order import in_key_order
+from seqpar.attention._streams import Beside, Strategy, key, layout_of, query, value, write
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
-from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
@@ -46,46 +34,29 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     if mesh.sequence.size == 1:
         return kv_gather.build(mesh, tokens, local, transport)
     check_tokens(tokens, mesh.sequence.size)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return KVFirst(in_key_order(local, tokens, mesh.sequence.rank), mesh.sequence, tokens.sizes, transport, alone)
+    core, again = in_key_order(local, tokens, mesh.sequence.rank), lambda other: build(mesh, other, local, transport)
+    make = partial(transport.key_values, mesh.sequence, overlap=True)
+    return KVFirst(core, mesh.sequence, tokens.sizes, tokens, transport, make, again)
 
 
-class KVFirst:
-    """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
+class KVFirst(Strategy[KeyValues]):
+    """Local attention of this rank's queries over the keys and values of all ranks."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
-        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
-        self._alone = alone
-        self.tokens = sum(sizes)
-        self._exchanges = KeptExchanges[KeyValues](partial(transport.key_values, axis, overlap=True))
+    name = "kv_first"
 
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Beside | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Attend as `protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
-        if only is not None:
-            return self._alone.attend(only, streams, mask_BL, beside)
-        # checked before anything is sent, because the other ranks would wait until their deadline
-        refuse_gradients(streams, "kv_first")
-        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
-        here = present(streams)
-        projected = [stream for stream in here if isinstance(stream, Given)]
-        if beside is not None and len(projected) == len(here):
-            return split_out(self._hidden(projected, mask_BL, beside), streams)
-        exchange, parts = self._send(here)
-        q_BlHD = query(here[0]) if stays(here) else None
+    def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
+        """Send all streams' keys, then values, then compute the queries."""
+        projected = [stream for stream in streams if isinstance(stream, Given)]
+        if beside is not None and len(projected) == len(streams):
+            return self._hidden(projected, mask_BL, beside)
+        exchange, parts = self._send(streams)
+        q_BlHD = query(streams[0]) if stays(streams) else None
         for stream, part in parts if q_BlHD is None else ():
             prepare_into(query(stream), None, None, stream.prepare, part)
         if beside is not None:
             beside()
         prepared, k, v = exchange.deliver()
-        return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
+        return self._core(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0]
 
     def _send(self, here: Sequence[Stream]) -> tuple[KeyValues, list[tuple[Stream, Outboxes]]]:
         """Make and send the keys of all streams, then their values; return the exchange, and each stream's outboxes."""
@@ -113,7 +84,7 @@ class KVFirst:
         exchange.start_values()
         beside()
         prepared, k, v = exchange.deliver()
-        return self._local(here[0].q if stay else prepared, k, v, mask_BL)[0]
+        return self._core(here[0].q if stay else prepared, k, v, mask_BL)[0]
 
 
 def _write_values(stream: Stream, part: Outboxes) -> None:

@@ -13,20 +13,9 @@ from functools import partial
 
 from torch import Tensor
 
-from seqpar.attention._by_stream import in_key_order
-from seqpar.attention._streams import (
-    Alone,
-    Beside,
-    KeptExchanges,
-    OneRank,
-    given,
-    layout_of,
-    present,
-    refuse_gradients,
-    split_out,
-    write,
-)
-from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.attention._key_order import in_key_order
+from seqpar.attention._streams import Beside, Strategy, given, layout_of, write
+from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
@@ -36,44 +25,25 @@ from seqpar.types.protocols import Attend, Core, Stream
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return KVGather(in_key_order(local, tokens, mesh.sequence.rank), mesh.sequence, tokens.sizes, transport, alone)
+    core, again = in_key_order(local, tokens, mesh.sequence.rank), lambda other: build(mesh, other, local, transport)
+    make = partial(transport.key_values, mesh.sequence)
+    return KVGather(core, mesh.sequence, tokens.sizes, tokens, transport, make, again)
 
 
-class KVGather:
-    """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
+class KVGather(Strategy[KeyValues]):
+    """Local attention of this rank's queries over the keys and values of all ranks."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
-        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
-        self._alone = alone
-        self.tokens = sum(sizes)
-        self._one_rank = OneRank(local, axis, sizes[axis.rank])
-        self._exchanges = KeptExchanges[KeyValues](partial(transport.key_values, axis))
+    name = "kv_gather"
 
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Beside | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        if only is not None:
-            return self._alone.attend(only, streams, mask_BL, beside)
-        if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL, beside)
-        refuse_gradients(streams, "kv_gather")
-        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
-        here = [given(stream) for stream in present(streams)]
-        exchange = self._exchanges[layout_of(self._sizes, here, here[0].k)]
-        stay = stays(here)
+    def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
+        here = [given(stream) for stream in streams]
+        exchange, stay = self._exchanges[layout_of(self._sizes, here, here[0].k)], stays(here)
         met = write(here, exchange.outboxes(), exchange.flags if beside is None else None, queries=not stay)
         if beside is not None:
             exchange.start()
             beside()
         prepared, k, v = exchange.deliver(met)
-        return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)
+        return self._core(here[0].q if stay else prepared, k, v, mask_BL)[0]
 
 
 def stays(streams: Sequence[Stream]) -> bool:

@@ -9,10 +9,12 @@ have the same bits.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Alone, Beside, refuse_gradients
+from seqpar.attention._streams import Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh.mesh import Axis, Mesh
@@ -27,8 +29,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size, merges=True)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total, alone)
+    size, again = tokens.sizes[mesh.ring.rank], lambda other: build(mesh, other, local, transport)
+    return Ulysses(ring, mesh.ulysses, (size,), tokens, transport, partial(transport.heads, mesh.ulysses), again)
 
 
 class Ring:

@@ -13,21 +13,10 @@ from functools import partial
 
 from torch import Tensor
 
-from seqpar.attention._by_stream import in_key_order
-from seqpar.attention._streams import (
-    Alone,
-    Beside,
-    KeptExchanges,
-    OneRank,
-    given,
-    layout_of,
-    present,
-    refuse_gradients,
-    split_out,
-    write,
-)
+from seqpar.attention._key_order import in_key_order
+from seqpar.attention._streams import Beside, Strategy, given, layout_of, write
 from seqpar.kernels.push import push
-from seqpar.mesh.mesh import Axis, Mesh
+from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
@@ -38,39 +27,17 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Build attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    core = in_key_order(local, tokens, mesh.sequence.rank)
-    return Ulysses(core, mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
+    core, again = in_key_order(local, tokens, mesh.sequence.rank), lambda other: build(mesh, other, local, transport)
+    return Ulysses(core, mesh.ulysses, tokens.sizes, tokens, transport, partial(transport.heads, mesh.ulysses), again)
 
 
-class Ulysses:
-    """Runs any Core on all tokens of one axis, with some of the heads on each rank. Owns its buffers (see `Attend`)."""
+class Ulysses(Strategy[tuple[ToHeads, ToTokens]]):
+    """Runs any Core on all tokens of one axis, with some of the heads on each rank."""
 
-    def __init__(
-        self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int, alone: Alone
-    ) -> None:
-        """Set up attention. sizes: tokens of each rank of this axis; tokens: tokens of the whole sequence."""
-        self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
-        self.tokens, self._alone = tokens, alone
-        self._one_rank = OneRank(core, axis, sizes[axis.rank])
-        self._exchanges = KeptExchanges[tuple[ToHeads, ToTokens]](partial(transport.heads, axis))
+    name = "ulysses"
 
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Beside | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        if only is not None:
-            return self._alone.attend(only, streams, mask_BL, beside)
-        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
-        if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL, beside)
-        refuse_gradients(streams, "ulysses")
-        here = [given(stream) for stream in present(streams)]
+    def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
+        here = [given(stream) for stream in streams]
         into, back = self._exchanges[layout_of(self._sizes, here, here[0].k)]
         met = write(here, into.outboxes(), into.flags if beside is None else None)
         if beside is not None:
@@ -80,7 +47,7 @@ class Ulysses:
         out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
         # a rank without heads takes part in the exchanges only
         met = out is not None and push(out, boxes, back.flags)
-        return split_out(back.deliver(met), streams)
+        return back.deliver(met)
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

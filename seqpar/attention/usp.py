@@ -6,7 +6,8 @@ inside a group of ranks and slow between groups.
 
 from __future__ import annotations
 
-from seqpar.attention._streams import Alone
+from functools import partial
+
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.mesh.mesh import Mesh
@@ -22,8 +23,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total, alone)
+    sizes, again = parts[mesh.ring.rank], lambda other: build(mesh, other, local, transport)
+    return Ulysses(ring, mesh.ulysses, sizes, tokens, transport, partial(transport.heads, mesh.ulysses), again)
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class JointShard:
 
     by_stream: the keys are held stream after stream, as on one rank, [t0 t1 ... i0 i1 ...]; otherwise rank after rank,
     as they arrive, [t0 i0 t1 i1 ...], which changes the rounding of attention only. padding: tokens at the end of the
-    first stream that attention reads at another weight (`seqpar.attention._by_padding`).
+    first stream that attention reads at another weight (`seqpar.attention._key_order`).
     """
 
     streams: tuple[Shard, ...]

@@ -96,21 +96,12 @@ class Transport:
 
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make an exchange from sharded tokens to sharded heads, and the one back; the two must alternate."""
-        self.watch = self.watch or axis.watch
-        to_heads, to_tokens = self._heads(axis, layout)
-        calls = {
-            "to_heads.outboxes": to_heads.outboxes,
-            "to_heads.deliver": to_heads.deliver,
-            "to_tokens.outboxes": to_tokens.outboxes,
-            "to_tokens.deliver": to_tokens.deliver,
-        }
+        self.watch, methods = self.watch or axis.watch, ("outboxes", "deliver")
+        ways = dict(zip(("to_heads.", "to_tokens."), self._heads(axis, layout), strict=True))
+        calls = {way + method: getattr(made, method) for way, made in ways.items() for method in methods}
         turns = Turns(self, "an exchange of heads", layout.device, calls)
-        checked: tuple[Any, Any] = InTurn(to_heads, turns), InTurn(to_tokens, turns)
-        for name in calls:
-            way, method = name.split(".")
-            checked[way == "to_tokens"].check(method, name)
-        checked[0].check_start("to_heads.start", before="to_heads.deliver")
-        return checked
+        checked: Any = (InTurn(made, turns, methods, way, "to_heads.deliver") for way, made in ways.items())
+        return tuple(checked)
 
     def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
         """Make an exchange that brings the keys and values of all tokens to every rank.
@@ -118,13 +109,10 @@ class Transport:
         overlap: `start_keys` and `start_values` send k and v while this rank computes the next projection.
         """
         self.watch = self.watch or axis.watch
-        made = self._key_values(axis, layout, overlap)
-        starts = {"start_keys": made.start_keys, "start_values": made.start_values}
-        calls = {"outboxes": made.outboxes, **(starts if overlap else {}), "deliver": made.deliver}
-        checked: Any = InTurn(made, Turns(self, "an exchange of keys and values", layout.device, calls))
-        for name in ("outboxes", *starts, "deliver"):
-            checked.check(name, name)
-        checked.check_start("start", before=None if overlap else "deliver")
+        made, methods = self._key_values(axis, layout, overlap), ("outboxes", "start_keys", "start_values", "deliver")
+        calls = {name: getattr(made, name) for name in methods if overlap or not name.startswith("start")}
+        turns = Turns(self, "an exchange of keys and values", layout.device, calls)
+        checked: Any = InTurn(made, turns, methods, start=None if overlap else "deliver")
         return checked
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
@@ -137,9 +125,7 @@ class Transport:
         self.watch = self.watch or axis.watch
         made = self._gather(axis, sizes, shape, like)
         calls = {"outbox": made.outbox, "deliver": made.deliver}
-        checked: Any = InTurn(made, Turns(self, "a gather", like.device, calls))
-        for name in calls:
-            checked.check(name, name)
+        checked: Any = InTurn(made, Turns(self, "a gather", like.device, calls), tuple(calls))
         return checked
 
     def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:

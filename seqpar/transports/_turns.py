@@ -7,7 +7,8 @@ host only; a CUDA graph contains nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -45,7 +46,7 @@ class Turns:
         owner.exchanges.add(self)
 
     def take(self, call: str) -> None:
-        """Record a call, or raise TurnError if another one is next. A call that fails counts as made."""
+        """Record a call, also one that fails; raise TurnError if another one is next."""
         if self._next == RELEASED or call != self._names[self._next]:
             raise self._error(call)
         self._started = False
@@ -93,34 +94,27 @@ class Turns:
 
 
 class InTurn:
-    """An exchange with checked calls: it has the methods of the unchecked exchange `made` that `check` adds.
+    """An exchange with checked calls: it has these methods of the unchecked exchange `made`.
 
     Methods are attributes, so that nothing refers back to this object: memory of an exchange that is dropped must not
-    wait until Python collects cycles.
+    wait until Python collects cycles. prefix: of the turns' names. start: the turn before which the optional `start`
+    comes; None if the exchange has none.
     """
 
-    def __init__(self, made: Any, turns: Turns) -> None:
-        self.made, self.flags, self._turns = made, getattr(made, "flags", None), turns
+    def __init__(
+        self, made: Any, turns: Turns, methods: Sequence[str], prefix: str = "", start: str | None = None
+    ) -> None:
+        self.made, self.flags = made, getattr(made, "flags", None)
+        checks: dict[str, Callable[..., None]] = {method: turns.take for method in methods}
+        if hasattr(made, "start"):
+            checks["start"] = partial(turns.start, before=start)
+        for method, check in checks.items():
+            setattr(self, method, partial(_checked, partial(check, prefix + method), made, method))
 
-    def check(self, method: str, name: str) -> None:
-        """Add a method that takes the turn `name`."""
-        turns, made = self._turns, self.made
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            turns.take(name)
-            return getattr(made, method)(*args, **kwargs)
-
-        setattr(self, method, checked)
-
-    def check_start(self, name: str, before: str | None) -> None:
-        """Add the optional `start`, which comes before the turn `before`; None: this exchange has none."""
-        turns, made = self._turns, self.made
-
-        def checked() -> None:
-            turns.start(name, before)
-            made.start()
-
-        setattr(self, "start", checked)  # noqa: B010 (an attribute of this object alone)
+def _checked(check: Callable[[], None], made: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    check()
+    return getattr(made, method)(*args, **kwargs)
 
 
 class _Blocks:

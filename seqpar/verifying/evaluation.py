@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.attention._by_stream import in_key_order
+from seqpar.attention._key_order import in_key_order
 from seqpar.attention._streams import given, present
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula

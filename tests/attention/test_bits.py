@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.attention import _by_padding
+from seqpar.attention import _key_order
 from seqpar.kernels.prepare import prepare
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.types.masks import joined_mask
@@ -176,13 +176,13 @@ def formula(row: Row) -> list[Tensor]:
 @pytest.mark.parametrize("fault", [None, "all queries add", "no query adds"])
 def test_one_rank_is_right(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> None:
     """With a fault every row with padding is wrong."""
-    added = _by_padding.ByPadding._added_to
-    faults: dict[str, Callable[[_by_padding.ByPadding, Tensor], Tensor]] = {
+    added = _key_order.ByPadding._added_to
+    faults: dict[str, Callable[[_key_order.ByPadding, Tensor], Tensor]] = {
         "all queries add": lambda core, q: torch.ones_like(added(core, q)),
         "no query adds": lambda core, q: torch.zeros_like(added(core, q)),
     }
     if fault is not None:
-        monkeypatch.setattr(_by_padding.ByPadding, "_added_to", faults[fault])
+        monkeypatch.setattr(_key_order.ByPadding, "_added_to", faults[fault])
     for row in {replace(row, form="streams") for row in ROWS}:  # joined, both streams would have one preparation
         want = formula(row) if row.padding else truth(row.case)
         wrong = error(outputs(row, 1, torch.device("cpu"), "kv_gather", "collective"), want)
@@ -194,7 +194,7 @@ def test_a_token_has_e_times_the_weight_of_padding() -> None:
     tokens, weight = JointShard((Shard(4, 1), Shard(3, 1)), padding=2), 5 * exp(1)
     zeros, values = torch.zeros(1, 7, 1, 8).double(), torch.ones(1, 7, 1, 8).double()
     values[:, 2:4] = 0
-    core = _by_padding.ByPadding(row_by_row, tokens, 0)
+    core = _key_order.ByPadding(row_by_row, tokens, 0)
     out, lse = core(zeros, zeros, values)
     of_tokens = weight / (weight + 2)
     assert out[0, :, 0, 0].tolist() == pytest.approx([of_tokens] * 2 + [5 / 7] * 2 + [of_tokens] * 3)

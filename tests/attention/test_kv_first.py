@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import _streams
-from seqpar.attention._streams import project
+from seqpar.attention._streams import project, split_out
 from seqpar.attention.kv_first import KVFirst
 from seqpar.local import reference
 from seqpar.mesh.mesh import Axis
+from seqpar.mesh.shard import Shard
 from seqpar.transports import collective
 from seqpar.types.protocols import Prepare, Projected
 from tests.support.meshes import random
@@ -62,8 +63,10 @@ def test_keys_then_values_of_all_streams_are_sent_before_queries_are_made(monkey
     text, image = stream(3, 0, bias=False), stream(5, 10)
     want = _streams.OneRank(reference.attend, Axis("sequence"), 8)((text, image))
     spy = Spy(monkeypatch)
-    alone: Any = None  # which no call asks for
-    got = KVFirst(reference.attend, Axis("sequence"), (8,), spy, alone)((text, image))
+    axis, again = Axis("sequence"), lambda tokens: pytest.fail("no call asks for a stream alone")
+    make = partial(spy.key_values, axis, overlap=True)
+    attend = KVFirst(reference.attend, axis, (8,), Shard(8, 1), spy, make, again)
+    got = split_out(attend._attend((text, image), None, None), (text, image))
     k, q = ["GEMM of 2 heads"] * 2, ["GEMM of 6 heads"] * 2
     assert spy.notes == [*k, "start_keys", *k, "start_values", *q, "deliver"]
     for mine, truth in zip(got, want, strict=True):

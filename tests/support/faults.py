@@ -130,7 +130,7 @@ FAULTS = (
     ),
     Fault(
         "exact mode leaves keys in the order of the ranks",
-        "seqpar/attention/_by_stream.py",
+        "seqpar/attention/_key_order.py",
         "return ByStream(local, tokens)",
         "return local",
         "tests/attention/test_bits.py::test_strategy_that_only_moves_data_has_one_ranks_bits[2-ulysses-collective]",
@@ -138,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "padding has the weight of tokens",
-        "seqpar/attention/_by_padding.py",
+        "seqpar/attention/_key_order.py",
         "lse = lse + self._added_to(q_BLHD)",
         "lse = lse.clone()",
         "tests/transformer/test_masks.py::test_padding_is_weighed_or_masked_as_torch_adds_a_mask[1-kv_gather-True]",

@@ -7,15 +7,17 @@ of every rank, and one half is used at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.attention._streams import Beside, Strategy, given, joined, layout_of
 from seqpar.kernels.merge import merge
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
+from seqpar.transports._exchanges import HeadLayout
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 from seqpar.types.protocols import Attend, Core, Stream
 
@@ -23,8 +25,9 @@ from seqpar.types.protocols import Attend, Core, Stream
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size, merges=True)
-    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return Halves(local, mesh.sequence, tokens.sizes, transport, alone)
+    again = lambda other: build(mesh, other, local, transport)  # noqa: E731
+    make = partial(_exchanges, mesh.sequence, tokens.sizes, transport)
+    return Halves(local, mesh.sequence, tokens.sizes, tokens, transport, make, again)
 
 
 def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -32,35 +35,18 @@ def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [half for half in zip(*(Shard(size, 2).sizes for size in sizes), strict=True) if sum(half)]
 
 
-class Halves:
-    """Local attention of this rank's queries to two halves of the keys. Owns its buffers (see `Attend`)."""
+class Halves(Strategy[list[Gather]]):
+    """Local attention of this rank's queries to two halves of the keys."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
-        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
-        self._alone = alone
-        self.tokens = sum(sizes)
-        self._one_rank = OneRank(local, axis, sizes[axis.rank])
-        self._gathers: dict[tuple[object, ...], list[Gather]] = {}
+    name = "halves"
 
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Beside | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        if only is not None:
-            return self._alone.attend(only, streams, mask_BL, beside)
-        if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL, beside)
-        refuse_gradients(streams, "halves")
-        self._transport.abandon()
-        q, k, v = joined([given(stream) for stream in present(streams)])
+    def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
+        here = [given(stream) for stream in streams]
+        q, k, v = joined(here)
         out = lse = None
         halves, groups, first = halves_of(self._sizes), k.shape[2], 0
-        for index, (half, exchange) in enumerate(zip(halves, self._exchanges(k), strict=True)):
+        exchanges = self._exchanges[layout_of(self._sizes, here, k)]
+        for index, (half, exchange) in enumerate(zip(halves, exchanges, strict=True)):
             size, box = half[self._axis.rank], exchange.outbox()
             box[:, :, :groups].copy_(k[:, first : first + size].transpose(0, 1))
             box[:, :, groups:].copy_(v[:, first : first + size].transpose(0, 1))
@@ -71,9 +57,9 @@ class Halves:
             # slices, because a list of places would be copied from the host, which no CUDA graph can capture
             mask = None if mask_BL is None else torch.cat([mask_BL[:, part] for part in self._places(index)], dim=1)
             dtype = q.dtype if index == len(halves) - 1 else None
-            out, lse = merge(out, lse, *self._local(q, k_half, v_half, mask), dtype=dtype)
+            out, lse = merge(out, lse, *self._core(q, k_half, v_half, mask), dtype=dtype)
         assert out is not None
-        return split_out(out, streams)
+        return out
 
     def _places(self, index: int) -> list[slice]:
         """Return the places of the keys of a half in the joined order, those of one rank after the other."""
@@ -83,16 +69,11 @@ class Halves:
             where.append(slice(begin, begin + halves[index][rank]))
         return where
 
-    def _exchanges(self, k_BlGD: Tensor) -> list[Gather]:
-        batch, _, groups, dim = k_BlGD.shape
-        key = (batch, groups, dim, k_BlGD.dtype)
-        if key not in self._gathers:
-            with torch.inference_mode(False):
-                self._gathers[key] = [
-                    self._transport.gather(self._axis, half, (batch, 2 * groups, dim), k_BlGD)
-                    for half in halves_of(self._sizes)
-                ]
-        return self._gathers[key]
+
+def _exchanges(axis: Axis, sizes: tuple[int, ...], transport: Transport, layout: HeadLayout) -> list[Gather]:
+    like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+    shape = (layout.batch, 2 * layout.kv_heads, layout.head_dim)
+    return [transport.gather(axis, half, shape, like) for half in halves_of(sizes)]
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

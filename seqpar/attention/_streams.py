@@ -33,7 +33,6 @@ class Sends(Protocol):
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None, beside: Beside | None, /
     ) -> tuple[Tensor, Tensor]:
         """Return what the Core returns; run `beside` after the first sends have started, before waiting for others."""
-        ...
 
 
 def given(stream: Stream) -> Given:
@@ -52,12 +51,10 @@ def query(stream: Stream) -> Tensor:
 
 
 def key(stream: Stream) -> Tensor:
-    """Return k of a stream; a separate GEMM computes it if the model has not."""
     return stream.k if isinstance(stream, Given) else _project(stream, 1)
 
 
 def value(stream: Stream, room_BlGD: Tensor | None = None) -> Tensor:
-    """Return v of a stream; a separate GEMM computes it if the model has not, into `room_BlGD` if that is given."""
     return stream.v if isinstance(stream, Given) else _project(stream, 2, room_BlGD)
 
 
@@ -90,7 +87,6 @@ def project(
 
 
 def heads_of(stream: Stream) -> tuple[int, int]:
-    """Return the numbers of query heads and of key-value heads of a stream."""
     return (stream.q.shape[2], stream.k.shape[2]) if isinstance(stream, Given) else (stream.heads, stream.kv_heads)
 
 
@@ -129,13 +125,11 @@ def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None,
 
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
-    """Split the output of the joined tokens into one view for each stream."""
     sizes = [stream.tokens for stream in streams]
     return (out_BlHD,) if len(sizes) == 1 else tuple(out_BlHD.split(sizes, dim=1))
 
 
 def want_gradients(streams: Sequence[Stream]) -> bool:
-    """Return whether any input of the streams requires a gradient."""
     if not torch.is_grad_enabled():
         return False
     tensors = [(s.q, s.k, s.v) if isinstance(s, Given) else (s.x, s.weight, s.bias) for s in streams]
@@ -143,7 +137,6 @@ def want_gradients(streams: Sequence[Stream]) -> bool:
 
 
 def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
-    """Raise ValueError if any input of the streams requires a gradient."""
     if want_gradients(streams):
         raise ValueError(f"inputs require grad, but {strategy} supports inference only on several ranks; detach them")
 

@@ -43,19 +43,15 @@ class Ring:
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
     ) -> tuple[Tensor, Tensor]:
-        """Attend with this rank's queries to the keys and values of all ranks; see `seqpar.types.protocols.Core`.
-
-        The mask covers the keys of all ranks; each block uses the columns of the rank that owns it.
-        """
+        """Attend with local queries to the keys and values of all ranks, whose keys the mask covers."""
         return self.attend_beside(q_BLHD, k_BLGD, v_BLGD, mask_BL, None)
 
     def attend_beside(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None, beside: Beside | None, /
     ) -> tuple[Tensor, Tensor]:
-        """Return the same; run `beside` while this rank's own block travels."""
-        beside = beside or _nothing
         if self._axis.size == 1:
-            beside()
+            if beside is not None:
+                beside()
             return self._local(q_BLHD, k_BLGD, v_BLGD, mask_BL)
         refuse_gradients([Given(q_BLHD, k_BLGD, v_BLGD, Prepare())], "ring")
         rotation, groups = self._rotation(k_BLGD), k_BLGD.shape[2]
@@ -65,7 +61,7 @@ class Ring:
         masks = (None,) * len(self._sizes) if mask_BL is None else mask_BL.split(self._sizes, dim=1)
         out = lse = None
         for step, (owner, block) in enumerate(rotation.rotate(), start=1):
-            if step == 1:
+            if step == 1 and beside is not None:
                 beside()
             k, v = block.transpose(0, 1).split((groups, groups), dim=2)
             dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 until the last merge
@@ -81,10 +77,6 @@ class Ring:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._rotations[key] = self._transport.ring(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]
-
-
-def _nothing() -> None:
-    """Stand for no work beside attention."""
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,6 @@ def length(padded_message: torch.Tensor, sender: int, what: str) -> int:
 
 
 def decode_all(padded_messages: Sequence[torch.Tensor] | torch.Tensor, kind: Any, what: str) -> list[Any]:
-    """Return the values of the messages of all ranks, in rank order."""
     texts = [_bytes(x[HEAD : HEAD + length(x, rank, what)]) for rank, x in enumerate(padded_messages)]
     return [decode(text, kind, rank, what) for rank, text in enumerate(texts)]
 
@@ -140,13 +139,11 @@ class SharedError:
 
     @staticmethod
     def of(error: ValueError | OSError) -> SharedError:
-        """Return the shared form of an exception."""
         number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
         text = str(error).encode(errors="backslashreplace").decode()  # file names may be invalid UTF-8
         return SharedError(text, number, isinstance(error, TimeoutError))
 
     def error(self, text: str | None = None) -> ValueError | OSError:
-        """Return the exception to raise, with another text if one is given."""
         text = self.text if text is None else text
         if self.late:
             return TimeoutError(text)

@@ -36,7 +36,6 @@ def turn_on() -> None:
 
 
 def is_on() -> bool:
-    """Return whether exact mode is on in this process."""
     matmul = torch.backends.cuda.matmul
     whole_sums = not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
     return _set() and whole_sums and str(torch.backends.cuda.preferred_blas_library()).lower().endswith("cublaslt")

@@ -109,7 +109,6 @@ def streams_of_rank_0(mesh: Mesh, work: Callable[[], Mapping[str, Tensor]]) -> d
 
 
 def _views(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return (a view for each tensor in one buffer on the local device, the buffer)."""
     sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
     spans = {name: -(-size // ALIGN) * ALIGN for name, size in sizes.items()}
     buffer = torch.empty(sum(spans.values()), dtype=torch.uint8, device=mesh.device)

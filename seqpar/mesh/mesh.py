@@ -130,7 +130,6 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size."""
         return {name: getattr(self, name).size for name in AXES}
 
     @property
@@ -149,7 +148,6 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
         return self.world.rank == 0
 
     def __str__(self) -> str:

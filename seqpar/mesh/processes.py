@@ -110,7 +110,6 @@ def _process() -> _Process:
 
 
 def watch() -> Watch:
-    """Return the watchdog over the ranks of this process's group of all ranks."""
     return _process().current()
 
 

@@ -30,17 +30,14 @@ class Shard:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of items of each part."""
         share, rest = divmod(self.total, self.parts)
         return tuple(share + (part < rest) for part in range(self.parts))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First item of each part."""
         return starts(self.sizes)
 
     def slice(self, part: int) -> slice:
-        """Return the items of `part`."""
         return slice(self.starts[part], self.starts[part] + self.sizes[part])
 
 
@@ -65,17 +62,14 @@ class JointShard:
 
     @property
     def parts(self) -> int:
-        """Number of ranks."""
         return self.streams[0].parts
 
     @property
     def total(self) -> int:
-        """Number of tokens of all streams."""
         return sum(stream.total for stream in self.streams)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of tokens of each part, over all streams."""
         return tuple(map(sum, zip(*(stream.sizes for stream in self.streams), strict=True)))
 
     @cached_property

@@ -84,7 +84,6 @@ class Calls:
         return self.before(kind) < FIRST_CALLS
 
     def before(self, kind: Hashable) -> int:
-        """Count a call; return the number of earlier calls of its kind."""
         before = self._counts.pop(kind, 0)
         self._counts[kind] = before + 1
         if len(self._counts) > KINDS:
@@ -92,7 +91,6 @@ class Calls:
         return before
 
     def knows(self, kind: Hashable) -> bool:
-        """Return whether a call of this kind was counted."""
         return kind in self._counts
 
     def forget(self, kind: Hashable) -> None:
@@ -126,7 +124,6 @@ class HeartbeatFiles(Store):
         return self._path(key).read_bytes().partition(b"\n")[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
@@ -220,9 +217,7 @@ class Heartbeats:
 class Follows(Protocol):
     """A transport whose waits are on the device."""
 
-    def limit(self, deadline_s: float) -> None:
-        """Set the deadline of what is queued from now on."""
-        ...
+    def limit(self, deadline_s: float) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class Facts:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all transports."""
     return tuple(plugins(seqpar.transports))
 
 
@@ -57,7 +56,6 @@ def load(name: str) -> ModuleType:
 
 
 def facts(name: str) -> Facts:
-    """Return the `FACTS` of a transport."""
     return load(name).FACTS
 
 

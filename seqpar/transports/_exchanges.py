@@ -45,16 +45,13 @@ class HeadLayout:
         return HeadLayout(batch, tokens, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
 
     def kv_slice(self, rank: int) -> slice:
-        """Return the range of key-value heads of `rank`."""
         return Shard(self.kv_heads, len(self.tokens)).slice(rank)
 
     def q_slice(self, rank: int) -> slice:
-        """Return the range of query heads of `rank`."""
         group, kv = self.heads // self.kv_heads, self.kv_slice(rank)
         return slice(kv.start * group, kv.stop * group)
 
     def counts(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of query heads and of key-value heads of `rank`."""
         q, kv = self.q_slice(rank), self.kv_slice(rank)
         return q.stop - q.start, kv.stop - kv.start
 
@@ -65,79 +62,58 @@ class ToHeads(Protocol):
     @property
     def flags(self) -> Flags | None:
         """Flags that the writing kernel may raise and wait for; `deliver(met=True)` must follow. None if it may not."""
-        ...
 
-    def outboxes(self) -> Outboxes:
-        """Return where to write q, k and v."""
-        ...
+    def outboxes(self) -> Outboxes: ...
 
     def start(self) -> None:
         """Send asynchronously. Optional, once between writing (by a kernel that leaves `flags` alone) and `deliver`."""
-        ...
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, L, h, D), k and v (B, L, g, D) as attention takes them; valid until the next `outboxes`.
+        """Return q (B, L, h, D), k and v (B, L, g, D); valid until the next `outboxes`.
 
         met: whether the kernel that wrote has already raised `flags` and waited for the other ranks.
         """
-        ...
 
 
 class ToTokens(Protocol):
     """From sharded heads to sharded tokens: sends the output of attention to the ranks of its tokens."""
 
     @property
-    def flags(self) -> Flags | None:
-        """As in `ToHeads`."""
-        ...
+    def flags(self) -> Flags | None: ...
 
-    def outboxes(self) -> Destinations:
-        """Return where to write the output."""
-        ...
+    def outboxes(self) -> Destinations: ...
 
     def deliver(self, met: bool = False) -> Tensor:
         """Return the output (B, l, H, D); valid until the next call. met: as in `ToHeads`."""
-        ...
 
 
 class KeyValues(Protocol):
-    """Brings the keys and values of all tokens to every rank; the queries stay on their rank."""
+    """Brings the keys and values of all tokens to every rank; the queries stay on their rank.
+
+    An exchange made with overlap has one outbox, and `start_keys` and `start_values` in place of `start`.
+    """
 
     @property
-    def flags(self) -> Flags | None:
-        """As in `ToHeads`."""
-        ...
+    def flags(self) -> Flags | None: ...
 
-    def outboxes(self) -> Outboxes:
-        """Return where to write q, k and v. An exchange made with overlap has one outbox."""
-        ...
+    def outboxes(self) -> Outboxes: ...
 
-    def start(self) -> None:
-        """As in `ToHeads`. An exchange made with overlap has `start_keys` and `start_values` instead."""
-        ...
+    def start(self) -> None: ...
 
     def start_keys(self) -> None:
-        """Send k as it is now; v may be written until `start_values`, q until `deliver`. Used only with overlap."""
-        ...
+        """Send k as it is now; v may be written until `start_values`, q until `deliver`."""
 
     def start_values(self) -> None:
-        """Send v as it is now. With overlap, call it every time between `start_keys` and `deliver`; else never."""
-        ...
+        """Send v as it is now; must come between `start_keys` and `deliver`."""
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, l, H, D) of this rank's tokens, and k and v (B, L, G, D) of all tokens.
-
-        They are valid until the next call of `outboxes`. met: as in `ToHeads`.
-        """
-        ...
+        """Return q (B, l, H, D) of local tokens, k and v (B, L, G, D) of all; as in `ToHeads`."""
 
 
 class Rotation(Protocol):
     """Passes blocks around an axis; each rank has one block."""
 
-    def outbox(self) -> Tensor:
-        """Return where to write this rank's block before `rotate`."""
-        ...
+    def outbox(self) -> Tensor: ...
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (owner, block): the local block, then blocks of the ranks before this one, nearest first.
@@ -145,26 +121,19 @@ class Rotation(Protocol):
         owner: the rank on the axis that wrote the block. Read a block before you ask for the next, and iterate to the
         end: only then may the rotation start again.
         """
-        ...
 
 
 class Gather(Protocol):
     """Brings every rank's block to every rank."""
 
-    def outbox(self) -> Tensor:
-        """Return where to write this rank's block."""
-        ...
+    def outbox(self) -> Tensor: ...
 
     def deliver(self) -> Tensor:
         """Return all blocks, concatenated in the order of the ranks; valid until `outbox` is written again."""
-        ...
 
 
 class Halo(Protocol):
-    """Swaps edges with both neighbours on an axis that does not close.
-
-    The first rank has no rank before it, the last none after it.
-    """
+    """Swaps edges with both neighbours. The first rank has no rank before it, the last none after it."""
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
         """Send `first` to the rank before and `last` to the rank after; receive from them into `before` and `after`.
@@ -172,14 +141,7 @@ class Halo(Protocol):
         `before` has the shape of the `last` of the rank before, `after` that of the `first` of the rank after. None
         where nothing is sent; sender and receiver must agree, and every rank of the axis must call. Blocks may be
         strided views of 1 to 5 dims with at most `capacity` elements, of other sizes at every call; they must not
-        overlap. Elements are sent in the order of the dims, so a channels-last tensor is fastest as a view whose dims
-        are permuted to the order of its memory, on both sides. When the call returns, `first` and `last` may be written
-        and `before` and `after` read, on a GPU in the order of the current stream.
-
-        A swap is one call, so an error between two swaps leaves nothing to finish. Ranks that make unequal numbers of
-        swaps wait for each other until the deadline of the transport.
-
-        Raises ValueError, before anything moves, for a block that is too large, of another dtype or device, or for a
-        neighbour that does not exist.
+        overlap. Elements are sent in the order of the dims: permute a channels-last tensor to the order of its memory,
+        on both sides. Raises ValueError, before anything moves, for a block that is too large, of another dtype or
+        device, or for a neighbour that does not exist.
         """
-        ...

@@ -78,7 +78,6 @@ class Turns:
                 self._calls[name]()
 
     def release(self) -> None:
-        """Reject every later call."""
         self._next = RELEASED
 
     def _capturing(self) -> bool:
@@ -118,8 +117,6 @@ def _checked(check: Callable[[], None], made: Any, method: str, *args: Any, **kw
 
 
 class _Blocks:
-    """The blocks of a ring that are being read."""
-
     def __init__(self, made: Rotation) -> None:
         self.made, self.blocks = made, iter(())
 

@@ -41,7 +41,6 @@ class Waits:
         self.on_host = self._watch is not None and device.type != "cuda"
 
     def begun(self, start: Callable[[], T]) -> T:
-        """Call `start`, which sends to other ranks."""
         if self._watch is None:
             return start()
         with self._watch.context(self._what, self._ranks):
@@ -81,7 +80,6 @@ class AllToAll:
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        """Start the exchange; the current stream does not wait."""
         self._work = self._exchange(wait=False)
 
     def deliver(self) -> Tensor:
@@ -158,7 +156,6 @@ class CollectiveToTokens:
         self._places = [Destinations([place]) for place in places]
 
     def outboxes(self) -> Destinations:
-        """Return where to write the output: (l_r, B, h, D) for each rank r."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
@@ -257,7 +254,6 @@ class CollectiveGather:
         return self._slots[self._axis.rank]
 
     def start(self) -> None:
-        """Start to send and receive; the current stream does not wait."""
         peers = [(self._axis.rank + step) % self._axis.size for step in range(1, self._axis.size)]
         mine, group = _bytes(self.outbox()), self._axis.group
         moves = []

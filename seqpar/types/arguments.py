@@ -32,7 +32,6 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise unless the value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise ValueError(f"got {name}={shown(value)}, expected a finite number")
 
@@ -45,7 +44,6 @@ def _is_finite(value: Real) -> bool:
 
 
 def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
-    """Raise unless the value is of one of these types. expected: for the message."""
     if not isinstance(value, kinds):
         raise ValueError(f"got {name}={shown(value)}, expected {expected}")
 
@@ -56,7 +54,6 @@ def is_not_finite(x: torch.Tensor) -> bool:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise unless the value is a dtype of weights."""
     if dtype not in FLOATS:
         expected = ", ".join(str(each) for each in FLOATS)
         raise ValueError(f"got dtype={shown(dtype)}, expected one of {expected}")
@@ -72,7 +69,6 @@ def check_dense(name: str, value: object) -> None:
 
 
 def check_floats(name: str, value: object) -> None:
-    """Raise unless the value is a dense tensor of real floating-point numbers of at least 16 bits."""
     check_dense(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype not in FLOATS:
@@ -80,7 +76,6 @@ def check_floats(name: str, value: object) -> None:
 
 
 def check_named(name: str, value: object) -> Mapping[str, Any]:
-    """Return a mapping of names to dense tensors; raise for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"got {name}={shown(value)}, expected a mapping of names to tensors")
     for key, x in value.items():

@@ -130,7 +130,6 @@ class Work:
 
     @property
     def layers(self) -> int:
-        """Number of blocks of all kinds."""
         return sum(kind.count for kind in self.blocks)
 
     def parts(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> tuple[Cost, Cost, Cost]:
@@ -147,7 +146,6 @@ class Work:
         return sum(products, Cost(0, 0)), attention, Cost(0, b * whole * (sum(kind.passes) + q_and_k))
 
     def block(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
-        """Return the cost of a whole block: the sum of its `parts`."""
         return sum(self.parts(kind, b, s, others), Cost(0, 0))
 
     def step(self, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
@@ -176,7 +174,6 @@ class Layout:
 
     @property
     def sequence(self) -> int:
-        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     @property
@@ -210,12 +207,10 @@ class ShardedLayer:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of tokens on each rank."""
         return JointShard(tuple(Shard(tokens, self.ranks) for tokens in self.streams or (self.tokens,))).sizes
 
     @cached_property
@@ -284,7 +279,6 @@ def fits_anywhere(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | N
 
 
 def refuse(strategy: str, reason: str | None) -> None:
-    """Raise ValueError with the reason of a `StrategyFacts.why_not`, unless it is None."""
     if reason is not None:
         raise ValueError(f"got strategy {strategy} with {reason}")
 

@@ -24,7 +24,6 @@ def check_pictures(name: str, wanted: object, steps: object, guidance: object, s
 
 
 def check_loading(model: object, dtype: object) -> None:
-    """Raise unless these are the name of a model and a dtype of weights."""
     check_kind("model", model, str, Path, expected="a name, folder or file of a model")
     check_dtype(dtype)
 
@@ -59,7 +58,6 @@ class Guidance:
 
     @property
     def on(self) -> bool:
-        """Whether an unconditional branch is computed."""
         return max(self.scales or (self.scale,)) > 1
 
     def vector(self, evaluations: int) -> Tensor:

@@ -43,7 +43,6 @@ class Prepare:
 
     @property
     def is_identity(self) -> bool:
-        """Whether q and k stay unchanged."""
         return self.norm == "none" and self.cos_lD2 is None
 
 
@@ -75,7 +74,6 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """l, the number of local tokens of this stream; it may be 0."""
         return self.q.shape[1]
 
 
@@ -96,7 +94,6 @@ class Projected:
 
     @property
     def tokens(self) -> int:
-        """l, the number of local tokens of this stream; it may be 0."""
         return self.x.shape[1]
 
 

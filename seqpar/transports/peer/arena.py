@@ -166,7 +166,6 @@ def _rendezvous() -> _Rendezvous:
 
 
 def _alone(axis: Axis) -> dist.ProcessGroup:
-    """Make a group of this rank, without the other ranks."""
     assert axis.group is not None
     me = dist.get_process_group_ranks(axis.group)[axis.rank]
     group = dist.new_group([me], backend="gloo", use_local_synchronization=True)

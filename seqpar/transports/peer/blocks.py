@@ -147,7 +147,6 @@ def spread(wholes: list[Tensor], rank: int, mine: slice) -> None:
 
 
 def after(rank: int, count: int) -> list[int]:
-    """Return the other ranks in order, beginning after `rank`."""
     return [(rank + step) % count for step in range(1, count)]
 
 

@@ -200,11 +200,9 @@ class PeerOverlappedKeyValues(PeerKeyValues):
         self._aside = Aside(layout.device)
 
     def readers(self) -> list[int]:
-        """This rank only; the other ranks get copies."""
         return [self._rank]
 
     def start_keys(self) -> None:
-        """Copy k to the other ranks."""
         with self._aside.begun():
             self._spread(0)
 

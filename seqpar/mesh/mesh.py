@@ -29,10 +29,7 @@ SHARED = "a small value of rank 0"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: the local rank on it, its size and its process group (None for size 1).
-
-    watch: the watchdog over the other ranks, if there is one.
-    """
+    """One axis of the mesh: the local rank on it, its size, process group (None for size 1) and watchdog."""
 
     name: str
     rank: int = 0
@@ -72,10 +69,7 @@ class Mesh:
 
     @staticmethod
     def joined(device: torch.device | str | None = None, *, deadlines: Deadlines | None = None) -> Mesh:
-        """Return a mesh of all processes with axes of size 1, on which ranks can exchange values before axes exist.
-
-        deadlines: as for `from_env`.
-        """
+        """Return a mesh of all processes with axes of size 1, on which ranks can exchange values before axes exist."""
         device = None if device is None else Mesh.single(device).device
         rank, world = join(device, deadlines)
         mesh = Mesh.single(device or pick_device(world))
@@ -138,10 +132,7 @@ class Mesh:
         return Deadlines() if self.world.watch is None else self.world.watch.deadlines
 
     def call(self, axis: Axis, what: str, is_first: bool) -> AbstractContextManager[None]:
-        """Context in which a call is queued that exchanges data on an axis; the watchdog checks that it ends.
-
-        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.mesh.watch.Calls`).
-        """
+        """Context in which a call is queued that exchanges data on an axis; see `Watch.call`."""
         if axis.watch is None:
             return nullcontext()
         return axis.watch.call(what, axis.ranks, is_first, self.device)
@@ -174,10 +165,7 @@ class Mesh:
         return decode_all([buffer], kind, SHARED)[0]
 
     def on_rank_0(self, work: Callable[[], T], kind: Any) -> T:
-        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise the error on all.
-
-        One exchange. kind: the type of the result, as for `share`.
-        """
+        """Run `work` on rank 0 alone and return its result on every rank, or raise its error on all. One exchange."""
         result, error, shared = None, None, None
         if self.is_main:
             try:
@@ -214,17 +202,14 @@ class Mesh:
         raise shared.error(None if everywhere else f"rank {rank}: {shared.text}") from error
 
     def collect(self, value: T, kind: Any) -> list[T]:
-        """Return a small value of every rank, in rank order. kind: its type, as for `share`."""
+        """Return a small value of every rank, in rank order; the same ValueError on all if one is not of the kind."""
         return collected(self.world, self.device, value, kind)
 
 
 def collected(
     axis: Axis, device: torch.device, value: T, kind: Any, what: str = "small values of all ranks"
 ) -> list[T]:
-    """Return a small value of every rank of an axis, in rank order.
-
-    Raises the same ValueError on every rank if the value of one is not of the kind.
-    """
+    """Return a small value of every rank of an axis, in rank order, like `Mesh.collect`."""
     if axis.size == 1:
         return [value]
     message = encode(value, kind)

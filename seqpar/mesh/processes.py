@@ -119,11 +119,8 @@ def on_fatal(end: Callable[[str], NoReturn]) -> None:
 
 
 def group_timeout() -> timedelta:
-    """Return the timeout of groups whose ranks exchange in calls only.
-
-    NCCL counts from when an exchange is queued, which may be long before it starts; there the watchdog keeps the
-    deadline.
-    """
+    """Return the timeout of groups whose ranks exchange in calls only."""
+    # NCCL counts from when an exchange is queued, which may be long before it starts; the watchdog keeps the deadline
     limits = watch().deadlines
     on_gpus = "nccl" in dist.get_backend_config()
     return timedelta(seconds=max(limits.host_s, limits.first_s) if on_gpus else limits.first_s)

@@ -3,9 +3,9 @@
 A rank waits for others in three places:
 - In a host exchange of all ranks it waits in slices, and checks the heartbeats of the others between them.
 - In an exchange by gloo it waits until the deadline.
-- In a call that is queued on a GPU, kernels may wait for other ranks without end (NCCL's timer does not see what a CUDA
-  graph replays). A thread polls the end of each call. If a call does not end, and a rank sends no heartbeat or has not
-  entered the call, the thread aborts the communicators. The kernels then end, and the main thread raises the error.
+- In a call that is queued on a GPU, kernels may wait without end (NCCL's timer does not see what a CUDA graph replays).
+  A thread polls the end of each call. If a call does not end, and a rank sends no heartbeat or has not entered the
+  call, the thread aborts the communicators. The kernels then end, and the main thread raises the error.
 Cost: one CUDA event per call.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Protocol
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -38,17 +38,14 @@ GRACE_S = 3.0  # for the main thread to raise before the process is ended
 LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
 
 
-class LostRankError(TimeoutError):
-    """This rank timed out waiting for another one."""
-
-
-# --- deadlines
-
-
 LONGEST_S = 10**6  # of any deadline: 11 days; timers of process groups count in 64-bit nanoseconds
 # calls with the longer deadline: a rank can end its second call only when every other rank has ended its first one
 FIRST_CALLS = 2
 KINDS = 256  # kinds of calls that are remembered; a forgotten kind has the longer deadline again
+
+
+class LostRankError(TimeoutError):
+    """This rank timed out waiting for another one."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Deadlines:
 
 
 class Calls:
-    """Counts calls by kind, to find those with the longer deadline. At most `KINDS` kinds are remembered."""
+    """Counts calls by kind, to find those with the longer deadline."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
@@ -98,21 +95,14 @@ class Calls:
         self._counts.pop(kind, None)
 
 
-# --- heartbeats
-
-
 class HeartbeatFiles(Store):
-    """A store with one small file per key, in a private folder. Raises OSError if the folder was removed.
-
-    A file is overwritten in place, so that a full disk does not silence a rank.
-    """
+    """A store with one small file per key, overwritten in place, in a private folder; OSError if that was removed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
 
     def set(self, key: str, value: str) -> None:
-        """Write a value of one line; only one process may write a key."""
         file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(file, value.encode() + b"\n", 0)
@@ -120,7 +110,7 @@ class HeartbeatFiles(Store):
             os.close(file)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, which may be torn while it is written."""
+        # the value may be torn while it is written
         return self._path(key).read_bytes().partition(b"\n")[0]
 
     def check(self, keys: list[str]) -> bool:
@@ -211,9 +201,6 @@ class Heartbeats:
                 self.silent_since = self.silent_since or time.monotonic()
 
 
-# --- the watchdog
-
-
 class Follows(Protocol):
     """A transport whose waits are on the device."""
 
@@ -222,7 +209,7 @@ class Follows(Protocol):
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait of `rank` for `ranks`. what: the exchange or call, for the error. key, count: the counter to reach.
+    """key, count: the counter that `ranks` must reach.
 
     limit_s: longest silence between heartbeats, and longest delay in entering; `busy` waives the delay.
     """
@@ -273,7 +260,7 @@ class Watch:
     def __init__(self, rank: int, deadlines: Deadlines, store: Store | None) -> None:
         self.rank, self.deadlines = rank, deadlines
         self.failed: str | None = None
-        self._groups: tuple[ref[dist.ProcessGroup], ...] = ()  # weak: a destroyed group must not keep its sockets
+        self._groups: WeakSet[dist.ProcessGroup] = WeakSet()  # weak: a destroyed group must not keep its sockets
         self.dropped: dict[str, dist.ProcessGroup] = {}  # by name: groups that wait until all their ranks drop them
         self.on_fatal: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
@@ -304,9 +291,8 @@ class Watch:
             follower.limit(self.limit_s)
         call = _Call(self._enter(what, ranks, "calls"))
         if on_device := device.type == "cuda" and self._heartbeats is not None:
-            self._queued.append(
-                call
-            )  # watched from now on: NCCL's first exchange blocks the host until all ranks enter
+            # watched from now on: NCCL's first exchange blocks the host until all ranks enter
+            self._queued.append(call)
         try:
             yield
             if on_device:
@@ -332,7 +318,7 @@ class Watch:
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Abort this group if a wait times out; a weak reference."""
-        self._groups = (*(known for known in self._groups if known() is not None), ref(group))
+        self._groups.add(group)
 
     def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for a host exchange, which other ranks may enter late because they work on their hosts.
@@ -365,7 +351,7 @@ class Watch:
         if self._heartbeats is not None:
             self._heartbeats.leave()
         self._queued.clear()
-        self._groups = ()
+        self._groups.clear()
         self.dropped.clear()
 
     def _enter(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
@@ -408,10 +394,9 @@ class Watch:
     def _fail(self, error: str) -> None:
         """Wake the main thread; end the process if it does not raise within `GRACE_S`."""
         self.failed = error
-        for group in (known() for known in self._groups):
-            if group is not None:
-                # a thread for each: an abort waits until the graphs that hold the communicator are gone
-                threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
+        for group in list(self._groups):
+            # a thread for each: an abort waits until the graphs that hold the communicator are gone
+            threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
 
         def end() -> None:
             if not self._raised.wait(GRACE_S):

@@ -104,7 +104,7 @@ class InTurn:
         self, made: Any, turns: Turns, methods: Sequence[str], prefix: str = "", start: str | None = None
     ) -> None:
         self.made, self.flags = made, getattr(made, "flags", None)
-        checks: dict[str, Callable[..., None]] = {method: turns.take for method in methods}
+        checks: dict[str, Callable[..., None]] = dict.fromkeys(methods, turns.take)
         if hasattr(made, "start"):
             checks["start"] = partial(turns.start, before=start)
         for method, check in checks.items():

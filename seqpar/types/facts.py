@@ -1,8 +1,7 @@
-"""The data types by which models and strategies describe themselves to the planner, and the arithmetic they share.
+"""The data types by which models (`Work`) and strategies (`StrategyFacts`) describe themselves to the planner.
 
-A model's file exports `work(config)`, which returns a `Work`. A strategy's file exports `FACTS`, a `StrategyFacts`. A
-multiply and an add count as 2 FLOPs. Elements are those read and written when every operation runs once over its inputs
-and attention keeps its scores on chip.
+A multiply and an add count as 2 FLOPs. Elements are those read and written when every operation runs once over its
+inputs and attention keeps its scores on chip.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def linear(rows: int, inputs: int, outputs: int) -> Cost:
 
 
 def core(b: int, queries: int, keys: int, heads: int, dim: int, kv_heads: int | None = None) -> Cost:
-    """Return the cost of softmax(q k^T) v: 4 b queries keys heads dim FLOPs.
-
-    Grouped-query attention reads fewer keys and values, because it has fewer key-value heads.
-    """
+    """Return the cost of softmax(q k^T) v: 4 b queries keys heads dim FLOPs."""
     read = heads * queries + (kv_heads or heads) * keys
     return Cost(4 * b * queries * keys * heads * dim, 2 * b * dim * read)
 
@@ -54,8 +50,7 @@ Gemms = tuple[tuple[int, int], ...]
 class Cross:
     """Cross-attention of a block to text that every rank holds whole; it exchanges nothing.
 
-    keys: the number of text tokens. gemms: the products of a text token to keys and values; those of the queries and of
-    the output are among the block's `gemms`.
+    keys: text tokens. gemms: from a text token to keys and values; the GEMMs of queries and output are the block's.
     """
 
     keys: int
@@ -66,15 +61,12 @@ class Cross:
 class Blocks:
     """Blocks of one kind, by their operations on one token.
 
-    count: the number of these blocks. gemms: the matrix products of a block; the fused projection to q, k and v comes
-    first. passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary
-    embedding of q and k. apart: the products of each stream besides the state, if the streams (text, image) have
-    separate weights; without any, the tokens of all streams share `gemms`. modulation: products that make a block's
-    modulation from the condition, one row for each batch row; our own loop computes them before its steps, and a
-    pipeline's call of the transformer computes them every time. beside: products, or parts of them, that do not read
-    attention's output and run while its inputs travel. given: whether a block makes q, k and v itself before it calls
-    attention, so that no strategy can send keys while another projection runs; a block with work beside attention does.
-    cross: cross-attention to text, if there is any.
+    gemms: of a block, the fused projection to q, k and v first. passes: elements that each elementwise kernel reads and
+    writes, without the norm and rotary embedding of q and k. apart: GEMMs of each stream besides the state, if streams
+    (text, image) have separate weights; otherwise all tokens share `gemms`. modulation: GEMMs on one row per batch row
+    that make a block's modulation: once per run in our own loop, in every call of a pipeline. beside: GEMMs, or parts
+    of them, that do not read attention's output and run while its inputs travel. given: whether a block makes q, k and
+    v itself before it calls attention, so that no strategy can send keys while another projection runs.
     """
 
     count: int
@@ -91,10 +83,7 @@ class Blocks:
         return (tokens, *others) if self.apart else (tokens + sum(others),)
 
     def products(self, tokens: int, others: tuple[int, ...] = ()) -> tuple[tuple[int, int, int], ...]:
-        """Return (rows, inputs, outputs) of a block's products for this many tokens of the state and other streams.
-
-        Products of cross-attention's text are included, those of the modulation are not.
-        """
+        """Return (rows, inputs, outputs) of a block's GEMMs, with cross-attention's text, without modulation."""
         streams = zip((self.gemms, *self.apart), self.rows(tokens, others), strict=False)
         own = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
         return own if self.cross is None else own + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
@@ -104,13 +93,12 @@ class Blocks:
 class Work:
     """The operations of a model on one token.
 
-    blocks: the kinds of blocks, in the order in which they run. prepares: whether q and k have a norm or a rotary
-    embedding. once: the products before the first and after the last block, on the state's tokens. table: number of
-    fp32 values in one modulation row. live: elements that are in memory at the widest point of a block. masked: whether
-    attention receives key masks; not every local attention supports them. text: the products that embed a text token,
-    once per run (in a pipeline, once per call). conditioning: the products on one row that make the condition and the
-    final modulation, as often as the blocks' `modulation`. guided: whether the model's usual run has an unconditional
-    branch. joined: the tokens of each stream besides the state in the model's usual run.
+    blocks: in the order in which they run. prepares: whether q and k have a norm or a rotary embedding. once: GEMMs
+    before the first and after the last block, on the state's tokens. table: fp32 values in one modulation row. live:
+    elements in memory at the widest point of a block. masked: whether attention receives key masks. text: GEMMs that
+    embed a text token, once per run (in a pipeline, per call). conditioning: GEMMs on one row that make the condition
+    and the final modulation, as often as the blocks' `modulation`. guided: whether the usual run has an unconditional
+    branch. joined: tokens of each stream besides the state in the usual run.
     """
 
     width: int
@@ -133,10 +121,7 @@ class Work:
         return sum(kind.count for kind in self.blocks)
 
     def parts(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> tuple[Cost, Cost, Cost]:
-        """Return the cost of a block's matrix products, of its attention, and of its elementwise passes.
-
-        b rows have s tokens of the state each, and these tokens of the other streams.
-        """
+        """Return the cost of a block's GEMMs, attention and elementwise passes for b rows of s + others tokens."""
         whole = s + sum(others)
         products = [linear(b * rows, i, o) for rows, i, o in kind.products(s, others)]
         attention = core(b, whole, whole, self.heads, self.head_dim, self.kv_heads)
@@ -192,9 +177,9 @@ class Layout:
 class ShardedLayer:
     """One layer of a model on the ranks of one sequence: everything that a strategy's costs depend on.
 
-    tokens: the length of the whole sequence. batch: rows of the batch on a rank. direct: True if a rank's kernel writes
-    into the reader's memory, so that nothing is rearranged on arrival (peer memory); False if it writes messages
-    (collectives). streams: the tokens of each stream of the sequence, which are split one by one; empty for one stream.
+    tokens: of the whole sequence. batch: rows on a rank. direct: whether a rank's kernel writes into the reader's
+    memory (peer memory); otherwise it writes messages (collectives). streams: tokens of each stream, which are sharded
+    one by one; empty for one stream.
     """
 
     work: Work
@@ -231,9 +216,8 @@ class ShardedLayer:
 
 @dataclass(frozen=True)
 class Move:
-    """The amounts that one rank sends and receives in one exchange, and the number of ranks that it sends to.
+    """What one rank sends and receives in one exchange, in heads of one token, and to how many ranks it sends.
 
-    The unit of `sent` and `received` is one head of one token: multiply by batch rows x head dim x bytes of the dtype.
     among: the number of neighbouring ranks that it stays among; 0 for all that share the sequence.
     """
 
@@ -257,11 +241,10 @@ class AttentionCall:
 class Layer:
     """The operations of one rank in one layer under a strategy, for one batch row, in the unit of `Move`.
 
-    moves: the exchanges, in order. calls: the calls of the local attention. passes: (values read and written, kernels)
-    of each pass over q, k, v or the output that the strategy adds to the model's own. kept: values in the buffers of
-    the exchanges, which all layers share. merges: the number of merges of a partial output, which has the shape of the
-    first call. split: whether q, k and v are three matrix products instead of one. behind: the products that overlap
-    the equal parts of the single exchange, one part after the other; empty if no part of an exchange is hidden.
+    moves: exchanges, in order. calls: of the local attention. passes: (values read and written, kernels) of each pass
+    over q, k, v or the output that the strategy adds. kept: values in the exchanges' buffers, which all layers share.
+    merges: of a partial output with the shape of the first call. split: whether q, k and v are three GEMMs instead of
+    one. behind: GEMMs that overlap the equal parts of the single exchange, in order; empty if no part is hidden.
     """
 
     moves: tuple[Move, ...]
@@ -287,13 +270,11 @@ def refuse(strategy: str, reason: str | None) -> None:
 class StrategyFacts:
     """The properties of a strategy that planner, benches and tests use.
 
-    moves_only: whether the strategy only moves data, so that its output equals that of one rank bit by bit; exact mode
-    accepts no other strategy, and no other one weighs padding without a mask. order: when predictions tie, the strategy
-    with the lowest order is taken. axes: the mesh axes that the strategy treats separately; a strategy without any uses
-    ring x ulysses as one axis.
-    layer(place, rank on the sequence axis): the operations of that rank; rank 0 has the most tokens and heads and is
-    the slowest. why_not(ring, ulysses, query heads, key-value heads): the reason why the strategy cannot run with these
-    sizes (for example "ring=2, expected ring=1; use ..."), or None if it can.
+    moves_only: whether the strategy only moves data, so that its output has the bits of one rank; exact mode and
+    weighted padding require it. order: when predictions tie, the lowest is taken. axes: the mesh axes that the strategy
+    treats separately; a strategy without any uses ring x ulysses as one axis. layer(place, rank on the sequence axis):
+    the operations of that rank; rank 0 has the most tokens and heads. why_not(ring, ulysses, query heads, key-value
+    heads): why the strategy cannot run with these sizes ("ring=2, expected ring=1; use ..."), or None.
     """
 
     moves_only: bool
@@ -303,11 +284,10 @@ class StrategyFacts:
     why_not: Callable[[int, int, int, int], str | None] = fits_anywhere
 
     def names(self, ring: int, ulysses: int) -> bool:
-        """Return whether the search lists a mesh of these sizes under this strategy.
+        """Return whether the search lists a mesh of these sizes under this strategy; it lists each computation once.
 
-        Several strategies can compute the same on a mesh, and the search lists each computation once. A strategy for
-        both axes is listed only where both have several ranks, because it equals a strategy for one axis otherwise. A
-        strategy that uses both axes as one is listed with ring=1. A single rank is listed under a strategy for ulysses.
+        A strategy for both axes equals a strategy for one axis unless both have several ranks. A strategy that uses
+        both as one is listed with ring=1, a single rank under a strategy for ulysses.
         """
         if not self.axes:
             return ring == 1 < ulysses

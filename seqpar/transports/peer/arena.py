@@ -1,8 +1,7 @@
 """An arena: memory on every rank of an axis that all of these ranks have mapped and can write.
 
-A kernel writes where the reader will read, without a send buffer, a collective or a copy on arrival. GPUs use torch's
-symmetric memory over NVLink, CPUs use shared files in memory, without names. Both follow the same protocol, so tests on
-CPUs cover GPU code. All ranks must be processes of one machine.
+GPUs use torch's symmetric memory over NVLink, CPUs use files in memory, without names. Both follow the same protocol,
+so tests on CPUs cover GPU code. All ranks must be processes of one machine.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from math import prod
 from typing import IO, Any, TypeVar
@@ -31,7 +28,6 @@ T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
 ALIGN = 256  # bytes; a field starts on its own cache line, and vector accesses never straddle two lines
 MEMORY = "seqpar"  # name of shared memory
-IN_MEMORY = hasattr(os, "memfd_create")  # whether it is a file without a place in any folder
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -174,13 +170,22 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
 
 
 def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
-    with _shared_file(nbytes) as (name, error):
+    with ExitStack() as opened:
+        name, error = "", None
+        try:
+            # a file without a name in any folder: a rank that is killed here leaves nothing behind
+            file = opened.enter_context(_anonymous())
+            name = f"{os.getpid()}/fd/{file.fileno()}"
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a write that finds no memory would kill the process
+        except OSError as failed:
+            error = f"cannot allocate {nbytes} bytes of shared memory: {failed.strerror or failed}"
         answers = collect_on_axis(axis, (name, error), tuple[str, str | None])
         if (failed := next((error for _, error in answers if error is not None), None)) is not None:
             raise ValueError(failed)
         buffers = list[Tensor]()
         try:
-            buffers += [_mapped(_path_of(name), nbytes) for name, _ in answers]
+            for name, _ in answers:
+                buffers.append(torch.from_file(_path_of(name), shared=True, size=nbytes, dtype=torch.uint8))
         except RuntimeError as raised:
             error = str(raised)
         # all ranks have mapped all files, so that they can be closed; or all raise what failed on one
@@ -189,31 +194,8 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     return buffers, None
 
 
-def _mapped(path: str, nbytes: int) -> Tensor:
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-
-
-@contextmanager
-def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
-    """Make a file in memory of that size; yield (its name for `_path_of`, the reason of a failure or None).
-
-    On Linux it has no name in any folder, so a rank that is killed here leaves nothing behind. Its memory is reserved,
-    because a write that finds no memory would kill the process.
-    """
-    with ExitStack() as opened:
-        name = ""
-        try:
-            file = _anonymous() if IN_MEMORY else tempfile.NamedTemporaryFile(prefix=f"{MEMORY}-")  # noqa: SIM115
-            opened.enter_context(file)
-            name = f"{os.getpid()}/fd/{file.fileno()}" if IN_MEMORY else os.path.basename(file.name)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                file.truncate(nbytes)
-            error = None
-        except OSError as failed:
-            error = f"cannot allocate {nbytes} bytes of shared memory: {failed.strerror or failed}"
-        yield name, error
+def _anonymous() -> IO[bytes]:
+    return os.fdopen(os.memfd_create(MEMORY), "w+b")
 
 
 def _path_of(name: str) -> str:
@@ -221,15 +203,9 @@ def _path_of(name: str) -> str:
 
     This rank writes to the file, and another process in the place of a rank could send any path of this user.
     """
-    if IN_MEMORY and re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
+    if re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
         path, process = f"/proc/{name}", f"/proc/{name.partition('/')[0]}"
         with suppress(OSError):
             if os.stat(process).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{MEMORY} "):
                 return path
-    elif not IN_MEMORY and re.fullmatch(rf"{MEMORY}-\w+", name):
-        return os.path.join(tempfile.gettempdir(), name)
     raise LostRankError(f"{name[:60]!r} is not shared memory of a rank of this user; {WHO}")
-
-
-def _anonymous() -> IO[bytes]:
-    return os.fdopen(os.memfd_create(MEMORY), "w+b")

@@ -32,21 +32,12 @@ ROOT = Path(__file__).parents[2]
 CUTS = [(16, 0), (85, 3), (86, 0), (128, 129), (1025, 1), (2048, 5)]
 WHOLE = 4100
 # (K, N) of DiT-XL/2 and Large-DiT-7B: qkv, output, feed-forward in and out, final layer, embedding
-PRODUCTS = [
-    (1152, 3456),
-    (1152, 1152),
-    (1152, 4608),
-    (4608, 1152),
-    (1152, 32),
-    (16, 1152),
-    (4096, 12288),
-    (4096, 4096),
-    (4096, 22016),
-    (11008, 4096),
-    (4096, 32),
-    (16, 4096),
+OF_LOOP = [
+    *((1152, n) for n in (32, 1152, 3456, 4608)),
+    *((4096, n) for n in (32, 4096, 12288, 22016)),
+    *((4608, 1152), (11008, 4096), (16, 1152), (16, 4096)),
 ]
-# (rows, first row) of products for a picture or a text of few tokens a rank
+# (rows, first row) of products for an image or a text of few tokens per rank; one is of a matrix and a vector
 FEW = [(1, 7), (2, 5), (3, 0)]
 # (K, N) of FLUX.1, Qwen-Image, Stable Diffusion 3.5 and Wan 2.1
 OF_PIPELINES = [
@@ -55,9 +46,8 @@ OF_PIPELINES = [
     *((1536, n) for n in (64, 1536, 4608, 6144, 8960)),
     *((n, 1536) for n in (64, 4096, 6144, 8960)),
     *((2432, n) for n in (64, 2432, 7296, 9728)),
-    (9728, 2432),
     *((5120, n) for n in (64, 5120, 15360, 13824)),
-    (13824, 5120),
+    *((9728, 2432), (13824, 5120)),
 ]
 BF16 = torch.bfloat16
 BATCHED = ("ulysses:1:1", "kv_gather:1:1", "kv_first:1:1")
@@ -127,38 +117,26 @@ def test_few_rows_of_a_product_become_more_and_have_the_same_values(
     assert 0 in shape or min(seen) >= exact.LEAST_RESULTS
 
 
-def differing_products(
-    products: Sequence[tuple[int, int]] = PRODUCTS, cuts: Sequence[tuple[int, int]] = CUTS
-) -> list[str]:
+def differing_products(products: Sequence[tuple[int, int]] = (*OF_LOOP, *OF_PIPELINES)) -> list[str]:
     """Return the matrix products, with and without bias, whose rows differ from those of the whole product."""
     wrong = []
     for k, n in products:
         x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
         for name, b in (("", None), (" + bias", bias)):
             whole = F.linear(x, weight, b)
-            cut = {rows: exact.linear(x[start : start + rows], weight, b) for rows, start in cuts}
+            cut = {rows: exact.linear(x[start : start + rows], weight, b) for rows, start in (*CUTS, *FEW)}
             wrong += [
                 f"{k} -> {n}{name}, {rows} rows"
-                for rows, start in cuts
+                for rows, start in (*CUTS, *FEW)
                 if not torch.equal(cut[rows], whole[start : start + rows])
             ]
     return wrong
 
 
-def differing_products_of_pipelines() -> list[str]:
-    """Return what `differing_products` does, for transformers of pipelines."""
-    return differing_products(OF_PIPELINES)
-
-
-def differing_few_rows() -> list[str]:
-    """Return what `differing_products` does, for few rows; one is a product of a matrix and a vector."""
-    return differing_products((*PRODUCTS, *OF_PIPELINES), FEW)
-
-
 def differing_columns() -> list[str]:
     """Return the q, k and v projections that differ when `kv_first` splits them into three products."""
     wrong = []
-    for k, n in PRODUCTS:
+    for k, n in OF_LOOP:
         if n != 3 * k:
             continue
         x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
@@ -211,16 +189,7 @@ def in_exact_mode(work: str) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "work",
-    [
-        "differing_products",
-        "differing_products_of_pipelines",
-        "differing_few_rows",
-        "differing_columns",
-        "differing_attentions",
-    ],
-)
+@pytest.mark.parametrize("work", ["differing_products", "differing_columns", "differing_attentions"])
 def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
     assert in_exact_mode(work) == "[]"
 
@@ -228,7 +197,7 @@ def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
 @pytest.mark.gpu
 def test_gpu_negative_control_the_check_sees_rows_that_depend_on_each_other() -> None:
     """By default cuBLAS splits the final layer's sums when there are few rows; otherwise the mode would be useless."""
-    assert any("4096 -> 32" in text for text in differing_products())
+    assert any("4096 -> 32" in text for text in differing_products(OF_LOOP))
 
 
 def digests(folder: Path, gpus: int, transport: str) -> list[str]:

@@ -19,7 +19,7 @@ from seqpar import DistributedDiT, Guidance, Mesh, Sampler
 from seqpar.loop.loop import draw_noise
 from seqpar.mesh.inputs import CALL, _difference, from_rank_0
 from seqpar.mesh.watch import LostRankError
-from seqpar.pipelines.classes import BUILTIN, Files, Pipeline
+from seqpar.pipelines.classes import BUILTIN
 from seqpar.vae.shared import User, share
 from tests.graphs.test_distributed import latents, local
 from tests.loop.test_sampling import STEPS, scheduler
@@ -159,20 +159,6 @@ def test_a_copy_of_a_shared_decoder_decodes_with_its_own_weights() -> None:
 def test_negative_control_a_decoder_of_its_own_shows_another_picture(ranks: Pool) -> None:
     first, second = ranks.run(2, pictures, False)
     assert (first - second).abs().max() > 0.1
-
-
-def our_pictures(rank: int, world: int, device: torch.device) -> Tensor:
-    pipeline = Pipeline.load(Files.locate("builtin"), mesh_for("ulysses", world, device))
-    classes = (["cat", "rocket"], ["dog", "pizza"])[rank > 0]
-    with pipeline:
-        found = pipeline.latents(classes, steps=3, guidance=Guidance(3.0 + rank), seed=rank, eta=0.5)
-    return pipeline.decode(found + rank)
-
-
-def test_our_pipeline_shows_rank_0s_picture_on_every_rank(ranks: Pool) -> None:
-    truth = ranks.run(1, our_pictures)[0]
-    for got in ranks.run(2, our_pictures):
-        assert (got - truth).abs().max() < 1e-3
 
 
 def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]:

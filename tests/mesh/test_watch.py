@@ -65,9 +65,9 @@ def test_the_first_two_calls_of_a_kind_have_the_longer_deadline() -> None:
 
 
 class Ranks:
-    """The watches of two ranks in this process, whose signs of life and looks come at times that a test sets.
+    """The watches of two ranks in this process, whose heartbeats and checks come at times that a test sets.
 
-    Time stands still but for `sleep`, which stands for `time.sleep` in the watches. alive: ranks that give signs.
+    Time stands still but for `sleep`, which stands for `time.sleep` in the watches. alive: ranks that send heartbeats.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,6 @@ class Ranks:
         self.mine, self.other = self.watches = [Watch(rank, SHORT, HeartbeatFiles(folder)) for rank in range(2)]
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, in which living ranks tell that they live, and look."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + BEAT_S)
@@ -128,15 +127,11 @@ class Exchange:
         return self.error is not None
 
 
-class Group(str):
-    """A process group, as its name."""
-
-
 class Event:
-    """A call on a device that has ended or not; query: fails as the device does."""
+    """The end of a call on a device."""
 
-    def __init__(self, error: str = "") -> None:
-        self.over, self.error = False, error
+    def __init__(self) -> None:
+        self.over, self.error = False, ""
 
     def record(self) -> None: ...
 
@@ -151,8 +146,7 @@ def heartbeats_of(watch: Watch) -> Heartbeats:
     return watch._heartbeats
 
 
-def in_vain(work: Callable[[], object]) -> str:
-    """Return the TimeoutError of some work."""
+def timed_out(work: Callable[[], object]) -> str:
     with pytest.raises(TimeoutError) as caught:
         work()
     return str(caught.value)
@@ -163,55 +157,66 @@ def hosted(ranks: Ranks, error: str | None = None) -> Callable[[], None]:
     return lambda: ranks.mine.host(Exchange(ranks, error), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
 
 
+LATE = "it is alive but has not entered this call. See the output of rank 1."
+STOPPED = "no heartbeat for 2 s, so it crashed or is stopped. See the output of rank 1."
+CLOSED = "Connection closed by peer"
+
+
+def unreachable(*_: object) -> NoReturn:
+    raise OSError("connection reset")
+
+
+def without_store(ranks: Ranks) -> None:
+    heartbeats_of(ranks.mine)._store = SimpleNamespace(set=unreachable, check=unreachable)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason", "most_s"),
+    [
+        (None, None, LATE, SHORT.host_s),
+        (None, CLOSED, LATE, 0),
+        (lambda ranks: ranks.alive.discard(1), None, STOPPED, SHORT.first_s),
+        (lambda ranks: ranks.alive.discard(1), CLOSED, STOPPED, 4 * BEAT_S),
+        (Ranks.leave, None, "its process has exited. See the output of rank 1.", 0),
+        (without_store, None, "the store of the process group does not answer either. A rank crashed, hangs or", 9),
+    ],
+    ids=["late", "late, closed", "stopped", "stopped, closed", "exited", "no store"],
+)
+def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(
+    two: Callable[..., Ranks], change: Callable[[Ranks], None] | None, error: str | None, reason: str, most_s: float
+) -> None:
+    ranks = two()
+    if change is not None:
+        change(ranks)
+    start = ranks.now
+    text = timed_out(hosted(ranks, error))
+    assert text.startswith("rank 0: timed out after ")
+    assert f"(an exchange): {reason}" in text
+    least_s = most_s if most_s in (SHORT.first_s, SHORT.host_s) else 0
+    assert least_s <= ranks.now - start <= most_s + SLICE_S + 4 * BEAT_S * (error is not None)
+
+
 def test_a_host_exchange_that_ends_between_two_looks_is_not_lost(two: Callable[..., Ranks]) -> None:
     ranks = two()
     hosted(ranks, "")()
     with pytest.raises(RuntimeError, match="shape"):
         hosted(ranks, "shape '[3]' is invalid")()
-    text = in_vain(hosted(ranks, "Connection closed by peer"))
-    assert text.endswith(
-        "waiting for rank 1 (an exchange): it is alive but has not entered this call. See the output of rank 1."
-    )
-    ranks.alive.discard(1)
-    text = in_vain(hosted(ranks, "Connection closed by peer"))
-    assert "waiting for rank 1 (an exchange): no heartbeat for 2 s, so it crashed or is stopped." in text
+    assert is_lost(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4748"))
+    assert not is_lost(RuntimeError("shape '[3]' is invalid"))
 
 
-def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(two: Callable[..., Ranks]) -> None:
-    ranks = two()
-    start = ranks.now
-    text = in_vain(hosted(ranks))
-    assert text.endswith(
-        "waiting for rank 1 (an exchange): it is alive but has not entered this call. See the output of rank 1."
-    )
-    assert SHORT.host_s < ranks.now - start <= SHORT.host_s + SLICE_S
-    start = ranks.now
-    ranks.alive.discard(1)
-    text = in_vain(hosted(ranks))
-    assert text.startswith("rank 0: timed out after 2 s waiting for rank 1 (an exchange): no heartbeat for 2 s")
-    assert SHORT.first_s < ranks.now - start <= SHORT.first_s + SLICE_S
-    ranks = two()
-    start = ranks.now
-    ranks.leave()
-    text = in_vain(hosted(ranks))
-    assert text.endswith("waiting for rank 1 (an exchange): its process has exited. See the output of rank 1.")
-    assert ranks.now - start <= SLICE_S
-
-
-def test_signs_in_files_take_no_more_room(tmp_path: Path) -> None:
+def test_heartbeats_in_files_take_no_more_room(tmp_path: Path) -> None:
     files, key = HeartbeatFiles(tmp_path), "seqpar/heartbeat/0"
     assert not files.check([key])
     with pytest.raises(OSError, match="No such file"):
         files.get(key)
-    for text in ("a" * 300, "b"):
+    sizes = set()
+    for text in ("a" * 300, "b", "12"):
         files.set(key, text)
         assert files.get(key) == text.encode()
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-    size = file.stat().st_size
-    for count in range(1000):
-        files.set(key, str(count))
-    assert file.stat().st_size == size
+        (file,) = tmp_path.iterdir()
+        sizes.add((file.stat().st_size, file.stat().st_mode & 0o777))
+    assert sizes == {(301, 0o600)}
 
 
 def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(tmp_path: Path) -> None:
@@ -260,38 +265,42 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 GPU = torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("computes", None), ("late", "it is alive but has not entered this call"), ("stopped", "no heartbeat for")],
+)
 def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
-    two: Callable[..., Ranks], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+    two: Callable[..., Ranks], gpu: list[Event], monkeypatch: pytest.MonkeyPatch, name: str, reason: str | None
 ) -> None:
-    aborted, words = queue.Queue[str](), queue.Queue[str]()
+    aborted, fatal, ranks, group = queue.Queue[object](), queue.Queue[str](), two(), Group()
     monkeypatch.setattr("seqpar.mesh.watch._abort", aborted.put)
-    reasons = {"late": "it is alive but has not entered this call", "stopped": "no heartbeat for"}
-    for name in ("computes", *reasons):
-        ranks = two()
-        mine, other = ranks.watches
-        group: Any = Group(name)
-        mine.add(group)
-        mine.on_fatal = words.put  # pyright: ignore[reportAttributeAccessIssue]
-        with mine.call("step 7", (0, 1), False, GPU):
-            assert mine.limit_s == SHORT.later_s
-        if name != "late":
-            with other.call("step 7", (0, 1), False, CPU):
-                pass
-        ranks.alive -= {1} if name == "stopped" else set()
-        ranks.sleep(2 * SHORT.later_s)
-        if name == "computes":
-            assert mine.failed is None
-            gpu[-1].over = True
-            ranks.sleep(2 * SHORT.host_s)
-            mine.raise_if_failed()
-            continue
-        assert aborted.get(timeout=60) == name  # the group whose exchanges were aborted
-        text = words.get(timeout=60)  # nothing had raised the error in the time of grace
-        assert text.startswith("rank 0: timed out after")
-        assert f"waiting for rank 1 (step 7): {reasons[name]}" in text
-        assert in_vain(mine.raise_if_failed) == text
-        assert in_vain(mine.call("step 8", (0, 1), False, GPU).__enter__) == text
-    assert aborted.empty()
+    mine, other = ranks.watches
+    mine.add(group)  # pyright: ignore[reportArgumentType]
+    mine.on_fatal = fatal.put  # pyright: ignore[reportAttributeAccessIssue]
+    with mine.call("step 7", (0, 1), False, GPU):
+        assert mine.limit_s == SHORT.later_s
+    if name != "late":
+        with other.call("step 7", (0, 1), False, CPU):
+            pass
+    ranks.alive -= {1} if name == "stopped" else set()
+    ranks.sleep(2 * SHORT.later_s)
+    if reason is None:
+        assert mine.failed is None
+        gpu[-1].over = True
+        ranks.sleep(2 * SHORT.host_s)
+        mine.raise_if_failed()
+        assert aborted.empty()
+        return
+    assert aborted.get(timeout=60) is group
+    text = fatal.get(timeout=60)  # nothing had raised the error in the time of grace
+    assert text.startswith("rank 0: timed out after")
+    assert f"waiting for rank 1 (step 7): {reason}" in text
+    assert timed_out(mine.raise_if_failed) == text
+    assert timed_out(mine.call("step 8", (0, 1), False, GPU).__enter__) == text
+
+
+class Group:
+    """A process group."""
 
 
 def test_a_device_that_hangs_is_noticed_though_all_ranks_live(two: Callable[..., Ranks], gpu: list[Event]) -> None:
@@ -303,22 +312,22 @@ def test_a_device_that_hangs_is_noticed_though_all_ranks_live(two: Callable[...,
     ranks.sleep(SHORT.host_s - BEAT_S)
     ranks.mine.raise_if_failed()
     ranks.sleep(3 * BEAT_S)
-    assert "(step 7): all send heartbeats, so a device may hang" in in_vain(ranks.mine.raise_if_failed)
+    assert "(step 7): all send heartbeats, so a device may hang" in timed_out(ranks.mine.raise_if_failed)
 
 
 def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(
     two: Callable[..., Ranks], gpu: list[Event]
 ) -> None:
     """As NCCL's first exchange does, which waits on the host until all ranks have come."""
-    ranks, words = two(), queue.Queue[str]()
-    ranks.mine.on_fatal = words.put  # pyright: ignore[reportAttributeAccessIssue]
+    ranks, fatal = two(), queue.Queue[str]()
+    ranks.mine.on_fatal = fatal.put  # pyright: ignore[reportAttributeAccessIssue]
     ranks.alive.discard(1)
     with ranks.mine.call("step 1", (0, 1), False, GPU):
         ranks.sleep(SHORT.later_s + 2 * BEAT_S)
-    assert "waiting for rank 1 (step 1): no heartbeat for" in words.get(timeout=60)
+    assert "waiting for rank 1 (step 1): no heartbeat for" in fatal.get(timeout=60)
 
 
-def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., Ranks], gpu: list[Event]) -> None:
+def test_a_device_that_fails_does_not_end_the_heartbeats(two: Callable[..., Ranks], gpu: list[Event]) -> None:
     ranks = two()
     with ranks.mine.call("step 1", (0, 1), False, GPU):
         pass
@@ -327,16 +336,6 @@ def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., R
     ranks.sleep(2 * SHORT.host_s)
     assert heartbeats_of(ranks.other).read((0,))[0].beat > before
     ranks.mine.raise_if_failed()
-
-
-def test_a_store_that_does_not_answer_is_named(two: Callable[..., Ranks]) -> None:
-    ranks = two()
-
-    def unreachable(*_: object) -> NoReturn:
-        raise OSError("connection reset")
-
-    heartbeats_of(ranks.mine)._store = SimpleNamespace(set=unreachable, check=unreachable)  # pyright: ignore
-    assert "the store of the process group does not answer either" in in_vain(hosted(ranks))
 
 
 def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
@@ -359,15 +358,10 @@ def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
     assert (moves.late.note.tolist(), moves.late.note.data_ptr()) == ([0, 500_000_000], before)  # where kernels read it
 
 
-def test_only_errors_of_lost_ranks_are_taken_for_those() -> None:
-    assert is_lost(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4748"))
-    assert not is_lost(RuntimeError("shape '[3]' is invalid"))
-
-
 def test_a_rank_that_never_starts_is_named() -> None:
     store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
     store.set("seqpar/started/0/2", "1")
-    text = in_vain(lambda: _wait_for_all(store, 0, 3, 0.5))
+    text = timed_out(lambda: _wait_for_all(store, 0, 3, 0.5))
     assert text.startswith("rank 0: timed out after 0.5 s waiting for rank 1 of 3 to start")
 
 

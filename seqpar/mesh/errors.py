@@ -20,7 +20,7 @@ import torch.distributed as dist
 from seqpar.mesh.watch import LostRankError
 
 HEAD = 8  # bytes of a message's length
-SMALL = 16376  # messages up to this many bytes are sent in the same exchange as their length
+SMALL = 16376  # messages up to this many bytes are sent with their length; 16 kB cost the same as one byte
 LONGEST = 1 << 26  # bytes; longer messages are rejected before allocation
 VALUE, MISTAKE = b"v", b"m"  # the first byte of a message: a value follows, or the reason why there is none
 WHO = "another process took the place of a rank (docs/reliability.md), or ranks run different versions"
@@ -43,10 +43,7 @@ def encode(value: object, kind: Any) -> bytes:
 
 
 def decode(message: bytes, kind: Any, sender: int, what: str) -> Any:
-    """Return the value of a message; raises LostRankError if it is malformed, and the ValueError of its sender.
-
-    what: the exchange, for the error.
-    """
+    """Return the value of a message; raises LostRankError if it is malformed, and the ValueError of its sender."""
     try:
         if message[:1] == VALUE:
             return _decoder(kind).decode(message[1:])
@@ -59,10 +56,7 @@ def decode(message: bytes, kind: Any, sender: int, what: str) -> Any:
 
 
 def padded(message: bytes, size: int) -> torch.Tensor:
-    """Return the message's length and its first `size` bytes, zero-padded: a tensor of `HEAD` + `size` bytes.
-
-    Ranks exchange tensors of one size; 16 kB cost the same as one byte.
-    """
+    """Return the message's length and its first `size` bytes, zero-padded: a tensor of `HEAD` + `size` bytes."""
     text = len(message).to_bytes(HEAD, "little") + message[:size].ljust(size, b"\0")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -321,10 +321,7 @@ class Watch:
         self._groups.add(group)
 
     def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
-        """Wait for a host exchange, which other ranks may enter late because they work on their hosts.
-
-        Raises TimeoutError if a rank has exited or is stopped, or does not enter within the deadline of the host.
-        """
+        """Wait for a host exchange, which other ranks may enter late, up to the deadline of the host."""
         wait = replace(self._enter(what, ranks, "host exchanges"), limit_s=self.deadlines.first_s, busy=True)
         start, longest = time.monotonic(), max(self.deadlines.host_s, self.deadlines.first_s)
         while True:
@@ -416,10 +413,7 @@ class Watch:
         return wait.error(waited, late, otherwise) if waited > longest else None
 
     def _missing(self, wait: Wait, start: float, patience_s: float) -> tuple[dict[int, str], dict[int, str]]:
-        """Return (exited or silent ranks, ranks that have not entered), each with the reason.
-
-        patience_s: longest silence after `start`.
-        """
+        """Return (ranks that exited or are silent for `patience_s`, ranks that have not entered), with reasons."""
         dead: dict[int, str] = {}
         late: dict[int, str] = {}
         for rank, heartbeat in self._read(wait).items():
@@ -439,10 +433,7 @@ class Watch:
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Return whether an error means that other ranks are late or closed their connections.
-
-    A process group raises plain RuntimeErrors for both, which differ only in their texts.
-    """
+    """Return whether other ranks are late or closed their connections; only the text of the error says so."""
     return any(text in str(error).lower() for text in LOST)
 
 

@@ -1,10 +1,8 @@
 """Collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. They work everywhere, also between machines.
 
-One all-to-all takes q, k and v from sharded tokens to sharded heads, another takes the output back. Gathers, rings and
-halos are groups of sends and receives into views of buffers that are made once; they take any sizes. (gloo's
-`all_gather` rejects uneven sizes.) Source: DeepSpeed-Ulysses (arXiv 2309.14509), which uses three all-to-alls before
-attention and one after, and needs even counts. Here sizes come from `Shard`, so uneven tokens and heads take the same
-path. An exchange owns its buffers and reuses them: a result of `deliver` is valid until its next call.
+One all-to-all takes q, k and v from sharded tokens to sharded heads, another takes the output back (DeepSpeed-Ulysses,
+arXiv 2309.14509, uses three and one, and needs even counts). Gathers, rings and halos are groups of sends and receives
+into views of buffers that are made once; gloo's `all_gather` rejects uneven sizes.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ class Waits:
 
 
 class AllToAll:
-    """One collective that sends a slab to every rank of an axis and receives one from each; slabs may have any shape.
-
-    `outgoing` and `incoming` are the slabs, views of two flat buffers.
-    """
+    """One collective that sends a slab of any shape to every rank and receives one from each, in two flat buffers."""
 
     def __init__(
         self,
@@ -83,7 +78,7 @@ class AllToAll:
         self._work = self._exchange(wait=False)
 
     def deliver(self) -> Tensor:
-        """Return the received slabs as one flat tensor, in rank order; starts the exchange if it has not begun."""
+        """Return the received slabs as one flat tensor, in rank order."""
         work = self._exchange(wait=not self._waits.on_host) if self._work is None else self._work
         self._work = None
         self._waits.end(() if work is None else (work,))
@@ -159,8 +154,8 @@ class CollectiveToTokens:
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """Return the output (B, l, H, D). One copy interleaves the heads of the ranks; a collective cannot avoid it."""
         self._move.deliver()
+        # one copy interleaves the heads of the ranks; a collective cannot avoid it
         for slab, place in zip(self._move.incoming, self._places, strict=True):
             # `push` rather than copy_, because torch's copies of strided views are not vectorized
             push(slab.transpose(0, 1), place)
@@ -203,10 +198,7 @@ class CollectiveKeyValues:
 
 
 class CollectiveRotation:
-    """Passes one block per rank around an axis, by one send and one receive per step.
-
-    A rank has two blocks: one is sent while the other is read.
-    """
+    """Passes one block per rank around an axis. A rank has two blocks: one is sent while the other is read."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         self._axis, self._sizes = axis, sizes
@@ -265,7 +257,6 @@ class CollectiveGather:
         self._moves = self._waits.begun(lambda: dist.batch_isend_irecv(moves)) if moves else []
 
     def deliver(self) -> Tensor:
-        """Return all blocks, valid until the next call; starts the exchange if `start` was not called."""
         if self._moves is None:
             self.start()
         moves, self._moves = self._moves, None
@@ -276,8 +267,7 @@ class CollectiveGather:
 class CollectiveHalo:
     """Swaps edges with the neighbours in one group of at most two sends and two receives.
 
-    Contiguous blocks are sent and received in place. Others are copied through one of four buffers of the capacity.
-    With NCCL nothing waits on the host, and a CUDA graph can capture it.
+    Contiguous blocks are sent and received in place, others through one of four buffers of the capacity.
     """
 
     def __init__(self, axis: Axis, capacity: int, like: Tensor) -> None:

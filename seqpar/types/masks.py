@@ -1,8 +1,6 @@
-"""Joins the key masks of several streams in the order of the joined keys, once a run.
+"""Joins the key masks of several streams in the order of the joined keys, once per run.
 
-Where keys are held rank after rank, the padding of a text lies inside the joined sequence [t0 i0 t1 i1 ...], because
-each rank's text is followed by its image. Letters: B batch rows, L tokens of all streams and ranks, l tokens of one
-stream.
+Letters: B batch rows, L tokens of all streams and ranks, l tokens of one stream.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor
 
 
 def in_key_order(streams: Sequence[Tensor], tokens: JointShard) -> Tensor:
-    """Return (B, L) numbers of the joined keys, in the order in which strategies hold these.
-
-    streams: (B, l) numbers of all tokens of each stream of `tokens`.
-    """
+    """Return (B, L) numbers of the joined keys in the order of the strategies, from (B, l) of each stream."""
     if tokens.by_stream:
         return torch.cat(list(streams), dim=1)
     parts = [x.split(shard.sizes, dim=1) for x, shard in zip(streams, tokens.streams, strict=True)]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from seqpar.mesh.mesh import Axis
 from seqpar.transports._contract import Transport, TurnError, load
 from seqpar.transports._turns import Turns
 from seqpar.transports.peer import arena
@@ -169,33 +166,30 @@ class Owner:
 
 
 def dropped(rank: int, world: int, device: torch.device, name: str) -> list[tuple[bool, bool, bool, bool]]:
-    """Drop the transport of an exchange of each kind, then the exchange.
+    """Drop the transport of an exchange of each kind, then the exchange, without the collector of cycles.
 
     Returns for each kind whether its memory is kept and it is right while the exchange lives, and whether the transport
-    is gone and all memory is freed afterwards.
+    is gone and all memory is freed afterwards: memory of a GPU must not wait until Python looks for cycles.
     """
     axis, found, freed = make_mesh(device, ring=world, cfg=1).ring, [], []
-    real = arena._on_cpus
-    gc.collect()
-    gc.freeze()  # older objects need not be scanned by each collection below
-    if device.type == "cpu":  # on GPUs freed memory is not mapped any more, so reading it would be an error
-        arena._on_cpus = lambda *args: (real(*args)[0], Owner(freed))
-    try:
-        for kind in KINDS:
-            transport = load(name).Transport()
-            exchange, alive = Exchange(transport, kind, axis, device), weakref.ref(transport)
-            del transport
-            gc.collect()
-            kept = alive() is not None and not freed
-            right = exchange.right(0) and exchange.right(1)
-            made = len(getattr(alive(), "_made", ())) if device.type == "cpu" else 0
-            del exchange
-            gc.collect()
-            found.append((kept, right, alive() is None, len(freed) == made))
-            freed.clear()
-    finally:
-        arena._on_cpus = real
-        gc.unfreeze()
+    with pytest.MonkeyPatch.context() as patch:
+        if device.type == "cpu":  # on GPUs freed memory is not mapped any more, so reading it would be an error
+            real = arena._on_cpus
+            patch.setattr(arena, "_on_cpus", lambda *args: (real(*args)[0], Owner(freed)))
+        gc.disable()
+        try:
+            for kind in KINDS:
+                transport = load(name).Transport()
+                exchange, alive = Exchange(transport, kind, axis, device), weakref.ref(transport)
+                del transport
+                kept = alive() is not None and not freed
+                right = exchange.right(0) and exchange.right(1)
+                made = len(getattr(alive(), "_made", ())) if device.type == "cpu" else 0
+                del exchange
+                found.append((kept, right, alive() is None, len(freed) == made))
+                freed.clear()
+        finally:
+            gc.enable()
     return found
 
 
@@ -219,19 +213,3 @@ def released(rank: int, world: int, device: torch.device, name: str) -> list[str
 def test_an_exchange_is_refused_after_its_transport_was_released(ranks: Pool, transport: str) -> None:
     for errors in ranks.run(2, released, transport):
         assert all("was called after release(); make a new exchange" in error for error in errors)
-
-
-def test_a_dropped_exchange_is_freed_without_the_collector_of_cycles() -> None:
-    """Memory of a GPU must not wait until Python looks for cycles."""
-    transport, axis, cpu = load("collective").Transport(), Axis("ulysses"), torch.device("cpu")
-
-    def made_of(kind: str) -> Callable[[], Any]:
-        made = Exchange(transport, kind, axis, cpu).made
-        return weakref.ref((made[0] if kind == "heads" else made).made)
-
-    gc.disable()
-    try:
-        alive = [made_of(kind) for kind in KINDS]
-    finally:
-        gc.enable()
-    assert [made() for made in alive] == [None] * len(KINDS)

@@ -55,8 +55,7 @@ class PeerRotation:
     """Copies each block into the next rank's memory while this rank reads it.
 
     A rank has two slots: it reads one while the rank before it writes the other. It signals the rank before it when a
-    slot is free, and the rank after it when a block is written. On GPUs the copies run on a separate stream, while
-    attention computes.
+    slot is free, and the rank after it when a block is written. On GPUs copies run on a separate stream.
     """
 
     def __init__(
@@ -160,16 +159,13 @@ SIDES = (0, 1)  # the neighbour before, the neighbour after
 class PeerHalo:
     """Swaps edges with the neighbours through inboxes in their memory: two launches, no collective, no host.
 
-    A swap writes both edges into the neighbours' inboxes, signals both neighbours and waits for both, and then copies
-    from the local inboxes to the destinations. Both neighbours meet at every swap, even if one direction is empty.
+    A swap writes both edges into the neighbours' inboxes, signals both neighbours and waits for both, even if one
+    direction is empty, and then copies from the local inboxes to the destinations.
 
     Each inbox has two slots, which alternate. Two are enough: a rank writes swap n + 2 into the slot of swap n, and
-    before that it has met its neighbour at swap n + 1. The neighbour joins that meeting, in the order of its stream,
-    after it has copied the edges of swap n. So a slot is never written while it is read, although no rank waits for
-    anyone to read. With one slot, a fast rank would write swap n + 1 over swap n. The slot follows from the counter of
-    swaps that the flags keep on the device. So replays of a CUDA graph, graphs with an odd number of swaps, calls
-    between replays and captures that failed all use the right slot, and nothing more has to meet, which `PeerKeyValues`
-    needs.
+    before that it has met its neighbour at swap n + 1, which the neighbour joins, in the order of its stream, after it
+    has copied the edges of swap n. The slot follows from the counter of swaps that the flags keep on the device. So
+    replays of CUDA graphs with any number of swaps, calls between them and captures that failed use the right slot.
     """
 
     def __init__(self, axis: Axis, capacity: int, like: Tensor, late: Late, number: int) -> None:

@@ -2,8 +2,7 @@
 
 `outboxes()` returns views of the readers' own buffers (`seqpar.transports.peer.arena`). After writing, a rank signals
 all ranks and waits for them, at the end of the kernel that wrote, or in `deliver()` if plain torch wrote. There is no
-send buffer, no copy on arrival, and the host does not wait. The gain over NCCL is largest at small blocks, where NCCL's
-launch and permutes cost more than moving the bytes.
+send buffer, no copy on arrival, and the host does not wait.
 
 No rank may write where another still reads. The exchange of heads needs no extra rule for that, because its two halves
 alternate: before a rank writes q, k, v of the next exchange, it has met all ranks in the second half, and each rank

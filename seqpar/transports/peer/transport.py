@@ -1,7 +1,7 @@
 """Peer memory: kernels write directly into the memory of the rank that will read, and flags signal completion.
 
-For ranks of one machine whose GPUs reach each other's memory, most of all with small and middle-sized blocks; the
-protocol is in `seqpar.transports.peer.exchange`.
+The gain over NCCL is largest at small blocks, where launch and permutes cost more than moving the bytes.
+`seqpar.transports.peer.exchange` has the protocol.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def why_not(mesh: Mesh) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-_ANSWERS: dict[
-    tuple[tuple[int, ...], torch.device], str | None
-] = {}  # by an axis's ranks: an axis would keep its group
+# by an axis's ranks: an axis would keep its group
+_ANSWERS: dict[tuple[tuple[int, ...], torch.device], str | None] = {}
 
 
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
@@ -86,9 +85,8 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
 class _Record:
     """State that a transport and its parts share.
 
-    follows: the deadline is the watchdog's, which changes from call to call. late: the first wait that missed the
-    deadline; None before the first exchange. made: number -> (axis, contents, exchange), for all exchanges that were
-    not freed. count: of all exchanges ever made.
+    follows: the deadline is the watchdog's, which changes from call to call. late: the first wait that missed it. made:
+    number -> (axis, contents, exchange), for exchanges that were not freed. count: of all exchanges ever made.
     """
 
     follows: bool

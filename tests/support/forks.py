@@ -37,7 +37,6 @@ class ForkedRank:
             _become(main, args[program + 1 :], env)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -45,7 +44,6 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float = math.inf) -> int:
-        """Wait for the exit code, or raise what the starter expects."""
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -76,7 +74,6 @@ class Forked:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int | None:
@@ -92,7 +89,6 @@ class Forked:
 def _start(
     main: Main, words: tuple[str, ...], environment: dict[str, str], output: Path, errors: Path, rank: Main
 ) -> None:
-    """Become the process."""
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     for module in (subprocess, subprocess_handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +28,7 @@ from seqpar.types.protocols import Attend, Core
 
 
 def ring_of(strategy: str, world: int) -> int:
-    """Return the ring size on which a strategy is tested with `world` ranks; the ulysses axis takes the rest.
-
-    It follows from the axes that the strategy distinguishes: both axes if there are enough ranks. A strategy that joins
-    both axes into one is tested on both with four ranks or eight.
-    """
+    """Return the ring size on which a strategy is tested: both axes where it has both, or for 4 and 8 ranks."""
     axes = facts_of(strategy).axes
     if axes in (("ring",), ("ulysses",)):
         return world if axes == ("ring",) else 1
@@ -44,23 +41,10 @@ EXACT = exact_strategies()
 
 TRANSPORTS = _contract.names()
 
-# prefixes of the names of all public functions of torch.distributed that communicate with other ranks
-TALKS = (
-    "all_",
-    "barrier",
-    "batch_isend",
-    "broadcast",
-    "gather",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "scatter",
-    "send",
-    "new_group",
-    "new_subgroups",
-    "split_group",
+# begins of the names of all public functions of torch.distributed that communicate with other ranks
+TALKS = re.compile(
+    "all_|barrier|batch_isend|broadcast|gather|irecv|isend|monitored_barrier|recv|reduce|scatter|send|"
+    "new_group|new_subgroups|split_group"
 )
 
 
@@ -69,9 +53,7 @@ def _mesh(group: object, device: torch.device, **axes: Any) -> Mesh:
     return Mesh.from_env(**axes, device=device)
 
 
-def forget() -> None:
-    """Keep no mesh any longer."""
-    _mesh.cache_clear()
+forget = _mesh.cache_clear
 
 
 def mesh(device: torch.device, **axes: int) -> Mesh:
@@ -165,7 +147,7 @@ def counted_calls(work: Callable[[], object]) -> dict[str, int]:
 
 def talking() -> dict[str, Callable[..., Any]]:
     """Return every public function of torch.distributed that communicates or makes process groups."""
-    found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if name.startswith(TALKS))
+    found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if TALKS.match(name))
     return {name: function for name, function in found if inspect.isfunction(function)}
 
 

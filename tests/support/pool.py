@@ -34,31 +34,26 @@ TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 
 
 class RankError(AssertionError):
-    """Raised if a rank fails; the message holds its traceback."""
+    """The traceback of a rank that failed."""
 
 
 class Pool:
     """Ranks that run functions of test modules; a function must be importable by name."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
+        self.device = device  # "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)
         # a process cannot use CUDA if its parent initialised it before the fork, as importing diffusers may do
         self._context: Any = multiprocessing.get_context("spawn") if device == "cuda" else server()
         self._ranks: list[tuple[Any, Connection]] = []
         self._world, self._groups = 0, 0
         self._stores: tempfile.TemporaryDirectory[str] | None = None
 
-    @property
-    def device(self) -> str:
-        """Return "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)."""
-        return self._device
-
     def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn` on each rank and return the results; a single rank is this process, which needs no group."""
         if world == 1:
-            where = torch.device("cuda", 0) if self._device == "cuda" else torch.device("cpu")
+            where = torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
             return [_cpu(fn(0, 1, where, *args))]
-        if self._device == "cuda" and world > torch.cuda.device_count():
+        if self.device == "cuda" and world > torch.cuda.device_count():
             pytest.skip(f"needs {world} GPUs")
         while len(self._ranks) < world:
             self._ranks.append(self._spawn(len(self._ranks)))
@@ -91,7 +86,7 @@ class Pool:
 
     def _spawn(self, rank: int) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, self._device, there), daemon=True)
+        process = self._context.Process(target=_serve, args=(rank, self.device, there), daemon=True)
         process.start()
         there.close()
         return process, here

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.attention._by_padding import ByPadding
+from seqpar.attention._key_order import ByPadding
 from seqpar.families import krea2
 from seqpar.families._find import CUTS
 from seqpar.graphs.deferred import DeferredResult

@@ -82,14 +82,14 @@ class BlockCall(Protocol):
     matrices: Matrices
     """The block's own."""
 
-    every: Sequence[Matrices]
+    all_matrices: Sequence[Matrices]
     """The matrices of all blocks of this class that the function computes, in the transformer's order."""
 
     blocks: Sequence[Any]
     """These blocks."""
 
     index: int
-    """The place of this block in `every` and in `blocks`."""
+    """The place of this block in `all_matrices` and in `blocks`."""
 
     def attend(
         self,

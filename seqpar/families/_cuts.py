@@ -1,8 +1,8 @@
 """`Cuts`: where the tokens of a diffusers transformer are split over ranks and gathered again, as data.
 
 A transformer's own forward runs on every rank. Tensors that hold one row a token are cut to this rank's tokens on the
-way into or out of submodules, attention joins the ranks, and outputs are gathered. `table.py` has the cuts of known
-transformers; diffusers' form (`_cp_plan`) is accepted, too, and says less: attention and masks are inferred.
+way into or out of submodules, attention joins the ranks, and outputs are gathered. diffusers' form (`_cp_plan`) is
+accepted, too, and says less: attention and masks are inferred.
 """
 
 from __future__ import annotations
@@ -100,10 +100,6 @@ class Joint:
     skipped_by: str = ""
 
 
-def _no_reason(module: nn.Module) -> None:
-    return None
-
-
 @successors
 @dataclass(frozen=True)
 class Cuts:
@@ -135,10 +131,10 @@ class Cuts:
     masks: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Prepared], None] | None = None
     keys: Callable[[dict[str, Any], Hashable], Keys] | None = None
-    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
+    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = lambda module: None
     refused: Mapping[str, str] = field(default_factory=dict)
-    why_not: Callable[[nn.Module], str | None] = _no_reason
-    why_eager: Callable[[nn.Module], str | None] = _no_reason
+    why_not: Callable[[nn.Module], str | None] = lambda module: None
+    why_eager: Callable[[nn.Module], str | None] = lambda module: None
     local: tuple[str, ...] = ()
     output: Callable[..., Any] = Transformer2DModelOutput
     calls_twice: bool = False
@@ -164,8 +160,7 @@ local=. A plan in diffusers' form (_cp_plan) works, too"""
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
     """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
 
-    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one), and
-    so may one with "*" for a list of no modules.
+    A path that ends with "?" ("blocks.*.attn2?") may name none, and so may one with "*" for a list of no modules.
     """
     modules, empty = [module], False
     for step in path.removesuffix("?").split(".") if path else ():
@@ -211,8 +206,8 @@ def forward_of(kind: type) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any]) -> list[str]:
-    every = inspect.signature(function).parameters.values()
-    return [one.name for one in every if one.name != "self" and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    parameters = inspect.signature(function).parameters.values()
+    return [x.name for x in parameters if x.name != "self" and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
 
 
 def check(module: nn.Module, cuts: Cuts) -> None:
@@ -243,7 +238,9 @@ def check_joined(module: nn.Module, cuts: Cuts, wrapped: bool = False) -> None:
         if not is_attention(one) or id(one) in known:
             continue
         above = [".".join(path.split(".")[:end]) for end in range(1, path.count(".") + 1)]
-        wrapper = next((each for each in above if not _is_known(module.get_submodule(each))), None)
+        known_homes = ("diffusers.", "torch.nn.modules.", "peft.")
+        homes = ((step, type(module.get_submodule(step)).__module__) for step in above)
+        wrapper = next((step for step, home in homes if not home.startswith(known_homes)), None)
         if wrapped and wrapper is None:
             continue
         inside = f" inside {type(module.get_submodule(wrapper)).__name__} at {wrapper}" if wrapper else ""
@@ -252,10 +249,6 @@ def check_joined(module: nn.Module, cuts: Cuts, wrapped: bool = False) -> None:
             f"only. Hold a wrapped block as .module of its wrapper, or pass cuts= that name this attention (in "
             f"local=, if its keys are whole on every rank), or use cfg= or data= ranks"
         )
-
-
-def _is_known(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("diffusers.", "torch.nn.modules.", "peft."))
 
 
 # Plans in diffusers' form --------------------------------------------------------------------------------------
@@ -269,18 +262,22 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
     before the first cut sees whole sequences. Raises ValueError for what is no such plan.
     """
     places = {path: _place(path, entry) for path, entry in plan.items()}
-    text = any(cut.stream == "text" for place in places.values() for cut in _cuts(place))
-    joins = {
-        re.sub(r"\.\d+(?=\.|$)", ".*", _without_wrappers(module, name)): _joins(name, child, text)
-        for name, child in module.named_modules()
-        if is_attention(child)
-    }
+    cuts = [cut for place in places.values() for cut in (*place.inputs.values(), *place.outputs.values())]
+    flat = [part for cut in cuts for part in (cut if isinstance(cut, tuple) else (cut,))]
+    text = any(isinstance(cut, CutTokens) and cut.stream == "text" for cut in flat)
+    joins = dict[str, bool]()
+    for name, child in module.named_modules():
+        if is_attention(child):
+            in_blocks = any(part.endswith(("blocks", "layers")) for part in name.split("."))
+            cross = name.endswith("attn2") or getattr(child, "is_cross_attention", False)
+            path = re.sub(r"\.\d+(?=\.|$)", ".*", _without_wrappers(module, name))
+            joins[path] = in_blocks and (text or not cross)
     local = tuple(path for path, joined in joins.items() if not joined)
     return Cuts(places, {path: Joint() for path, joined in joins.items() if joined}, local=local)
 
 
 def _without_wrappers(module: nn.Module, name: str) -> str:
-    """Return the path of a submodule without the steps into wrappers, as `submodules` takes it."""
+    # the path without the steps into wrappers, as `submodules` takes it
     steps = list[str]()
     for step in name.split("."):
         inner = unwrapped(module)
@@ -298,19 +295,6 @@ def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module computes attention: diffusers' modules have a processor for it."""
     return hasattr(module, "processor") or isinstance(module, nn.MultiheadAttention)
-
-
-def _cuts(place: Boundary) -> list[CutTokens]:
-    every = [*place.inputs.values(), *place.outputs.values()]
-    each = (cut for one in every for cut in (one if isinstance(one, tuple) else (one,)))
-    return [cut for cut in each if isinstance(cut, CutTokens)]
-
-
-def _joins(name: str, module: nn.Module, text: bool) -> bool:
-    """Return whether a submodule is attention that joins the ranks, so far as its name and attributes tell."""
-    in_blocks = any(part.endswith(("blocks", "layers")) for part in name.split("."))
-    cross = name.endswith("attn2") or getattr(module, "is_cross_attention", False)
-    return in_blocks and (text or not cross)
 
 
 def _place(path: str, entry: Any) -> Boundary:
@@ -339,7 +323,7 @@ def _cutting(path: str, key: str | int, entry: Any) -> Cutting:
 
 
 def _stream(key: str | int) -> str:
-    """Return the stream of an input by its name; outputs (rotary rows) may be of any, so their size decides."""
+    # outputs (rotary rows) may be of any stream, so their size decides
     if isinstance(key, int) or key.endswith(("emb", "index", "indices", "ids")):
         return ""
     return "text" if "encoder" in key or "text" in key or "txt" in key else "image"

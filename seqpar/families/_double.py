@@ -50,7 +50,7 @@ def modulations(
     A matrix makes some vectors (B, E). width: E, if it is not that of temb. activate: whether the layers read SiLU of
     temb. Each rank reads some of the weights, with the same bits as one that reads all.
     """
-    layers = [matrices[name] for matrices in call.every for name in names]
+    layers = [matrices[name] for matrices in call.all_matrices for name in names]
     c_BE, use = F.silu(temb_BE) if activate else temb_BE, f"modulation of {len(layers)} layers"
     made = call.spread(use, [layer.outputs for layer in layers], lambda index: layers[index].wide(c_BE))
     biases = [layer.bias_or_zeros() for layer in layers]

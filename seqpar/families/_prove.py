@@ -90,7 +90,7 @@ def recorded(module: nn.Module) -> Iterator[Outputs]:
 def _first_difference(
     whole: Outputs, parts: Outputs, lengths: Mapping[str, int], rank: int, size: int
 ) -> tuple[int, str] | None:
-    """Return place and path of the first module whose output is not this rank's part of the whole one."""
+    # place and path of the first module whose output is not this rank's part of the whole one
     by_path: dict[str, list[list[Tensor]]] = {}
     for path, tensors in parts:
         by_path.setdefault(path, []).append(tensors)
@@ -105,7 +105,7 @@ def _first_difference(
 
 
 def _parts(whole: Tensor, part: Tensor, lengths: Mapping[str, int], rank: int, size: int) -> Iterator[Tensor]:
-    """Yield what a rank may have of a tensor: all of it, or its share of one stream, or of several in some order."""
+    # what a rank may have of a tensor: all of it, or its share of one stream, or of several in some order
     yield whole
     if whole.dim() != part.dim():
         return
@@ -115,27 +115,20 @@ def _parts(whole: Tensor, part: Tensor, lengths: Mapping[str, int], rank: int, s
         for count in range(1, len(lengths) + 1):
             for streams in permutations(lengths.values(), count):
                 if sum(streams) == total:
-                    shares = [x[_at(dim, Shard(len_, size).slice(rank))] for x, len_ in _split(whole, streams, dim)]
-                    yield torch.cat(shares, dim)
-
-
-def _split(whole: Tensor, lengths: Sequence[int], dim: int) -> Iterator[tuple[Tensor, int]]:
-    yield from zip(whole.split(list(lengths), dim), lengths, strict=True)
-
-
-def _at(dim: int, where: slice) -> tuple[slice, ...]:
-    return (*[slice(None)] * dim, where)
+                    rows = [Shard(length, size).slice(rank) for length in streams]
+                    split = zip(whole.split(list(streams), dim), rows, strict=True)
+                    yield torch.cat([x.narrow(dim, own.start, own.stop - own.start) for x, own in split], dim)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating and complex tensors of a result, also in nested tuples and lists."""
+    # floating and complex ones, also in nested tuples and lists
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() or value.is_complex() else []
     return [x for each in value for x in _tensors(each)] if isinstance(value, (tuple, list)) else []
 
 
 def _error(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference relative to the largest value; infinite for NaN."""
+    # the largest difference relative to the largest value; infinite for NaN
     if not x.numel():
         return 0.0
     error = ((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item()
@@ -146,7 +139,6 @@ def _error(x: Tensor, y: Tensor) -> float:
 
 
 def _on_rank(rank: int, port: int, kinds: Sequence[str], answers: Connection) -> None:
-    """Compare on one of `RANKS` ranks, with diffusers' own blocks and with the family's; send reports or an error."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -167,7 +159,11 @@ def ways(kind: str) -> list[bool]:
 
 def proofs(kinds: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield each class, and why the ranks do not compute what one process does, or None."""
-    reasons = {kind: cuts_of(module := _on_meta(kind)).why_not(module) for kind in kinds}
+    reasons = dict[str, str | None]()
+    for kind in kinds:
+        with torch.device("meta"):
+            module = getattr(diffusers, kind)()
+        reasons[kind] = cuts_of(module).why_not(module)
     splits = [kind for kind, reason in reasons.items() if reason is None]
     yield from ((kind, f"runs on one rank alone: {reason}") for kind, reason in reasons.items() if reason)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -208,8 +204,3 @@ def verdict(reports: Sequence[Proof]) -> str | None:
     first = min((report.first for report in reports if report.first is not None), default=None)
     where = "the transformer's own result" if first is None else first[1]
     return f"differs by {max(report.error for report in reports):.1e}; the first module that differs: {where}"
-
-
-def _on_meta(kind: str) -> Any:
-    with torch.device("meta"):
-        return getattr(diffusers, kind)()

@@ -33,8 +33,8 @@ TEXT_WIDTHS = (
 class Tiny:
     """What is special about a tiny model. config: entries besides the scaled defaults.
 
-    inputs: returns further arguments, for the config and a function that returns random
-    numbers of a shape. fp32: names of parameters that stay fp32, because the model mixes them with fp32 numbers.
+    inputs: returns further arguments, for the config and a function that returns random numbers of a shape. fp32: names
+    of parameters that stay fp32, because the model mixes them with fp32 numbers.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def arguments(module: Any, tiny: Tiny) -> dict[str, Any]:
 
 
 def _latents(module: nn.Module, is_video: bool) -> tuple[int, ...]:
-    """Return the shape of latents, as the layer that makes patches of them takes it; without one, of tokens."""
+    # as the layer that makes patches of them takes it; without one, of tokens
     config: Any = module.config
     frames, rows, columns = GRID
     embed = next((one for one in module.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)
@@ -114,7 +114,7 @@ def _latents(module: nn.Module, is_video: bool) -> tuple[int, ...]:
 
 
 def _places(axes: int) -> Tensor:
-    """Return the position ids of an image's tokens, (L, axes), row and column last but for axes behind them."""
+    # of an image's tokens, (L, axes)
     rows, columns = torch.meshgrid(torch.arange(GRID[1]), torch.arange(GRID[2]), indexing="ij")
     ids = torch.zeros(GRID[1] * GRID[2], axes, dtype=torch.float64)
     ids[:, 1], ids[:, 2] = rows.flatten(), columns.flatten()

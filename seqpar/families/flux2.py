@@ -73,7 +73,7 @@ def double(
     attn, text = block.attn, encoder_hidden_states.shape[1]
     prepares = of_both(attn, (cos[:text], sin[:text]), (cos[text:], sin[text:]))
     streams, norm = (encoder_hidden_states, hidden_states), Norm("layer", block.norm1.eps)
-    return two_streams(call, streams, [mine] * len(call.every), prepares, attn.heads, norm, _mlp)
+    return two_streams(call, streams, [mine] * len(call.all_matrices), prepares, attn.heads, norm, _mlp)
 
 
 def single(
@@ -98,7 +98,7 @@ def single(
     qkv, up = call.matrices["in"].split_outputs(3 * attn.inner_dim, call.matrices["in"].outputs - 3 * attn.inner_dim)
     both = call.matrices["out"].split_inputs(attn.inner_dim)
     of_block = branch(call, h, how, attn.heads, qkv, up.swiglu, both)
-    after = [rows] * (len(call.every) - call.index - 1)
+    after = [rows] * (len(call.all_matrices) - call.index - 1)
     x, h = following(hidden_states, rows[2], of_block, after, norm)
     if h is not None:
         call.hand_over(x, h)

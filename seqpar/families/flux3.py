@@ -108,7 +108,7 @@ def _computed(
     h = norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index_Bl) if h_BlE is None else h_BlE
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, rotary, x_BlE))
     of_block = branch(call, h, how, attn.heads, of["qkv"], of["up"].swiglu, (of["out"], of["down"]))
-    after = [rows] * (len(call.every) - call.index - 1)
+    after = [rows] * (len(call.all_matrices) - call.index - 1)
     return following(x_BlE, rows[2], of_block, after, norm, index_Bl)
 
 

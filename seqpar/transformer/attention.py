@@ -503,8 +503,8 @@ def parts_of_users(module: nn.Module) -> dict[str, nn.Module]:
     """
     known = (*LIBRARIES, type(module).__module__.partition(".")[0])
     modules = dict(module.named_modules())
-    members = (f"{path}.{name}" for path, one in block_lists(module) for name in one._modules)
-    steps = (path.split(".") for path, one in modules.items() if is_attention(one))
+    members = (f"{path}.{name}" for path, blocks in block_lists(module) for name in blocks._modules)
+    steps = (path.split(".") for path, part in modules.items() if is_attention(part))
     above = (".".join(names[:end]) for names in steps for end in range(1, len(names)))
     paths = dict.fromkeys(path.removeprefix(".") for path in (*members, *above))
     return {path: modules[path] for path in paths if path in modules and home_of_forward(modules[path]) not in known}

@@ -86,17 +86,17 @@ def differences(module: Any) -> Iterator[tuple[str, str]]:
     Paths are those without adapters. An attention processor counts as a part of its module.
     """
     plain = expected(module)
-    for path, one in adapters.without_adapters(module):
+    for path, part in adapters.without_adapters(module):
         if path not in plain:
             continue
         kind, processor, settings = plain[path]
-        if type(one) is not kind:
-            yield path, f"{path} is a {type(one).__name__} and no {kind.__name__}"
+        if type(part) is not kind:
+            yield path, f"{path} is a {type(part).__name__} and no {kind.__name__}"
         for key, value in settings.items():
-            if (now := vars(one).get(key, value)) != value:
+            if (now := vars(part).get(key, value)) != value:
                 yield path, f"{path}.{key} is {now!r} and not {value!r}"
-        if type(own := getattr(one, "processor", None)) is not processor:
-            yield path, f"an attention processor is a {type(own).__name__}"
+        if type(current := getattr(part, "processor", None)) is not processor:
+            yield path, f"an attention processor is a {type(current).__name__}"
 
 
 def expected(module: Any) -> Mapping[str, Built]:
@@ -113,14 +113,13 @@ class _Config(dict[str, Any]):
 
 @cache
 def _built(kind: type, config: _Config) -> dict[str, Built]:
-    def settings(one: nn.Module) -> dict[str, Any]:
-        return {k: x for k, x in vars(one).items() if isinstance(x, (bool, int, float, str)) and k not in CHANGED}
+    def settings(part: nn.Module) -> dict[str, Any]:
+        return {k: x for k, x in vars(part).items() if isinstance(x, (bool, int, float, str)) and k not in CHANGED}
 
     with torch.device("meta"), WithoutValues():
         module: nn.Module = kind(**deepcopy(config))
-    return {
-        path: (type(one), type(getattr(one, "processor", None)), settings(one)) for path, one in module.named_modules()
-    }
+    parts = module.named_modules()
+    return {path: (type(part), type(getattr(part, "processor", None)), settings(part)) for path, part in parts}
 
 
 T = TypeVar("T")
@@ -128,9 +127,9 @@ NO_ROOM = "copies of their weights with merged adapters do not fit into the memo
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
-    every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
-    return [(path, one) for path, one, kind in every if kind.__name__ in BLOCKS and kind.__module__.startswith(HOME)]
+    """Return (path, block) of a transformer's blocks whose class has a function, which may not compute these ones."""
+    parts = ((path, part, type(part)) for path, part in adapters.without_adapters(module))
+    return [(path, part) for path, part, kind in parts if kind.__name__ in BLOCKS and kind.__module__.startswith(HOME)]
 
 
 class FusedBlocks:
@@ -138,7 +137,7 @@ class FusedBlocks:
 
     def __init__(self, module: nn.Module, state: CallState, on: bool) -> None:
         self._module, self._state, self._on = module, state, on
-        self._every: list[tuple[str, nn.Module]] = []
+        self._blocks: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
         self.lacks_memory = False  # copies did not fit on this rank: no function computes until `end_copies` on all
@@ -154,10 +153,10 @@ class FusedBlocks:
     @property
     def copies(self) -> Mapping[str, Tensor]:
         """These copies by the names of blocks and matrices, biases too."""
-        paths = {one: path for path, one in self._every}
-        parts = {f"{paths[one]}, {name}": matrix for (one, name), matrix in self._copies.items()}
-        named = {f"{name} {part}": x for name, one in parts.items() for part, x in one._asdict().items()}
-        return {name: x for name, x in named.items() if x is not None}
+        paths = {block: path for path, block in self._blocks}
+        copies = {f"{paths[block]}, {name}": matrix for (block, name), matrix in self._copies.items()}
+        tensors = {f"{name} {part}": x for name, matrix in copies.items() for part, x in matrix._asdict().items()}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
@@ -171,12 +170,13 @@ class FusedBlocks:
 
         additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
         """
-        every = self._every = blocks_of(self._module) if self._on else []
-        self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._state) for _, one in every}
-        self.reasons = _reasons(self._module, every, additions) if every else {}
-        for path, one in every:
-            self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
-            if (reason := self.hooks[one].why_not_joined()) is not None:
+        self._blocks = blocks_of(self._module) if self._on else []
+        self.hooks = {block: self.hooks.get(block) or BlockHook(block, self._state) for _, block in self._blocks}
+        self.reasons = _reasons(self._module, self._blocks, additions) if self._blocks else {}
+        for path, block in self._blocks:
+            hook = self.hooks[block]
+            hook.attention = next((attention[part] for part in block.modules() if part in attention), None)
+            if (reason := hook.why_not_joined()) is not None:
                 self.reasons.setdefault(path, reason)
         self._merges = self._merges or not any(map(adapters.are_on, self.hooks))
         self._settle()
@@ -205,14 +205,14 @@ class FusedBlocks:
         for reasons in kinds.values():
             first = f" (first of {len(reasons)})" if len({*reasons}) > 1 else ""
             self._state.say(
-                f"{len(reasons)} of {len(self._every)} blocks are diffusers' own, because {reasons[0]}{first}"
+                f"{len(reasons)} of {len(self._blocks)} blocks are diffusers' own, because {reasons[0]}{first}"
             )
-        every = (hook.matrices.values() for hook in self.hooks.values() if hook.every)
-        if (why := why_not_faster(one.weight for matrices in every for one in matrices)) is not None:
+        computed = (hook.matrices.values() for hook in self.hooks.values() if hook.all_matrices)
+        if (why := why_not_faster(matrix.weight for matrices in computed for matrix in matrices)) is not None:
             self._state.say(f"activations are separate kernels after cuBLAS's GEMMs: {why}")
 
     def _adapted(self) -> list[str]:
-        return [path for path, one in self._every if adapters.are_on(one)]
+        return [path for path, block in self._blocks if adapters.are_on(block)]
 
     def _take_weights(self) -> None:
         self.lacks_memory = False
@@ -228,17 +228,17 @@ class FusedBlocks:
     @torch.no_grad()
     def _merge(self) -> None:
         # hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute
-        blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
-        for path, one in self._every:
+        by_kind: dict[str, list[nn.Module]] = {type(block).__name__: [] for block in self.hooks}
+        for path, block in self._blocks:
             if path in self.reasons:
-                self.hooks[one].take((), (), None)
+                self.hooks[block].take((), (), None)
             else:
-                blocks[type(one).__name__].append(one)
+                by_kind[type(block).__name__].append(block)
         before, self._copies = self._copies, {}
-        for kind, mine in blocks.items():
-            matrices = [self._matrices(one, BLOCKS[kind].layers, before) for one in mine]
-            for index, one in enumerate(mine):
-                self.hooks[one].take(mine, matrices, index)
+        for kind, blocks in by_kind.items():
+            matrices = [self._matrices(block, BLOCKS[kind].layers, before) for block in blocks]
+            for index, block in enumerate(blocks):
+                self.hooks[block].take(blocks, matrices, index)
 
     def _matrices(
         self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
@@ -276,12 +276,12 @@ class BlockHook(ModelHook):
         self._function, self._streams = BLOCKS[self._kind].compute, BLOCKS[self._kind].streams
         self.attention: ShardedAttention | None = None  # of the block's attention module
         self.blocks: Sequence[nn.Module] = ()
-        self.every: Sequence[Mapping[str, Matrix]] = ()
+        self.all_matrices: Sequence[Mapping[str, Matrix]] = ()
         self.index: int | None = None
 
-    def take(self, blocks: Sequence[nn.Module], every: Sequence[Mapping[str, Matrix]], index: int | None) -> None:
+    def take(self, blocks: Sequence[nn.Module], matrices: Sequence[Mapping[str, Matrix]], index: int | None) -> None:
         # compute with these from now on; without an index by the block's own forward
-        self.blocks, self.every, self.index = blocks, every, index
+        self.blocks, self.all_matrices, self.index = blocks, matrices, index
 
     def why_not_joined(self) -> str | None:
         """Return why the cuts of the transformer are not those for which the function is written, or None."""
@@ -292,7 +292,7 @@ class BlockHook(ModelHook):
 
     @property
     def matrices(self) -> Mapping[str, Matrix]:
-        return self.every[self.index or 0]
+        return self.all_matrices[self.index or 0]
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns. own: its forward, which computes outside of a call."""
@@ -336,28 +336,26 @@ class BlockHook(ModelHook):
     def handed(self, x_BlE: Tensor) -> Any:
         left = self._state.handed.pop(id(x_BlE), None)
         # a skipped block passes x on as it was, but what was left beside it has that block's modulation
-        if left is None or left[2].every is not self.every or left[2].index + 1 != self.index:
+        if left is None or left[2].all_matrices is not self.all_matrices or left[2].index + 1 != self.index:
             return None
         return left[1]
 
 
 def _reasons(
-    module: nn.Module, every: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
+    module: nn.Module, blocks: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
 ) -> dict[str, str]:
     # path -> reason, for the blocks that no function may compute
     if not type(module).__module__.startswith(HOME):
-        return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in every}
-    known, paths, reasons = [*differences(module)], {path for path, _ in every}, {}
-    known += [  # around a block, hooks that keep its arguments are right
-        (one.path, str(one))
-        for one in additions
-        if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN)
-    ]
-    for path, one in every:
+        return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in blocks}
+    known, paths, reasons = [*differences(module)], {path for path, _ in blocks}, {}
+    for addition in additions:
+        by_token = f"{getattr(addition.what, '__module__', None)}".startswith(BY_TOKEN)
+        known += [] if by_token and addition.path in paths else [(addition.path, str(addition))]
+    for path, block in blocks:
         # inside of the block, or around it, as a wrapper is
         near = ((f"{where}.", reason) for where, reason in known if where)
         inside = next((why for where, why in near if where.startswith(f"{path}.") or path.startswith(where)), None)
-        if reason := inside or _why_not(one) or BLOCKS[type(one).__name__].why_not(one):
+        if reason := inside or _why_not(block) or BLOCKS[type(block).__name__].why_not(block):
             reasons[path] = reason
     return reasons
 
@@ -370,13 +368,13 @@ def _why_not(block: nn.Module) -> str | None:
             return f"an adapter is on {path}, which is in none of their GEMMs"
         if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
             return reason
-    for _, one in adapters.without_adapters(block):
-        for weight in one._parameters.values():
+    for _, part in adapters.without_adapters(block):
+        for weight in part._parameters.values():
             if weight is None:
                 continue
             if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize < 2:
                 return f"a weight is a {type(weight).__name__} of {weight.dtype}, as in a quantised model"
             if weight.device != first.device or weight.device.type == "meta":
                 return "weights are not all on one device"
-            dtypes |= {weight.dtype} if isinstance(one, nn.Linear) else set()
+            dtypes |= {weight.dtype} if isinstance(part, nn.Linear) else set()
     return None if len(dtypes) == 1 else "linear layers have different dtypes"

@@ -87,22 +87,22 @@ class ForeignCode:
 
 def look(module: nn.Module) -> ForeignCode:
     """Return third-party code on a transformer and its submodules; this takes milliseconds."""
-    hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
+    hooks, processors, quantised = list[Addition](), list[Addition](), list[Addition]()
     patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
-    own, lists = type(module).__module__.partition(".")[0], block_lists(module)
+    home, lists = type(module).__module__.partition(".")[0], block_lists(module)
     members = {id(child) for _, blocks in lists for child in blocks.children()}
-    for path, one in module.named_modules():
-        hooks += _hooks_on(path, one, type(one) in patched)
-        if id(one) in members and type(one).__module__.partition(".")[0] not in (*LIBRARIES, own):
-            hooks.append(Addition(path, f"class {type(one).__name__}", one))
-        seated += _processors_on(path, one)
-        quantised += _quantised(path, one)
-    first = next(iter((*hooks, *seated, *quantised)), None)
+    for path, part in module.named_modules():
+        hooks += _hooks_on(path, part, type(part) in patched)
+        if id(part) in members and type(part).__module__.partition(".")[0] not in (*LIBRARIES, home):
+            hooks.append(Addition(path, f"class {type(part).__name__}", part))
+        processors += _processors_on(path, part)
+        quantised += _quantised(path, part)
+    first = next(iter((*hooks, *processors, *quantised)), None)
     coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
-    reasons = [*map(_reads_all_tokens, hooks), *(f"{one}, with one scale for all tokens" for one in quantised)]
+    reasons = [*map(_reads_all_tokens, hooks), *(f"{layer}, with one scale for all tokens" for layer in quantised)]
     unsplit = next((reason for reason in reasons if reason is not None), None)
-    unshared = next((UNSHARED for one in hooks if type(one.what).__name__ == "TextKVCacheTransformerHook"), None)
-    may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
+    unshared = next((UNSHARED for hook in hooks if type(hook.what).__name__ == "TextKVCacheTransformerHook"), None)
+    may_need_all = [x for x in (*hooks, *processors) if x.path and not _home(x.what).startswith(BY_TOKEN)]
     return ForeignCode(tuple(hooks), coupled, unsplit, unshared, _named(may_need_all))
 
 
@@ -135,7 +135,7 @@ def refuse_late(module: nn.Module) -> None:
 
     They hold the transformer itself, so that nothing else may walk through its modules. This takes microseconds.
     """
-    first = (next(iter(one), None) for one in module.children() if isinstance(one, nn.ModuleList))
+    first = (next(iter(child), None) for child in module.children() if isinstance(child, nn.ModuleList))
     if any(type(block).__module__.startswith(CACHE_DIT) for block in first):
         raise ValueError(
             f"{type(module).__name__} has a cache of cache-dit that was enabled after parallelize. Call "
@@ -190,15 +190,15 @@ def _is_patched(kind: type, method: str) -> bool:
     return home.partition(".")[0] not in owners | {"torch", "diffusers", "accelerate", "peft", "seqpar"}
 
 
-def _set_on(one: nn.Module) -> Any:
+def _set_on(module: nn.Module) -> Any:
     # of a parallelized transformer, what it had before
-    call = vars(one).get(CALL)
-    return vars(one).get("forward") if call is None else call.before.get("forward")
+    call = vars(module).get(CALL)
+    return vars(module).get("forward") if call is None else call.before.get("forward")
 
 
-def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
+def _processors_on(path: str, part: nn.Module) -> Iterator[Addition]:
     # those that may read other rows: a user's own, or one of perturbed attention
-    processor = getattr(one, "processor", None)
+    processor = getattr(part, "processor", None)
     if processor is None:
         return
     home, name = _home(processor), type(processor).__name__
@@ -207,12 +207,12 @@ def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
         yield Addition(path, f"processor {name}", processor)
 
 
-def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
+def _quantised(path: str, part: nn.Module) -> Iterator[Addition]:
     # with one scale for all rows and tokens of a call
-    if type(one).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
-        dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
+    if type(part).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
+        dtype = getattr(getattr(part, "_packed_params", None), "dtype", None)
         if dtype != torch.float16:
-            yield Addition(path, f"dynamically quantised {type(one).__name__}", one)
+            yield Addition(path, f"dynamically quantised {type(part).__name__}", part)
 
 
 def _reads_all_tokens(addition: Addition) -> str | None:
@@ -231,8 +231,8 @@ def _reads_all_tokens(addition: Addition) -> str | None:
 
 def _named(additions: Iterable[Addition]) -> str:
     paths: dict[str, list[str]] = {}
-    for one in additions:
-        paths.setdefault(one.kind[:WIDTH], []).append(one.path)
+    for addition in additions:
+        paths.setdefault(addition.kind[:WIDTH], []).append(addition.path)
     more = {kind: f" and {len(where) - 1} more" if len(where) > 1 else "" for kind, where in paths.items()}
     shown = [f"{kind} on {where[0]}{more[kind]}" for kind, where in list(paths.items())[:SHOWN]]
     return ", ".join([*shown, *([f"{len(paths) - SHOWN} others"] if len(paths) > SHOWN else [])])

@@ -208,16 +208,14 @@ def texts(module: nn.Module, hooks: Iterable[Addition]) -> dict[str, str]:
     They are equal on ranks that made the same calls. This waits for the device.
     """
     adapted = dict(layers(module))
-    attention: dict[str, Any] = {name: one for name, one in without_adapters(module) if hasattr(one, "processor")}
+    attention = {name: part.processor for name, part in without_adapters(module) if hasattr(part, "processor")}
     return {
         "adapters": _counted({name: _applied(layer) for name, layer in adapted.items()}),
         "scales of adapters": _counted({name: _scales(layer) for name, layer in adapted.items()}),
         "values of adapters": _digest(_sums(adapted.values())),
-        "hooks": _counted({str(one): one.kind for one in hooks}),
-        "attention processors": _counted({name: type(one.processor).__name__ for name, one in attention.items()}),
-        "settings of attention processors": _counted(
-            {name: settings(one.processor) for name, one in attention.items()}
-        ),
+        "hooks": _counted({str(hook): hook.kind for hook in hooks}),
+        "attention processors": _counted({name: type(processor).__name__ for name, processor in attention.items()}),
+        "settings of attention processors": _counted({name: settings(x) for name, x in attention.items()}),
     }
 
 
@@ -297,14 +295,15 @@ def terms_of(module: nn.Module, name: str) -> dict[str, LoraTerm]:
 class Merging:
     """The LoRAs of a transformer, of which any are merged into its weights.
 
-    module: the transformer; or a pipeline, if paths begin with the names of its transformers. every: name of a LoRA ->
+    module: the transformer; or a pipeline, if paths begin with the names of its transformers. terms: name of a LoRA ->
     what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
     of all LoRAs, so that others can be merged later.
     """
 
-    def __init__(self, module: Any, every: Mapping[str, Terms], keeps: bool) -> None:
-        self._every = every
-        self._layers: dict[str, Any] = {path: layer_at(module, path) for each in every.values() for path in each}
+    def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool) -> None:
+        self._terms = terms
+        paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
+        self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
         self._kept = dict[str, tuple[Tensor, Tensor | None]]()
         for path, layer in self._layers.items() if keeps else ():
             bias = None if layer.bias is None else layer.bias.detach().clone()
@@ -317,21 +316,18 @@ class Merging:
 
         Every rank must call this alike. The device writes after what was queued before.
         """
-        if unknown := [name for name, _ in wanted if name not in self._every]:
-            known = ", ".join(self._every) or "none: the model was loaded without"
+        if unknown := [name for name, _ in wanted if name not in self._terms]:
+            known = ", ".join(self._terms) or "none: the model was loaded without"
             raise ValueError(f"got the LoRA {unknown[0]}, expected one of {known}")
         if wanted == self.merged:
             return False
-        for path in dict.fromkeys(path for name, _ in (*self.merged, *wanted) for path in self._every[name]):
-            self._write(path, wanted)
+        for path in dict.fromkeys(path for name, _ in (*self.merged, *wanted) for path in self._terms[name]):
+            layer = self._layers[path]
+            own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
+            terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
+            weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
+            layer.weight.copy_(weight)
+            if own_bias is not None:
+                layer.bias.copy_(own_bias if bias is None else bias)
         self.merged = wanted
         return True
-
-    def _write(self, path: str, wanted: Wanted) -> None:
-        layer = self._layers[path]
-        own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
-        mine = [(self._every[name][path], scale) for name, scale in wanted if path in self._every[name]]
-        weight, bias = with_terms(own, own_bias, mine) if mine else (own, None)
-        layer.weight.copy_(weight)
-        if own_bias is not None:
-            layer.bias.copy_(own_bias if bias is None else bias)

@@ -46,10 +46,10 @@ def successors(target: T) -> T:
             raise TypeError(f"{target.__name__}() has no argument {name}= any more; use {dropped[name]}")
         return function(*args, **kwargs)
 
-    if not isinstance(target, type):
-        return checked  # pyright: ignore[reportReturnType]
-    target.__init__ = checked
-    return target
+    if isinstance(target, type):
+        target.__init__ = checked
+    result: Any = target if isinstance(target, type) else checked
+    return result
 
 
 class MovedModules(MetaPathFinder, Loader):

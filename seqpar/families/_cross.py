@@ -6,7 +6,7 @@ is no product to spread over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.families._block import BlockCall, Matrix
 from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate
+from seqpar.types.facts import Blocks, Cross, Gemms, Work
 from seqpar.types.protocols import state_dtype
 
 
@@ -83,3 +84,29 @@ def finished(
     x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index)
     call.hand_over(x, h)
     return x
+
+
+def crossed_work(config: Mapping[str, Any], hidden: int, area: int, text: int, sizes: Gemms) -> Work:
+    """Return the operations of blocks that attend to the video, then to a text that is whole on every rank.
+
+    hidden: the width of the MLP. area: values of a channel in a token. text: tokens of the text. sizes: those of the
+    layers that embed the text, then the timestep.
+    """
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, outputs = heads * dim, config.get("out_channels") or config["in_channels"]
+    gemms = ((width, 3 * width), (width, width), (width, width), (width, width), (width, hidden), (hidden, width))
+    passes, cross = (4 * width,) * 3, Cross(text, ((width, 2 * width),))
+    of_text, of_time = sizes
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(Blocks(layers, gemms, passes, cross=cross),),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, outputs * area)),
+        table=6 * width * layers + 2 * width,
+        live=4 * width + 2 * hidden,
+        text=(of_text, (width, width)),
+        conditioning=(of_time, (width, width), (width, 6 * width)),
+    )

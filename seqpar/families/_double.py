@@ -1,8 +1,9 @@
-"""A double block: two streams, text and image, with their own layers of the same form, which attend to both.
+"""Blocks of two streams, text and image, and parallel blocks.
 
-Each stream has adaLN before attention and before its MLP, and a gate after each. Families that have such
-blocks name their matrices "text ..." and "image ..." with the words below. They pass the two streams in the order in
-which their attention joins them.
+A double block has own layers of the same form for each stream, whose attention reads both: adaLN before attention and
+before its MLP, and a gate after each. Families name their matrices "text ..." and "image ..." with the words below, and
+pass the two streams in the order in which their attention joins them. A parallel block has attention and an MLP side by
+side, from the same input into the same gated branch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from seqpar.families._block import BlockCall, DeclinedError, Matrix
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.types.facts import Blocks
 from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
@@ -220,3 +222,30 @@ def following(
         return bounded(added(x_BlE, gate_BE, branch_BlE, index_Bl=index_Bl)), None
     x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, after[0][0], after[0][1], norm, index_Bl=index_Bl)
     return bounded(x), h
+
+
+# For the planner: an activation is in the product before it, so that it takes no separate pass -------------------
+
+
+def double_work(count: int, width: int, hidden: int, up: int = 1) -> Blocks:
+    """Return blocks in which text and image have their own weights, attend together, and have an MLP each.
+
+    up: products that enter the MLP, 2 for SwiGLU.
+    """
+    gemms = ((width, 3 * width), (width, width), (width, up * hidden), (hidden, width))
+    modulation = ((width, 6 * width),) * 2
+    return Blocks(count, gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=modulation)
+
+
+def parallel_work(count: int, width: int, hidden: int, up: int = 1) -> Blocks:
+    """Return blocks of one stream in which attention and an MLP are side by side; see `double_work`.
+
+    Their output takes 2 E more than a gated norm, because two products add up.
+    """
+    return Blocks(
+        count=count,
+        gemms=((width, 3 * width), (width, up * hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, up * hidden), (hidden, width)),
+    )

@@ -23,7 +23,6 @@ FILES = {name: plugin(seqpar.families, name, "family") for name in plugins(seqpa
 
 
 def _merged(name: str) -> dict[Any, Any]:
-    """Return the tables of this name of all files as one; ValueError if two files have an entry for one class."""
     merged: dict[Any, Any] = {}
     for file in FILES.values():
         table = getattr(file, name, {})
@@ -57,7 +56,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
 
     asked: a `Cuts`, or a plan in diffusers' form. A class of no family has the cuts of the class that it derives from,
     and is not split over ranks if its forward is a user's own. Raises ValueError, the same on every rank, if there are
-    none, or if they name submodules or parameters that the transformer does not have.
+    none, or if they do not fit the transformer.
     """
     plan: Any = getattr(module, "_cp_plan", None)
     default = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), plan)
@@ -71,7 +70,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
 
 
 def _why_not(kind: type) -> str | None:
-    """Return why the cuts of a class may not fit the forward of one that derives from it, or None."""
+    # why the cuts of a class may not fit the forward of one that derives from it
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     cut = next((base for base in kind.__mro__ if base.__name__ in CUTS or vars(base).get("_cp_plan")), owner)
     if kind.__mro__.index(owner) >= kind.__mro__.index(cut) or owner.__module__.startswith(HOME):

@@ -112,10 +112,10 @@ def _full_or_odd(mask: Tensor) -> int:
 def shorten(call: Prepared, name: str, text: str, least: int = 0, places: Callable[[], bool] | None = None) -> bool:
     """Leave the padding of a text out, and return whether its mask then leaves no key out.
 
-    The text becomes as long as the longest row of the batch, and its mask too. name: the argument with the mask,
-    (B, L); if it is the text itself, (B, L, C), its tokens are all valid unless all are zeros. text: the argument
-    (B, L, ...). least: how many tokens stay in any case. places: returns whether tokens may move closer together, so
-    that padding is left out wherever it lies, and the others keep their order; None leaves out padding at the end.
+    Text and mask become as long as the longest row of the batch. name: the argument with the mask, (B, L); if it is the
+    text itself, (B, L, C), its tokens are all valid unless all are zeros. text: the argument (B, L, ...). least: how
+    many tokens stay. places: returns whether tokens may move closer together, in their order, so that padding is left
+    out wherever it lies; None leaves out padding at the end.
     """
     if (mask := call.mask(name)) is None:
         return False
@@ -137,7 +137,7 @@ def shorten(call: Prepared, name: str, text: str, least: int = 0, places: Callab
 
 
 def _count(mask: Tensor, least: int, at_end: bool) -> int:
-    """Return twice (the tokens that stay, plus 1), plus whether all of them are valid."""
+    # twice (the tokens that stay, plus 1), plus whether all of them are valid
     total = mask.shape[1]
     if mask.dim() > 2:
         needed = total if bool((mask != 0).any()) else 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
@@ -24,10 +24,12 @@ from seqpar.families._double import (
     branch,
     by_head,
     checked,
+    double_work,
     joined,
     modulations,
     of_both,
     pairs,
+    parallel_work,
     two_streams,
 )
 from seqpar.kernels.adaln import Norm
@@ -136,7 +138,7 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         heads=heads,
         kv_heads=heads,
         head_dim=dim,
-        blocks=(_work.double(doubles, width, 4 * width), _work.parallel(singles, width, 4 * width)),
+        blocks=(double_work(doubles, width, 4 * width), parallel_work(singles, width, 4 * width)),
         prepares=True,
         once=((channels, width), (width, config.get("out_channels") or channels)),
         table=(12 * doubles + 3 * singles + 2) * width,

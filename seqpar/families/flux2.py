@@ -16,10 +16,22 @@ from typing import Any
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModelOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall, DeclinedError, Matrix
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
-from seqpar.families._double import NAMES, Rows, branch, by_head, checked, following, of_both, pairs, two_streams
+from seqpar.families._double import (
+    NAMES,
+    Rows,
+    branch,
+    by_head,
+    checked,
+    double_work,
+    following,
+    of_both,
+    pairs,
+    parallel_work,
+    two_streams,
+)
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Work
 from seqpar.types.protocols import state_dtype
@@ -127,8 +139,8 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     """
     heads, dim, channels = config["num_attention_heads"], config["attention_head_dim"], config["in_channels"]
     width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
-    doubles = _work.double(config["num_layers"], width, hidden, up=2)
-    singles = _work.parallel(config["num_single_layers"], width, hidden, up=2)
+    doubles = double_work(config["num_layers"], width, hidden, up=2)
+    singles = parallel_work(config["num_single_layers"], width, hidden, up=2)
     sines = ((256, width), (width, width)) * (2 if config.get("guidance_embeds", True) else 1)
     return Work(
         width=width,

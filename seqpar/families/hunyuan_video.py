@@ -20,10 +20,20 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
-from seqpar.families._double import apart, branch, by_head, joined, modulations, pairs, two_streams
+from seqpar.families._double import (
+    apart,
+    branch,
+    by_head,
+    double_work,
+    joined,
+    modulations,
+    pairs,
+    parallel_work,
+    two_streams,
+)
 from seqpar.families._masks import Keys, Prepared, first_keys, shorten
 from seqpar.families._tiny import Tiny
 from seqpar.families.mochi import MochiProcessor
@@ -302,7 +312,7 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
     width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
     doubles, singles = config["num_layers"], config.get("num_single_layers", 0)
     area, channels = config["patch_size_t"] * config["patch_size"] ** 2, config["in_channels"]
-    kinds = (_work.double(doubles, width, hidden), _work.parallel(singles, width, hidden))
+    kinds = (double_work(doubles, width, hidden), parallel_work(singles, width, hidden))
     return Work(
         width=width,
         heads=heads,

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall, DeclinedError
-from seqpar.families._cross import finished, tabled, to_whole
+from seqpar.families._cross import crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._masks import Keys, Prepared
 from seqpar.kernels.adaln import Norm, added, norm_modulate
@@ -151,7 +151,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
     area = config.get("patch_size", 1) ** 2 * config.get("patch_size_t", 1)
-    return _work.crossed(config, 4 * width, area, text, ((config["caption_channels"], width), (256, width)))
+    return crossed_work(config, 4 * width, area, text, ((config["caption_channels"], width), (256, width)))
 
 
 WORK = {"LTXVideoTransformer3DModel": work}

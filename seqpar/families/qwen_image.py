@@ -19,10 +19,10 @@ import torch
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, reads_lengths
-from seqpar.families._double import NAMES, Rows, checked, modulations, of_both, two_streams
+from seqpar.families._double import NAMES, Rows, checked, double_work, modulations, of_both, two_streams
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
@@ -174,7 +174,7 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
         heads=heads,
         kv_heads=heads,
         head_dim=dim,
-        blocks=(_work.double(layers, width, 4 * width),),
+        blocks=(double_work(layers, width, 4 * width),),
         prepares=True,
         once=((channels, width), (width, area * (config.get("out_channels") or channels))),
         table=(12 * layers + 2) * width,

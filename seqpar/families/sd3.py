@@ -17,10 +17,9 @@ from typing import Any
 from diffusers.models import attention_processor
 from torch import Tensor
 
-from seqpar.families import _work
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts
-from seqpar.families._double import Rows, by_head, checked, entered, modulations, two_streams
+from seqpar.families._double import Rows, by_head, checked, double_work, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare
@@ -151,7 +150,7 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 def _blocks(width: int, layers: int, duals: Sequence[int]) -> tuple[Blocks, ...]:
     """Return the blocks with one attention, those with two, and the last one."""
-    plain, qkv = _work.double(0, width, 4 * width), (width, 3 * width)
+    plain, qkv = double_work(0, width, 4 * width), (width, 3 * width)
     second = replace(plain, gemms=(*plain.gemms, qkv, (width, width)))
     dual = replace(second, modulation=((width, 9 * width), (width, 6 * width)))
     last = dual if layers - 1 in duals else plain

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.families import Pipelines, _work
+from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cross import constant, finished, tabled, to_whole
+from seqpar.families._cross import constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
@@ -176,7 +176,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     keys = text + (PICTURE if config.get("added_kv_proj_dim") else 0)
     heads, dim = config["num_attention_heads"], config["attention_head_dim"]
     sizes = (config["text_dim"], heads * dim), (config["freq_dim"], heads * dim)
-    alike = _work.crossed(config, config["ffn_dim"], frames * rows * columns, keys, sizes)
+    alike = crossed_work(config, config["ffn_dim"], frames * rows * columns, keys, sizes)
     if not (layers := config.get("vace_layers")):
         return alike
     (blocks,), added = alike.blocks, (alike.width, alike.width)

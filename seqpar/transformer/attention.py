@@ -72,9 +72,7 @@ class ShardedAttention:
         self.reads = False
         self.reached = False  # whether the module that runs now has called it for split tokens
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Return attention (B, l, H, D) over all ranks, or to keys that are whole on every rank.
 
         q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. All ranks decide identically. The next call may
@@ -91,16 +89,11 @@ class ShardedAttention:
                 raise ValueError(f"A mask at {self._where} is not supported: its queries are whole on every rank")
             return self.state.attend_whole(*fitting(q, k, v, scale), total)
         choose = self._named if self.joint.streams else self._inferred
-        joined = choose(q.shape[1], k.shape[1], reads)
+        joined = choose(q.shape[1], k.shape[1])
         if joined is None:
             return _local(q, k, v, mask, scale)
-        streams, tokens = joined
-        bias = self._bias(mask, streams, tokens, q)
         q, k, v = fitting(q, k, v, scale)
-        stream = Given(q, k, v, IDENTITY)
-        if self.state.adds and bias is not None:
-            return self._by_query(tokens, (stream,), bias, q)[0]
-        return self.state.attend(tokens, q, bias is not None)((stream,), bias)[0]
+        return self._attend(*joined, (Given(q, k, v, IDENTITY),), mask)[0]
 
     def of_streams(
         self,
@@ -117,23 +110,29 @@ class ShardedAttention:
         names = self._streams() if only is None else (only,)
         if not self.state.lengths.keys() >= set(names):
             raise self._unknown()
-        tokens, (heads, dim), batch, like = self._split(names), *_sizes(streams[0])
+        tokens = self._split(names)
         if tokens.sizes[self.state.axis.rank] != sum(stream.tokens for stream in streams):
             raise self._unknown()
-        q_BlHD = like.new_empty(batch, 0, heads, dim)
-        bias = self._bias(mask, names, tokens, q_BlHD)
-        if self.state.adds and bias is not None:
-            return self._by_query(tokens, streams, bias, q_BlHD, beside)
-        return self.state.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
+        return self._attend(names, tokens, streams, mask, beside)
 
-    def _by_query(
+    def _attend(
         self,
+        names: Sequence[str],
         tokens: JointShard,
         streams: Sequence[Stream],
-        bias: Tensor,
-        like: Tensor,
+        mask: Tensor | None,
         beside: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
+        first = streams[0]
+        if isinstance(first, Given):
+            like = first.q
+        else:  # q is computed later
+            dim = len(first.weight) // (first.heads + 2 * first.kv_heads)
+            like = first.x.new_empty(len(first.x), 0, first.heads, dim)
+        bias = self._bias(mask, names, tokens, like)
+        if bias is None or not self.state.adds:
+            return self.state.attend(tokens, like, bias is not None)(streams, bias, beside=beside)
+
         # a mask of numbers that are added: queries whose own number is 0 attend without it
         merges = f"{self.state.plan.strategy.name} merges the results of ranks"
         self.state.say(ADDS.format(why=UNLIKE if self.state.moves_only else merges))
@@ -154,7 +153,7 @@ class ShardedAttention:
         padding = self.state.padding if self.joint.masked and len(streams) > 1 else 0
         return JointShard(shards, self.state.plan.exact, padding)
 
-    def _named(self, queries: int, keys: int, reads: bool) -> Joined | None:
+    def _named(self, queries: int, keys: int) -> Joined | None:
         """Return the cuts' streams, or None for attention of some of them to keys that are whole on every rank.
 
         queries, keys: their numbers on this rank. An attention besides the joint one (of an image to an IP-adapter's
@@ -173,7 +172,7 @@ class ShardedAttention:
             raise self._unknown()
         return None
 
-    def _inferred(self, queries: int, keys: int, reads: bool) -> Joined | None:
+    def _inferred(self, queries: int, keys: int) -> Joined | None:
         """Return the streams that a plan in diffusers' form joins here, or None for keys that are whole.
 
         A module that is given no other tokens attends to its own, which are split. One that is given some joins them if
@@ -194,11 +193,11 @@ class ShardedAttention:
             raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
         if len(streams) > 1 and self.state.plan.exact:
             raise self._unclear("attention", "of several streams in exact mode, which holds their keys in its order")
-        if reads and "text" not in named:
+        if self.reads and "text" not in named:
             if keys in sizes:
                 raise self._unclear("cross-attention", "to as many tokens as a rank's share")
             return None
-        if reads and streams != named:
+        if self.reads and streams != named:
             raise self._unclear("cross-attention", "with cuts that split text")
         if queries != keys:
             raise self._unclear("attention", "to other tokens than its own")
@@ -254,14 +253,6 @@ def fitting(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
         q = q * (scale / default)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
-
-
-def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:
-    # query heads and head dim, batch rows, and a tensor of the stream
-    if isinstance(stream, Given):
-        return (stream.q.shape[2], stream.q.shape[3]), len(stream.q), stream.q
-    heads = stream.heads + 2 * stream.kv_heads
-    return (stream.heads, len(stream.weight) // heads), len(stream.x), stream.x
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -341,7 +332,7 @@ class AttentionHook(ModelHook):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)
-        out = attention(q, k, v, mask, scale, attention.reads)
+        out = attention(q, k, v, mask, scale)
         return (out.clone() if self._is_foreign else out).transpose(1, 2)  # the next call overwrites it
 
 

@@ -94,7 +94,8 @@ class ShardedCall:
             call = self.computed(self.rank_0s(arguments))
 
             # 2. guidance: the first call of a step is deferred, and the second one runs beside it on the cfg axis
-            task = self._guidance.task(call, self.label, self.sharded.foreign.coupled, self._is_steady)
+            steady = self._calls - self._changes[-1] > 1  # the module did not change in the last step
+            task = self._guidance.task(call, self.label, self.sharded.foreign.coupled, steady)
             if task is None:
                 version, compute = self.sharded.version(), self._compute_deferred
                 results = self._guidance.defer(call, version, self._texts, compute).whole
@@ -258,11 +259,6 @@ class ShardedCall:
     def settle(self) -> None:
         """Compute a deferred call, before the module changes; collective."""
         self._guidance.settle()
-
-    @property
-    def _is_steady(self) -> bool:
-        """Whether the module has not changed in the last step, so that it will not between the calls of this one."""
-        return self._calls - self._changes[-1] > 1
 
     # 3. Rows and tokens -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, eq
 from typing import Any
@@ -29,17 +28,15 @@ _settings = attrgetter("_disable_adapters", "_active_adapter", "merged_adapters"
 _version = attrgetter("_version")
 
 
-@dataclass(frozen=True)
 class _Entry:
-    """Something that every call compares. read: returns it as it is now. before: a copy of what it returned first."""
+    # something that every call compares with what it was first
 
-    read: Callable[[], object]
-    before: object
-    equal: Callable[[Any, Any], bool]
+    def __init__(self, read: Callable[[], object], equal: Callable[[Any, Any], bool] = eq) -> None:
+        self._read, self._before, self._equal = read, _copied(read()), equal
 
     def changed(self) -> bool:
         try:
-            return not self.equal(self.read(), self.before)
+            return not self._equal(self._read(), self._before)
         except (RuntimeError, ValueError, KeyError):  # an array is in place of a number, a tensor without an address
             return True  # in place of one that has it, or a weight is gone
 
@@ -101,10 +98,6 @@ class Changes:
 # The entries ---------------------------------------------------------------------------------------------------
 
 
-def _entry(read: Callable[[], object], equal: Callable[[Any, Any], bool] = eq) -> _Entry:
-    return _Entry(read, _copied(read()), equal)
-
-
 def _copied(value: Any) -> Any:
     # of nested containers, with the same objects in them; tensors as what is equal to them alone
     if isinstance(value, dict):
@@ -135,15 +128,15 @@ def _of_modules(root: nn.Module, own: list[nn.Module], modules: list[nn.Module])
     kinds, config = {type(module) for module in modules}, vars(root)
     placed = [part for part in own if isinstance(part, nn.ModuleList) or hasattr(part, "processor")]
     placed += [child for part in placed if isinstance(part, nn.ModuleList) for child in part.children()]
-    yield _entry(lambda: (list(config.get("peft_config", ())), config.get(REFRESHES)))
-    yield _entry(lambda: children)
-    yield _entry(lambda: list(map(len, attributes)))  # a forward or a registry of hooks was added
-    yield _entry(_TorchHooks(modules[1:]))
-    yield _entry(lambda: [names.get("forward") for names in forwards])
-    yield _entry(lambda: [list(registry.hooks.values()) for registry in registries])
-    yield _entry(lambda: [kind.forward for kind in kinds])
-    yield _entry(lambda: [*map(type, placed)])  # a class may be assigned
-    yield _entry(_Addresses(root))
+    yield _Entry(lambda: (list(config.get("peft_config", ())), config.get(REFRESHES)))
+    yield _Entry(lambda: children)
+    yield _Entry(lambda: list(map(len, attributes)))  # a forward or a registry of hooks was added
+    yield _Entry(_TorchHooks(modules[1:]))
+    yield _Entry(lambda: [names.get("forward") for names in forwards])
+    yield _Entry(lambda: [list(registry.hooks.values()) for registry in registries])
+    yield _Entry(lambda: [kind.forward for kind in kinds])
+    yield _Entry(lambda: [*map(type, placed)])  # a class may be assigned
+    yield _Entry(_Addresses(root))
 
 
 class _TorchHooks:
@@ -186,18 +179,18 @@ def _of_processors(attention: list[Any]) -> Iterator[_Entry]:
     modules, processors = list(map(vars, attention)), [module.processor for module in attention]
     settings = [vars(processor) for processor in processors if hasattr(processor, "__dict__")]
     kinds = {base for processor in processors for base in type(processor).__mro__}
-    yield _entry(lambda: [names.get("processor") for names in modules])  # a processor may be among the children, too
-    yield _entry(lambda: [vars(kind).get("__call__") for kind in kinds])
-    yield _entry(lambda: settings)  # diffusers' `set_ip_adapter_scale` changes them in place
+    yield _Entry(lambda: [names.get("processor") for names in modules])  # a processor may be among the children, too
+    yield _Entry(lambda: [vars(kind).get("__call__") for kind in kinds])
+    yield _Entry(lambda: settings)  # diffusers' `set_ip_adapter_scale` changes them in place
 
 
 def _of_adapters(layers: list[nn.Module]) -> Iterator[_Entry]:
     # which adapters are active or fused, their scales, and writes to their values
     scales = [x for layer in layers if isinstance(x := getattr(layer, "scaling", None), dict)]
     weights = [x for layer in layers for x in layer.parameters() if not x.is_inference()]
-    yield _entry(lambda: list(map(_settings, layers)))
-    yield _entry(lambda: list(map(_version, weights)))
-    yield _entry(lambda: scales, _close)
+    yield _Entry(lambda: list(map(_settings, layers)))
+    yield _Entry(lambda: list(map(_version, weights)))
+    yield _Entry(lambda: scales, _close)
 
 
 def _close(scales: list[dict[str, float]], before: list[dict[str, float]]) -> bool:

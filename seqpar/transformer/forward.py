@@ -31,27 +31,22 @@ T = TypeVar("T")
 
 
 class CallState:
-    """What split points, attention and blocks of one transformer share: its ranks and exchanges, and the forward.
-
-    active: whether a sharded forward runs now; the other fields of a forward keep their last values after it.
-    lengths: the number of tokens of each stream. of_one: streams of which a tensor with one row was met, which is not
-    split, because it may hold for all tokens. masks: key masks of streams. padding: the number of tokens at the end of
-    the text that attention weighs as padding (`JointShard.padding`). converted: masks that attention was given, with
-    their converted form; they are held so that a mask that the next block passes again is found by its address.
-    made, handed: what blocks keep for the next ones (`once` and `hand_over` of `BlockCall`), each with the object that
-    it was made of. What was handed over also has the block that left it.
-    """
+    """What split points, attention and blocks of one transformer share: its ranks and exchanges, and the forward."""
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.plan, self.exchanges = mesh, plan, ExchangeCache(mesh, plan)
-        self.active = False
+        self.active = False  # whether a sharded forward runs now; what follows keeps its values after one
         self._reset()
         self._printed, self._warned = set[str](), set[str]()
 
     def _reset(self) -> None:
-        self.lengths, self.of_one, self.padding = dict[str, int](), set[str](), 0
-        self.masks: Mapping[str, Tensor] = {}
+        self.lengths = dict[str, int]()  # tokens of each stream
+        self.of_one = set[str]()  # streams of which a tensor with one row was met, which may hold for all tokens
+        self.padding = 0  # tokens at the end of the text that attention weighs as padding
+        self.masks: Mapping[str, Tensor] = {}  # key masks of streams
+        # masks that attention was given, with their converted form: held, so that their addresses stay theirs
         self.converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = {}
+        # what blocks keep for the next ones (`BlockCall.once`, `hand_over`), with what it was made of and who left it
         self.made: dict[Hashable, tuple[object, Any]] = {}
         self.handed: dict[int, tuple[Tensor, Any, Any]] = {}
 
@@ -174,15 +169,14 @@ class CallState:
     # Attention ----------------------------------------------------------------------------------------------------
 
     def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
-        """Return the planned strategy's attention for a split of tokens.
+        """Return the planned strategy's attention. like: the queries, or a tensor of their batch, dtype and head dim.
 
-        like: its queries, or a tensor of their batch and dtype if nothing is masked. masked: whether it gets key masks;
-        where the planned local attention takes none, another one computes those calls.
+        masked: whether it gets key masks; where the planned local attention takes none, another one computes the call.
         """
         return self.exchanges.attend(len(like), tokens, self._local(like, masked) if masked else None)
 
     def local(self, like: Tensor, masked: bool) -> Core:
-        """Return the planned local attention, for keys that are whole on every rank. like, masked: see `attend`."""
+        """Return the local attention, for keys that are whole on every rank, as `attend` chooses it."""
         return load_local(self._local(like, masked) if masked else self.plan.local.name)
 
     def _local(self, like: Tensor, masked: bool) -> str:

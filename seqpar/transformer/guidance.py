@@ -163,7 +163,7 @@ class Branches:
         return None if steady and self._defers(form, label) else self.alone(form)
 
     def defer(self, form: Form, version: Hashable, texts: Mapping[str, str], compute: Callable[[Form], Form]) -> Form:
-        """Return deferred results of a call, which `compute` computes if they are read before the next call.
+        """Return deferred results, which `compute` computes if they are read before the next call.
 
         version, texts: the module's, which must not change until then.
         """

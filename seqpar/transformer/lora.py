@@ -143,8 +143,7 @@ def why_not_merge(layer: nn.Module) -> str | None:
 def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a wrapped linear layer with its active adapters merged, in fp32 (fp64 for fp64).
 
-    The bias is None if the adapters do not change it. scale: multiplies the scales of the active adapters, as
-    diffusers' `joint_attention_kwargs={"scale": s}` does.
+    The bias is None if the adapters do not change it. scale: multiplies the scales of the active adapters.
     """
     wrapper: Any = layer
     base = wrapper.get_base_layer()

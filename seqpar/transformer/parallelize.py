@@ -1,7 +1,5 @@
 """`parallelize`: run a diffusers pipeline or transformer on all GPUs, in place; `release` undoes it.
 
-`refresh` lets the next call rescan what calls do not compare.
-
 Every rank builds the same pipeline and makes the same calls with it. The transformer keeps its class, weights, names,
 config and adapters; only its `forward` is replaced (`seqpar.transformer.call`). All ranks return rank 0's images.
 """

@@ -10,6 +10,7 @@ import pytest
 
 import seqpar
 from seqpar.families import Cuts
+from seqpar.pipelines.unidiffuser import Pipeline
 
 OLD = {
     "seqpar.pipelines.class_labels": ("generate", "seqpar.pipelines.classes"),
@@ -41,6 +42,8 @@ def test_an_old_path_gives_the_same_object_with_one_warning(old: str) -> None:
         *((Cuts, name, "use prepare= and keys=") for name in ("bools", "at_end")),
         (seqpar.sample, "segments", "use seqpar.parallelize"),
         (seqpar.DistributedDiT.from_pretrained, "heads", "use seqpar convert FILE FOLDER --heads N"),
+        (Pipeline.load, "wish", "use preferences="),
+        (Pipeline.of, "wish", "use preferences="),
     ],
 )
 def test_an_old_argument_names_its_successor(function: Any, argument: str, successor: str) -> None:

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar._moved import successors
 from seqpar.loading.encoders import collect
 from seqpar.loading.folder import check_named, load_vae
 from seqpar.loading.parts import read_pipeline, read_scheduler
@@ -182,6 +183,7 @@ class Pipeline(Loaded):
     texts: Texts
 
     @classmethod
+    @successors
     def load(
         cls,
         files: Any,
@@ -211,6 +213,7 @@ class Pipeline(Loaded):
         return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
     @classmethod
+    @successors
     def of(
         cls,
         pipe: Any,

@@ -100,6 +100,10 @@ class Joint:
     skipped_by: str = ""
 
 
+def _no_reason(module: nn.Module) -> None:  # no lambda, because cuts may be pickled
+    return None
+
+
 @successors
 @dataclass(frozen=True)
 class Cuts:
@@ -131,10 +135,10 @@ class Cuts:
     masks: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Prepared], None] | None = None
     keys: Callable[[dict[str, Any], Hashable], Keys] | None = None
-    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = lambda module: None
+    forward: Callable[[nn.Module], Callable[..., tuple[Tensor, ...]] | None] = _no_reason
     refused: Mapping[str, str] = field(default_factory=dict)
-    why_not: Callable[[nn.Module], str | None] = lambda module: None
-    why_eager: Callable[[nn.Module], str | None] = lambda module: None
+    why_not: Callable[[nn.Module], str | None] = _no_reason
+    why_eager: Callable[[nn.Module], str | None] = _no_reason
     local: tuple[str, ...] = ()
     output: Callable[..., Any] = Transformer2DModelOutput
     calls_twice: bool = False

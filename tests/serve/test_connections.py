@@ -20,46 +20,48 @@ from starlette.types import Receive, Scope, Send
 from seqpar.serve.api import log
 from seqpar.serve.api.connections import HEAD_BYTES, IDLE_S, STALLED_S, Connections, allow_files, listening
 from seqpar.serve.api.server import HttpServer, http_server
-from tests.support.front import LIMIT_S, running, until
+from tests.support.front import LIMIT_S, Running, running, until
 
 SOON_S = 0.3  # the timeout of headers in tests
-LATE_S = 20.0  # for what comes soon unless the machine is busy
+LATE_S = 20.0  # for what takes milliseconds unless the machine is busy
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HOLD = GET.replace(b"/", b"/hold", 1)
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999\r\n\r\n"
 HALF = GET[:20]
 LARGE = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: %s\r\n\r\n" % (b"y" * (HEAD_BYTES + 1))
-# each client sends the first text at once, and a byte of the second again and again
-SLOW: dict[str, tuple[bytes, bytes]] = {
-    "nothing": (b"", b""),
-    "half of the headers": (HALF, b""),
-    "headers, slowly": (b"GET / HTTP/1.1\r\nx: ", b"y"),
-    "half of the second headers": (GET + HALF, b""),
-    "the second headers, slowly": (GET + b"GET / HTTP/1.1\r\nx: ", b"y"),
-    "a body that nobody reads, slowly": (POST, b"y"),
-}
+# a client sends the first text at once, and the second again and again; and gets so many answers
+SLOW = [
+    (b"", b"", 0),
+    (HALF, b"", 0),
+    (b"GET / HTTP/1.1\r\nx: ", b"y", 0),
+    (GET + HALF, b"", 1),
+    (GET + b"GET / HTTP/1.1\r\nx: ", b"y", 1),
+    (POST, b"y", 1),  # a body that the application does not read
+]
+Connect = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 class App:
-    """An application that answers at once, or holds requests of /hold until it is told."""
+    """An application that answers at once, or holds requests of /hold."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.release = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         self.paths.append(scope["path"])
         if scope["path"] == "/hold":
             await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-
-Open = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+    async def count(self, requests: int) -> None:
+        while len(self.paths) < requests:
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServer, Open]]:
+async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServer, Connect]]:
     """Serve in this process; yield also a function that connects and sends something."""
     app, listener = App(), listening("127.0.0.1", 0)
     server, port = http_server(app, connections), listener.getsockname()[1]
@@ -87,57 +89,51 @@ async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServ
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """Return what the server sends until it closes the connection, by a reset, too."""
+    """Everything until the server closes or resets the connection."""
     received = b""
-    try:
+    with suppress(ConnectionResetError):
         while part := await reader.read(4096):
             received += part
-    except ConnectionResetError:
-        pass
     return received
 
 
-def test_accepted_connections_send_at_once_and_give_up_on_clients_that_do_not_read() -> None:
-    async def options() -> tuple[int, int]:
+def test_accepted_connections_send_at_once_and_time_out_on_clients_that_do_not_read() -> None:
+    async def options() -> list[int]:
         async with serving(Connections(9)) as (_, server, connect):
             await connect(b"")
             while not server.server_state.connections:
                 await asyncio.sleep(0.01)
             (connection,) = server.server_state.connections
             accepted = connection.transport.get_extra_info("socket")  # pyright: ignore
-            return tuple(  # pyright: ignore
-                accepted.getsockopt(socket.IPPROTO_TCP, each) for each in (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT)
-            )
+            return [accepted.getsockopt(socket.IPPROTO_TCP, x) for x in (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT)]
 
-    assert asyncio.run(options()) == (1, 1000 * STALLED_S)
+    assert asyncio.run(options()) == [1, 1000 * STALLED_S]
 
 
-@pytest.mark.parametrize("kind", SLOW)
-def test_slow_clients_are_closed(kind: str) -> None:
-    at_once, then = SLOW[kind]
+def test_slow_clients_are_closed() -> None:
+    async def client(connect: Connect, at_once: bytes, then: bytes, count: int) -> None:
+        begun = time.monotonic()
+        reader, writer = await connect(at_once)
+        closed = asyncio.create_task(all_of(reader))
+        while not closed.done():
+            if then and not writer.is_closing():
+                writer.write(then)
+            await asyncio.wait([closed], timeout=SOON_S / 5)
+        assert time.monotonic() - begun >= SOON_S * 0.9
+        assert (await closed).count(b"200 OK") == count
 
-    async def seconds() -> tuple[float, bytes]:
+    async def all_clients() -> None:
         async with serving(Connections(9, SOON_S)) as (_, _, connect):
-            begun = time.monotonic()
-            reader, writer = await connect(at_once)
-            closed = asyncio.create_task(all_of(reader))
-            while not closed.done():
-                if then and not writer.is_closing():
-                    writer.write(then)
-                await asyncio.wait([closed], timeout=SOON_S / 5)
-            return time.monotonic() - begun, await closed
+            await asyncio.gather(*(client(connect, *case) for case in SLOW))
 
-    after_s, answer = asyncio.run(seconds())
-    assert after_s >= SOON_S * 0.9
-    assert answer.count(b"200 OK") == (at_once[:30].count(GET[:30]) or kind.startswith("a body"))
+    asyncio.run(all_clients())
 
 
-def test_a_new_connection_takes_the_place_of_the_one_that_is_idle_longest() -> None:
-    async def talked() -> None:
+def test_a_new_connection_replaces_the_one_that_is_idle_longest() -> None:
+    async def talk() -> None:
         async with serving(Connections(3)) as (app, _, connect):
-            held, _ = await connect(GET.replace(b"/", b"/hold", 1))
-            while app.paths != ["/hold"]:
-                await asyncio.sleep(0.01)
+            held, _ = await connect(HOLD)
+            await app.count(1)
             kept, writer = await connect(GET)
             assert b"ok" in await kept.readuntil(b"ok")
             unfinished, _ = await connect(HALF)
@@ -145,12 +141,11 @@ def test_a_new_connection_takes_the_place_of_the_one_that_is_idle_longest() -> N
             async with asyncio.timeout(IDLE_S - 1):  # before it is closed for being idle
                 assert await kept.read() == b""
             await newest.readuntil(b"ok")
-            await connect(GET.replace(b"/", b"/hold", 1))
+            await connect(HOLD)
             assert await all_of(unfinished) == b""
-            await connect(GET.replace(b"/", b"/hold", 1))
+            await connect(HOLD)
             assert await all_of(newest) == b""
-            while len(app.paths) < 5:
-                await asyncio.sleep(0.01)
+            await app.count(5)
             refused, _ = await connect(b"")  # all have requests in progress
             head, _, body = (await all_of(refused)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
@@ -160,7 +155,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_is_idle_longest() -> N
             await (await connect(GET))[0].readuntil(b"ok")
             writer.close()
 
-    asyncio.run(talked())
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize(("text", "count"), [(LARGE, 0), (LARGE[:-4], 0), (GET + LARGE, 1)])
@@ -173,7 +168,11 @@ def test_long_headers_are_refused_before_they_are_parsed(text: bytes, count: int
     assert (sent.count(b"HTTP/1.1 431 "), sent.count(b"HTTP/1.1 "), reached) == (1, count + 1, count)
 
 
-def test_frequent_events_are_one_line_per_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_frequent_events_are_one_line_per_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "OFTEN_S", 0.1)
+
     async def logged(handler: logging.Handler) -> None:
         logger = logging.Logger("other")
         logger.addHandler(handler)
@@ -183,21 +182,21 @@ def test_frequent_events_are_one_line_per_second(capsys: pytest.CaptureFixture[s
                 record = logging.LogRecord(log.LOGGER, logging.INFO, "", 0, name, (), None)
                 record.often, record.facts = often, {"number": number}
                 handler.handle(record)
-        await asyncio.sleep(2.5 * log.OFTEN_S)
+        while handler._held:  # pyright: ignore
+            await asyncio.sleep(0.01)
         logger.warning("of another package")
 
     handler = log.RateLimited()
     handler.setFormatter(log.JsonLines())
     asyncio.run(logged(handler))
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    counts = {name: [each.get("count") for each in lines if each["event"] == name] for name in ("often", "ours")}
-    assert counts == {"often": [None, 49], "ours": [None] * 50}
-    assert [each.get("count") for each in lines if each["event"] == "of another package"] == [None, 49, None]
-    assert [each["number"] for each in lines if each["event"] == "often"] == [0, 49]
+    counts = {"ours": [None] * 50, "often": [None, 49], "of another package": [None, 49, None]}
+    assert {name: [x.get("count") for x in lines if x["event"] == name] for name in counts} == counts
+    assert [line["number"] for line in lines if line["event"] == "often"] == [0, 49]
 
 
 def test_many_connections_with_unfinished_headers_do_not_deafen_a_server(tmp_path: Path) -> None:
-    """The front may open 512 files, and 700 clients connect."""
+    """The server may open 512 files, and 700 clients connect."""
     before = f"""
 import functools, resource
 from seqpar.serve.api import server
@@ -205,10 +204,10 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 server.Connections = functools.partial(server.Connections, head_s={5 * SOON_S})
 """
     with running(tmp_path, "--connections", "64", before=before) as front:
-        port, clients = front.event("listening")["port"], list[socket.socket]()
+        clients = list[socket.socket]()
 
         def health_s() -> float:
-            begun, line = time.monotonic(), HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+            begun, line = time.monotonic(), HTTPConnection("127.0.0.1", front.port, timeout=LIMIT_S)
             line.request("GET", "/health")
             assert line.getresponse().status == 200
             line.close()
@@ -216,7 +215,7 @@ server.Connections = functools.partial(server.Connections, head_s={5 * SOON_S})
 
         try:
             for _ in range(700):
-                clients.append(socket.create_connection(("127.0.0.1", port), LIMIT_S))
+                clients.append(socket.create_connection(("127.0.0.1", front.port), LIMIT_S))
                 clients[-1].sendall(HALF)
             assert health_s() < 5.0
             for client in clients:
@@ -226,32 +225,25 @@ server.Connections = functools.partial(server.Connections, head_s={5 * SOON_S})
         finally:
             for client in clients:
                 client.close()
-        until(lambda: any(each.get("count") for each in front.events))
+        until(lambda: any(event.get("count") for event in front.events))
         assert len(front.events) < 40
 
 
-@pytest.mark.parametrize(
-    ("hard", "expected"),
-    [
-        (400, "needs 484 open files, .*allows 400; use at most --connections 16"),
-        (300, "needs 484 open files, .*allows 300; raise the limit"),
-    ],
-)
-def test_connections_need_open_files(hard: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
-    with pytest.raises(ValueError, match=expected):
-        allow_files(100)
+def test_connections_need_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hard, advice in ((400, "use at most --connections 16"), (300, "raise the limit")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (hard, hard))
+        with pytest.raises(ValueError, match=f"needs 484 open files, .*allows {hard}; {advice}"):
+            allow_files(100)
 
 
 @pytest.mark.bench
-def test_health_on_a_kept_connection_takes_at_most_3_ms(tmp_path: Path) -> None:
-    with running(tmp_path) as front:
-        line, times = HTTPConnection("127.0.0.1", front.event("listening")["port"], timeout=LIMIT_S), list[float]()
-        for _ in range(200):
-            begun = time.perf_counter()
-            line.request("GET", "/health")
-            line.getresponse().read()
-            times.append(1000 * (time.perf_counter() - begun))
-        line.close()
+def test_health_on_a_kept_connection_takes_at_most_3_ms(front: Running) -> None:
+    line, times = HTTPConnection("127.0.0.1", front.port, timeout=LIMIT_S), list[float]()
+    for _ in range(200):
+        begun = time.perf_counter()
+        line.request("GET", "/health")
+        line.getresponse().read()
+        times.append(1000 * (time.perf_counter() - begun))
+    line.close()
     print(f"/health on a kept connection: median {statistics.median(times):.2f} ms")
     assert statistics.median(times) <= 3.0

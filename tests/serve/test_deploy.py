@@ -1,4 +1,4 @@
-"""The files of examples/deploy: their form by a schema or a parser, and what they say of the server by the server."""
+"""The files of examples/deploy: valid by a schema or a parser, with flags, routes and metrics of the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ KUBERNETES = "1.31"
 
 
 def served(words: list[str]) -> ServeArgs:
-    """Return the flags of `seqpar serve`; a wrong one ends the test."""
     args = tyro.cli(ServeArgs, args=words)
     assert args.host != "0.0.0.0" or args.keys is not None
     return args
@@ -51,35 +50,30 @@ def test_the_container_runs_the_command_from_files_that_are_there() -> None:
 
 
 def objects() -> Iterator[dict[str, Any]]:
-    """Return all objects of Kubernetes."""
     for path in sorted((FILES / "kubernetes").glob("*.yaml")):
         yield from yaml.safe_load_all(path.read_text())
 
 
 def test_kubernetes_takes_its_files() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, which pip has")
-    kinds = [each["kind"] for each in objects()]
+    kinds = [x["kind"] for x in objects()]
     assert sorted(kinds) == ["Deployment", "HorizontalPodAutoscaler", "PersistentVolumeClaim", "Service"]
-    for each in objects():
-        validate.validate(each, KUBERNETES, strict=True)
+    for x in objects():
+        validate.validate(x, KUBERNETES, strict=True)
     wrong = {**next(objects()), "kind": "Deployment", "apiVersion": "apps/v1", "spec": {"replicas": "two"}}
     with pytest.raises(validate.ValidationError):
         validate.validate(wrong, KUBERNETES, strict=True)
 
 
 def test_probes_metrics_and_flags_of_kubernetes_are_those_of_the_server() -> None:
-    by_kind = {each["kind"]: each for each in objects()}
+    by_kind = {x["kind"]: x for x in objects()}
     pod = by_kind["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     args = served(container["args"])
     assert container["ports"] == [{"name": "http", "containerPort": args.port}]
-    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
-    assert {name: probe["path"] for name, probe in probes.items()} == {
-        "startup": "/ready",
-        "readiness": "/ready",
-        "liveness": "/health",
-    }
-    assert {probe["path"] for probe in probes.values()} <= set(OPEN)  # they have no key
+    probes = [container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")]
+    assert probes == ["/ready", "/ready", "/health"]
+    assert set(probes) <= set(OPEN)  # they have no key
     assert container["resources"]["limits"]["nvidia.com/gpu"] == args.gpus
     assert pod["spec"]["terminationGracePeriodSeconds"] > args.grace_s
     labels = pod["metadata"]["labels"]
@@ -95,7 +89,7 @@ def test_probes_metrics_and_flags_of_kubernetes_are_those_of_the_server() -> Non
 
 
 def options(script: str) -> argparse.Namespace:
-    """Return the options that a script has for sbatch; one that this does not know ends the test."""
+    """The options of a script for sbatch; an unknown one ends the test."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for name, kind in {"nodes": int, "ntasks": int, "gpus-per-node": int, "cpus-per-task": int}.items():
         parser.add_argument(f"--{name}", type=kind)
@@ -111,25 +105,24 @@ def options(script: str) -> argparse.Namespace:
 
 def test_slurm_starts_a_server_on_each_node(tmp_path: Path) -> None:
     script = FILES / "slurm.sbatch"
-    told = options(script.read_text())
-    assert (told.nodes, told.ntasks) == (1, 1)
+    given = options(script.read_text())
+    assert (given.nodes, given.ntasks) == (1, 1)
     subprocess.run(["bash", "-n", str(script)], check=True)
     stand_in, heard = tmp_path / "srun", tmp_path / "heard"
-    save = f"import json, os, pathlib, sys\nfolder = pathlib.Path({str(tmp_path)!r})\n"
-    save += "told = [sys.argv[1:], (folder / 'servers' / '1').read_text()]\n"
-    stand_in.write_text(f"#!{sys.executable}\n{save}(folder / 'heard').write_text(json.dumps(told))\n")
+    save = f"import json, pathlib, sys\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+    save += "call = [sys.argv[1:], (folder / 'servers' / '1').read_text()]\n"
+    stand_in.write_text(f"#!{sys.executable}\n{save}(folder / 'heard').write_text(json.dumps(call))\n")
     stand_in.chmod(0o700)
-    variables = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_GPUS_ON_NODE": str(told.gpus_per_node), "SEQPAR_PORT": "8123"}
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **variables, "PATH": path, "SEQPAR_SHARED": str(tmp_path)}
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SEQPAR_SHARED": str(tmp_path)}
+    environment |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_GPUS_ON_NODE": str(given.gpus_per_node), "SEQPAR_PORT": "8123"}
     done = subprocess.run(["bash", str(script), "a/model"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     words, address = json.loads(heard.read_text())
     start = words.index("seqpar")
     assert words[start : start + 2] == ["seqpar", "serve"]
     args = served(words[start + 2 :])
-    assert (args.models, args.gpus, args.jobs) == (("a/model",), told.gpus_per_node, tmp_path / "jobs")
+    assert (args.models, args.gpus, args.jobs) == (("a/model",), given.gpus_per_node, tmp_path / "jobs")
     assert address.endswith(f":{args.port}\n")
     assert not (tmp_path / "servers" / "1").exists()  # as long as it runs
-    assert args.grace_s < int(told.signal.partition("@")[2])
+    assert args.grace_s < int(given.signal.partition("@")[2])
     assert subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode != 0

@@ -1,11 +1,10 @@
-"""The queue: its bound, its order, cancels, clients that leave, deadlines; and whose jobs are whose."""
+"""The queue: its bound, its order, cancellations, clients that disconnect, deadlines; and whose jobs are whose."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,143 +12,137 @@ import httpx
 import openai
 import pytest
 
-from tests.support.front import Running, running, until
+from seqpar.serve.api.gate import GENERATIONS
+from seqpar.serve.api.jobs import Speeds
+from tests.support.front import Running, keys_in, running, until
 
-PATH = "/v1/images/generations"
+Ask = Callable[..., Future[httpx.Response]]
 
 
-class Asked:
-    """Requests in threads, each of which waits for its answer."""
+@pytest.fixture
+def ask(front: Running) -> Iterator[Ask]:
+    """Sends a request in a thread, and returns its future answer once the server has queued or answered it."""
 
-    def __init__(self, front: Running, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
-        self.front, self.http, self._pool = front, http, pool
-
-    def ask(self, prompt: str, **fields: Any) -> Future[httpx.Response]:
-        """Send a request and return its answer to come, once the server has taken it or answered."""
-        before = len(self.jobs())
-        answer = self._pool.submit(lambda: self.http.post(PATH, json={"prompt": prompt, **fields}))
-        until(lambda: answer.done() or len(self.jobs()) > before)
+    def send(prompt: str, **fields: Any) -> Future[httpx.Response]:
+        before = len(front.jobs())
+        answer = pool.submit(lambda: front.http.post(GENERATIONS, json={"prompt": prompt, **fields}))
+        until(lambda: answer.done() or len(front.jobs()) > before)
         return answer
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """Return all jobs, in order of arrival."""
-        return self.http.get("/v1/jobs").json()["data"]
+    with ThreadPoolExecutor(8) as pool:
+        yield send
 
 
-@contextmanager
-def asking(front: Running) -> Iterator[Asked]:
-    """Yield requests in threads."""
-    with front.http() as http, ThreadPoolExecutor(8) as pool:
-        yield Asked(front, http, pool)
-
-
-def test_priorities_go_first_and_the_queue_is_bounded(front: Running) -> None:
+def test_priorities_go_first_and_the_queue_is_bounded(front: Running, ask: Ask) -> None:
     before = len(front.prompts)
-    with asking(front) as asked:
-        running_ = asked.ask("hold priorities", n=2, seed=1)
-        until(lambda: "hold priorities" in front.prompts)
-        others = [asked.ask(f"{each} job", priority=each) for each in ("low", "normal", "high")]
-        assert [job["position"] for job in asked.jobs()[-4:]] == [0, 3, 2, 1]
-        with front.openai() as client, pytest.raises(openai.RateLimitError, match=r"queue is full \(3 requests\); "):
-            client.images.generate(prompt="too many")
-        full = asked.http.post(PATH, json={"prompt": "too many"})
-        assert int(full.headers["retry-after"]) >= 1
-        (front.folder / "priorities").touch()
-        assert [each.result().status_code for each in (running_, *others)] == [200] * 4
-        estimates = [job["estimated_s"] for job in asked.jobs()[-4:]]
-    # the second picture of the first request came before, and waits for those of a higher priority
-    wanted = ["hold priorities", "high job", "hold priorities", "normal job", "low job"]
-    assert front.prompts[before:] == wanted
-    assert estimates == [None] * 4
+    running_ = ask("hold priorities", n=2, seed=1)
+    until(lambda: "hold priorities" in front.prompts)
+    others = [ask(f"{priority} job", priority=priority) for priority in ("low", "normal", "high")]
+    assert [job["position"] for job in front.jobs()[-4:]] == [0, 3, 2, 1]
+    with pytest.raises(openai.RateLimitError, match=r"queue is full \(3 requests\); ") as full:
+        front.ai.images.generate(prompt="too many")
+    assert int(full.value.response.headers["retry-after"]) >= 1
+    front.release("priorities")
+    assert [answer.result().status_code for answer in (running_, *others)] == [200] * 4
+    assert [job["estimated_s"] for job in front.jobs()[-4:]] == [None] * 4
+    # the second image of the first request waits for requests of a higher priority, and precedes the others
+    assert front.prompts[before:] == ["hold priorities", "high job", "hold priorities", "normal job", "low job"]
 
 
-def test_estimates_come_from_what_was_measured(front: Running) -> None:
-    with asking(front) as asked:
-        assert asked.ask("measured").result().status_code == 200
-        holding = asked.ask("hold estimates", steps=10)
-        until(lambda: asked.jobs()[-1]["step"] == 1)
-        waiting = asked.ask("behind", n=2)
-        first, second = asked.jobs()[-2:]
-        assert (first["state"], first["estimated_s"]) == ("running", 2.0 * 9 + 1)
-        assert (second["state"], second["estimated_s"]) == ("queued", 2.0 * 9 + 1 + 2 * 9)
-        (front.folder / "estimates").touch()
-        assert (holding.result().status_code, waiting.result().status_code) == (200, 200)
+def test_estimates_come_from_measured_steps(front: Running, ask: Ask) -> None:
+    assert ask("measured", model="other").result().status_code == 200
+    holding = ask("hold estimates", model="other", steps=10)
+    until(lambda: front.jobs()[-1]["step"] == 1)
+    waiting = ask("behind", model="other", n=2)
+    first, second = front.jobs()[-2:]
+    assert (first["state"], first["estimated_s"]) == ("running", 2.0 * 9 + 1)
+    assert (second["state"], second["estimated_s"]) == ("queued", 2.0 * 9 + 1 + 2 * 9)
+    front.release("estimates")
+    assert (holding.result().status_code, waiting.result().status_code) == (200, 200)
+    speeds = Speeds()
+    assert speeds.estimate("toy", 4, 0.5) == 2
+    speeds.measured("toy", 4, {"steps": 8.0, "decode": 1.0})
+    speeds.measured("toy", 2, {"encode": 1.0, "steps": 8.0, "decode": 2.0})
+    assert speeds.estimate("toy", 10, 0.5) == 3 * 10 + 2
+    assert speeds.estimate("other", 4, 0.25) == 1
 
 
-def test_delete_cancels_what_runs_and_what_waits(front: Running) -> None:
-    with asking(front) as asked:
-        runs = asked.ask("wait")
-        until(lambda: asked.jobs()[-1]["step"] == 1)
-        waits = asked.ask("never made")
-        for job in asked.jobs()[-2:][::-1]:
-            assert asked.http.delete(f"/v1/jobs/{job['id']}").json()["state"] == "cancelled"
-        for answer in (runs, waits):
-            assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (499, "cancelled")
-        job = asked.jobs()[-1]
-        assert asked.http.get(f"/v1/jobs/{job['id']}").json() == job
-        assert asked.http.delete(f"/v1/jobs/{job['id']}").json() == job
-        assert asked.ask("after a cancel").result().status_code == 200
+def test_delete_cancels_running_and_waiting_jobs(front: Running, ask: Ask) -> None:
+    runs = ask("wait")
+    until(lambda: front.jobs()[-1]["step"] == 1)
+    waits = ask("never made")
+    for job in front.jobs()[-2:][::-1]:
+        assert front.http.delete(f"/v1/jobs/{job['id']}").json()["state"] == "cancelled"
+    for answer in (runs, waits):
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (499, "cancelled")
+    job = front.jobs()[-1]
+    assert front.http.get(f"/v1/jobs/{job['id']}").json() == job
+    assert front.http.delete(f"/v1/jobs/{job['id']}").json() == job
+    assert ask("after a cancel").result().status_code == 200
     assert "never made" not in front.prompts
     assert front.heard[-2]["type"] == "cancel"
 
 
-def test_a_client_that_hangs_up_cancels_its_job(front: Running) -> None:
-    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with asking(front) as asked:
-        lines: list[socket.socket] = []
-        for prompt in ("wait", "left the queue"):
-            before, body = len(asked.jobs()), f'{{"prompt": "{prompt}"}}'
-            line = socket.create_connection(("127.0.0.1", front.event("listening")["port"]))
-            line.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            lines.append(line)
-            until(lambda before=before: len(asked.jobs()) > before)
-        until(lambda: asked.jobs()[-2]["step"] == 1)
-        for line in reversed(lines):
-            line.close()
-            until(lambda: asked.jobs()[-1]["state"] == "cancelled")
-        until(lambda: asked.jobs()[-2]["state"] == "cancelled")
-        assert asked.ask("after a hang-up").result().status_code == 200
+def test_a_client_that_disconnects_cancels_its_job(front: Running, ask: Ask) -> None:
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    lines: list[socket.socket] = []
+    for prompt in ("wait", "left the queue"):
+        before, body = len(front.jobs()), f'{{"prompt": "{prompt}"}}'
+        line = socket.create_connection(("127.0.0.1", front.port))
+        line.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        lines.append(line)
+        until(lambda before=before: len(front.jobs()) > before)
+    until(lambda: front.jobs()[-2]["step"] == 1)
+    for line, index in zip(reversed(lines), (-1, -2), strict=True):
+        line.close()
+        until(lambda index=index: front.jobs()[index]["state"] == "cancelled")
+    assert ask("after a disconnect").result().status_code == 200
     assert "left the queue" not in front.prompts
 
 
-def test_deadlines_of_what_runs_and_what_waits(front: Running) -> None:
-    with asking(front) as asked:
-        runs = asked.ask("wait", deadline_s=3)
-        waits = asked.ask("too late", deadline_s=0.05)
-        for answer in (waits, runs):
-            assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (504, "deadline")
-            assert answer.result().headers["x-should-retry"] == "false"
-        assert asked.ask("after a deadline").result().status_code == 200
+def test_deadlines_of_running_and_waiting_jobs(front: Running, ask: Ask) -> None:
+    runs = ask("wait", deadline_s=1)
+    waits = ask("too late", deadline_s=0.05)
+    for answer in (waits, runs):
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (504, "deadline")
+        assert answer.result().headers["x-should-retry"] == "false"
+    assert ask("after a deadline").result().status_code == 200
     assert "too late" not in front.prompts
 
 
-@pytest.mark.parametrize(
-    ("prompt", "status", "code"), [("mistake", 400, "mistake"), ("failure", 500, "failure"), ("short", 500, "failure")]
-)
-def test_what_the_ranks_say_of_an_order(front: Running, prompt: str, status: int, code: str) -> None:
-    with front.http() as http:
-        answer = http.post(PATH, json={"prompt": prompt})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+def test_failures_on_the_ranks_have_their_status(front: Running) -> None:
+    for prompt, status, code in (("mistake", 400, "mistake"), ("failure", 500, "failure"), ("short", 500, "failure")):
+        answer = front.http.post(GENERATIONS, json={"prompt": prompt})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
 def test_keys_do_not_see_each_others_jobs(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# who may ask\nada: key-of-ada\nbob: key-of-bob\n")
-    keys.chmod(0o600)
-    words = ("--keys", str(keys), "--host", "0.0.0.0", "--show-prompts")
-    with running(tmp_path, *words) as front, front.http("key-of-ada") as ada, front.http("key-of-bob") as bob:
+    """Nor videos, whose files have a bound of bytes."""
+    words = ("--keys", keys_in(tmp_path), "--host", "0.0.0.0", "--show-prompts", "--keep-bytes", "2000")
+    with running(tmp_path, *words) as front, front.client("key-of-ada") as ada, front.client("key-of-bob") as bob:
         with front.openai("wrong") as client, pytest.raises(openai.AuthenticationError, match="missing or invalid"):
             client.images.generate(prompt="never")
-        with front.http() as nobody:
-            statuses = [nobody.get(path).status_code for path in ("/health", "/ready", "/v1/jobs", "/metrics", "/no")]
-            assert statuses == [200, 200, 401, 401, 401]
-        with front.openai("key-of-ada") as client:
-            data: Any = client.images.generate(prompt="for ada", response_format="url").data
+        paths = ("/health", "/ready", "/v1/jobs", "/metrics", "/no")
+        assert [front.http.get(path).status_code for path in paths] == [200, 200, 401, 401, 401]
+        made = ada.post(GENERATIONS, json={"prompt": "for ada", "response_format": "url"}).json()
         (job,) = ada.get("/v1/jobs", headers={"host": "proxy.example"}).json()["data"]
-        for path in (f"/v1/jobs/{job['id']}", data[0].url):
+        for path in (f"/v1/jobs/{job['id']}", made["data"][0]["url"]):
             assert (ada.get(path).status_code, bob.get(path).status_code) == (200, 404)
         assert bob.delete(f"/v1/jobs/{job['id']}").status_code == 404
-        assert bob.get("/v1/jobs").json()["data"] == []
+        assert bob.get("/v1/jobs").json()["data"] == bob.get("/v1/videos").json()["data"] == []
         assert bob.get("/metrics").status_code == 200
         assert front.event("accepted")["prompt"] == "for ada"
         assert front.prompts == ["for ada"]
+
+        def video(**fields: Any) -> str:
+            path = f"/v1/videos/{ada.post('/v1/videos', json={'prompt': 'x', **fields}).json()['id']}"
+            until(lambda: ada.get(path).json()["status"] in ("completed", "failed"))
+            return path
+
+        first = video()
+        assert [bob.request(*way).status_code for way in (("GET", first), ("DELETE", first))] == [404, 404]
+        assert bob.get(f"{first}/content").status_code == 404
+        second = video()  # in place of the first one
+        assert "the file of the video has expired" in ada.get(f"{first}/content").json()["error"]["message"]
+        assert len(ada.get(f"{second}/content").content) == 3 * 24 * 16
+        assert ada.get(video(size="40x40")).json()["error"]["code"] == "too_large"

@@ -1,11 +1,9 @@
-"""Tests of partial pictures: the map from latents to colours, estimates in pipelines of diffusers, and real ranks."""
+"""Previews: the map from latents to colours, and estimates in pipelines of diffusers. test_ranks.py has real ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.pipelines.diffusers import estimated
-from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial
 from seqpar.serve.ranks.preview import Estimates, evenly, fitted, tokens_of
-from tests.support.driver import Driver, replica
 from tests.transformer.test_pipelines import CASES
 
 pytestmark = pytest.mark.slow
@@ -27,11 +23,8 @@ def test_estimates_are_spread_evenly_and_the_last_step_has_none() -> None:
     assert [sorted(evenly(3, count)) for count in (1, 2, 3, 4)] == [[], [0], [0, 1], [0, 1, 2]]
 
 
-# the map -------------------------------------------------------------------------------------------------------------
-
-
 def drawn(seed: int, rows: int, columns: int, channels: int, block: int) -> tuple[Tensor, Image.Image]:
-    """Return random tokens (rows, columns, C), and a picture of 4 x 4 pixels a block that is linear in them."""
+    """Random tokens (rows, columns, C), and an image of 4 x 4 pixels per block that is linear in them."""
     generator = torch.Generator().manual_seed(seed)
     tokens_hwC = torch.rand(rows, columns, channels, generator=generator, dtype=torch.float64)
     weights = torch.rand(channels, block * block * 3, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
@@ -41,7 +34,7 @@ def drawn(seed: int, rows: int, columns: int, channels: int, block: int) -> tupl
 
 
 def shaped(tokens_hwC: Tensor, kind: str) -> Tensor:
-    """Return tokens as a pipeline's loop has them."""
+    """Tokens as a pipeline's loop has them."""
     latents = tokens_hwC.permute(2, 0, 1)[None]
     return {"packed": tokens_hwC.flatten(0, 1)[None], "a frame": latents[:, :, None]}.get(kind, latents)
 
@@ -69,22 +62,10 @@ def test_latents_of_another_form_are_refused() -> None:
         fitted([(torch.zeros(1, 4, 4, 4), Image.new("RGB", (16, 32)))])
 
 
-# pipelines of diffusers ----------------------------------------------------------------------------------------------
+PIPELINES = ("flux", "flux, true guidance", "sd3", "two evaluations a step", "pixart", "chroma", "qwen-image")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "flux",
-        "flux, true guidance",
-        "sd3",
-        "two evaluations a step",
-        "pixart",
-        "chroma",
-        "qwen-image",
-        "image to image",
-    ],
-)
+@pytest.mark.parametrize("name", [*PIPELINES, "image to image"])
 def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> None:
     case = replace(CASES[name], output="latent")
     pipe = case.pipe()
@@ -107,94 +88,3 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
     assert grid.shape[0] * width == grid.shape[1] * height
     with estimated(pipe.scheduler, None):
         assert "step" not in vars(pipe.scheduler)
-
-
-# ranks ---------------------------------------------------------------------------------------------------------------
-
-CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=12)
-FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=12)
-OTHERS = {"builtin": "rainbow", "builtin-text": "a red heart"}
-MANY = 900  # steps, which take many seconds
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """Return two ranks with both built-in models."""
-    with replica(tmp_path_factory.mktemp("preview"), 2, "builtin", "builtin-text") as made:
-        yield made
-        assert made.finish() == 0
-        said = made.errors.with_name("output").read_text()
-        assert said.count("seqpar: previews of builtin: linear map of 4 channels") == 1
-        assert said.count("seqpar: previews of builtin-text: linear map of 16 channels") == 1
-
-
-def changed(order: ImageRequest, **fields: object) -> ImageRequest:
-    """Return an order with other fields."""
-    return ImageRequest(**{**{name: getattr(order, name) for name in order.__struct_fields__}, **fields})  # pyright: ignore
-
-
-def pixels(answer: Answer | Partial | None) -> np.ndarray:
-    """Return the colours of a picture, enlarged if it is a partial one."""
-    assert isinstance(answer, (ImageResult, Partial)), answer
-    image = Image.frombytes("RGB", (answer.width, answer.height), answer.pixels)
-    if isinstance(answer, Partial):
-        image = image.resize((answer.size[1], answer.size[0]), Image.Resampling.BICUBIC)
-    return np.asarray(image).astype(float)
-
-
-def alike(one: np.ndarray, other: np.ndarray) -> float:
-    """Return how the colours of two pictures correlate."""
-    return float(np.corrcoef(one.ravel(), other.ravel())[0, 1])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("order", [CAT, FROG], ids=["our loop", "a pipeline of diffusers"])
-def test_partial_pictures_show_what_comes_and_change_nothing(driver: Driver, order: ImageRequest) -> None:
-    plain = driver.ask(changed(order, id=f"{order.id} plain", size=(64, 48)))
-    assert f"{order.id} plain" not in driver.partial
-    watched_id = f"{order.id} watched"
-    made = driver.ask(changed(order, id=watched_id, size=(64, 48), partial_images=3))
-    assert pixels(made).shape == (64, 48, 3)
-    assert np.array_equal(pixels(made), pixels(plain))
-    assert driver.steps[watched_id] == driver.steps[f"{order.id} plain"] == list(range(1, 13))  # none of the fit's runs
-    parts = driver.partial[watched_id]
-    assert [(part.index, part.height, part.width, part.size) for part in parts] == [
-        (index, 16, 12, (64, 48)) for index in range(3)
-    ]
-    first, _, last = (alike(pixels(part), pixels(made)) for part in parts)
-    other = driver.ask(changed(order, id=f"{order.id} other", size=(64, 48), prompt=OTHERS[order.model]))
-    assert last > 0.85
-    assert last > first > 0.5
-    assert last > alike(pixels(other), pixels(made)) + 0.1
-
-
-@pytest.mark.whole
-def test_a_scheduler_without_estimates_is_refused_and_the_ranks_go_on(driver: Driver) -> None:
-    other = changed(CAT, id="plain", scheduler="DDIMInverseScheduler")
-    assert isinstance(driver.ask(other), ImageResult)
-    refused = driver.ask(changed(other, id="refused", partial_images=1))
-    assert isinstance(refused, Failed)
-    assert refused.why == "mistake"
-    assert "previews are not supported with this scheduler, because DDIMInverseScheduler" in refused.text
-    assert "refused" not in driver.steps
-    assert isinstance(driver.ask(changed(CAT, id="after", partial_images=1)), ImageResult)
-    assert [part.index for part in driver.partial["after"]] == [0]
-
-
-@pytest.mark.whole
-def test_a_cancel_ends_a_run_with_partial_pictures(driver: Driver) -> None:
-    answer = driver.cancel_at(changed(CAT, id="cancelled", steps=MANY, partial_images=3), 3)
-    assert isinstance(answer, Failed)
-    assert answer.why == "cancelled"
-
-
-@pytest.mark.whole
-def test_a_cancel_while_the_map_is_fitted(tmp_path: Path) -> None:
-    """The next order fits it."""
-    with replica(tmp_path, 1, "builtin") as driver:
-        answer = driver.ask(changed(CAT, deadline_s=0.0, partial_images=2))
-        assert isinstance(answer, Failed)
-        assert answer.why == "deadline"
-        assert isinstance(driver.ask(changed(CAT, id="next", partial_images=2)), ImageResult)
-        assert len(driver.partial["next"]) == 2
-        assert driver.finish() == 0

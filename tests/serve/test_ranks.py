@@ -1,8 +1,14 @@
-"""Tests of a server's ranks: real processes with the built-in models, whose front is the test."""
+"""The ranks of a server: real processes with many models at once, whose server is the test.
+
+Images, edits and videos have the bits that `seqpar sample` writes with the same flags.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,133 +16,400 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult
+from seqpar.loading.names import LORAS
+from seqpar.pipelines.image_files import digest
+from seqpar.serve.messages import (
+    Alive,
+    Failed,
+    ImageRequest,
+    ImageResult,
+    InputImage,
+    Partial,
+    ToServer,
+    VideoFacts,
+    VideoResult,
+    read,
+)
+from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment, seqpar
-from tests.support.driver import LIMIT_S, Driver, gone, replica
+from tests.support.driver import LIMIT_S, Driver, replica
 from tests.support.front import until
+from tests.support.meshes import random
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
+CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
 FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=6)
 MANY = 900  # steps, which take many seconds
-CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
-
-
-def named(order: ImageRequest, id: str, **changed: object) -> ImageRequest:
-    """Return an order with another id and other fields."""
-    return ImageRequest(**{**{name: getattr(order, name) for name in order.__struct_fields__}, "id": id, **changed})  # pyright: ignore
+MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v", "wan")
+SETS = {"none": (), "one": (("outline", 1.0),), "weak": (("outline", 0.5),), "two": (("other", 0.7), ("outline", 1.0))}
+ROWS, COLUMNS = np.mgrid[0:64, 0:80]
+INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """Return two ranks with both built-in models."""
-    with replica(tmp_path_factory.mktemp("serve"), 2, "builtin", "builtin-text") as made:
-        yield made
-        assert made.finish() == 0
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny pipelines by name, an input image, and a folder "loras" with LoRAs for them and for builtin-text."""
+    from tests.cli.test_lora import write  # these load diffusers, after TRITON_INTERPRET is set
+    from tests.cli.test_wan_loras import lightning, trained, written
+    from tests.support import ltx_pipelines, pipelines
+
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras")}
+    for name in MODELS[:-1]:
+        getattr(ltx_pipelines if name == "ltx" else pipelines, name)().save_pretrained(folders[name])
+    pipelines.wan(2).save_pretrained(folders["wan"])
+    Image.fromarray(INPUT).save(folders["flux"] / "input.png")
+
+    loras = folders["loras"]
+    shutil.copy(LORAS["outline"], loras / "outline.safetensors")
+    tensors = load_file(LORAS["outline"])
+    paths = sorted({key.partition(".lora_")[0] for key in tensors})[::2]
+    half = {key: x for key, x in sorted(tensors.items()) if key.partition(".lora_")[0] in paths}
+    other = {key: 0.1 * random(tuple(x.shape), seed).float() for seed, (key, x) in enumerate(half.items())}
+    save_file(other, loras / "other.safetensors")
+    # also weights that lie in one matrix
+    write(loras / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1)
+    written(loras, {"high": lightning(1), "low": lightning(2), "motion": trained(3)})
+    return folders
 
 
-def picture(answer: Answer | None) -> np.ndarray:
-    """Return the pixels of an answer, (height, width, 3)."""
+@pytest.fixture(scope="module")
+def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Two ranks with all models and LoRAs, which have run two sizes of images before they were ready."""
+    models = ("builtin", "builtin-text", *(str(folders[name]) for name in MODELS))
+    words = (*models, "--loras", str(folders["loras"]), "--warm", "56x72", "48x72")
+    with replica(tmp_path_factory.mktemp("serve"), 2, *words) as started:
+        yield started
+        assert started.finish() == 0
+
+
+def of(folder: Path, *images: np.ndarray, **fields: Any) -> ImageRequest:
+    """A request to the model in a folder, with input images."""
+    inputs = [InputImage(x.shape[0], x.shape[1], digest(x.tobytes())) for x in images]
+    file = folder / "pixels"
+    file.write_bytes(b"".join(x.tobytes() for x in images))
+    return ImageRequest("id", str(folder), "a red cat", seed=3, images=tuple(inputs), pixels=str(file), **fields)
+
+
+def image(answer: object) -> np.ndarray:
+    """The pixels of an answer, (height, width, 3)."""
     assert isinstance(answer, ImageResult), answer
     return np.frombuffer(answer.pixels, np.uint8).reshape(answer.height, answer.width, 3)
 
 
-def test_what_is_loaded_is_told(driver: Driver) -> None:
-    classes, texts = driver.ready.models
+def frames(video: object) -> tuple[np.ndarray, dict[str, Any]]:
+    """The frames of a video's answer or file, and its parameters."""
+    assert isinstance(video, VideoResult | Path), video
+    with av.open(str(video) if isinstance(video, Path) else io.BytesIO(video.file), "r") as file:
+        stored = json.loads(file.metadata["comment"]) | {"rate": file.streams.video[0].average_rate}
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]).astype(int), stored
+
+
+def failed(answer: object, why: str, said: str = "") -> None:
+    assert isinstance(answer, Failed), answer
+    assert (answer.why, said in answer.text, "\n" in answer.text) == (why, True, False), answer.text
+
+
+def sampled(out: Path, *words: object, prompt: str = "a red cat") -> Path:
+    """The file that the command writes with the same seed."""
+    done = seqpar("sample", "--prompt", prompt, "--seed", 3, "--ranks", 2, "--dtype", "fp32", "--out", out, *words)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver, folders: dict[str, Path]) -> None:
+    classes, texts, *models = driver.ready.models
     assert (classes.name, classes.kind, classes.size) == ("builtin", "classes", (64, 64))
     assert "cat" in classes.classes
     assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
     assert classes.sizes[:3] == texts.sizes[:3] == ((64, 64), (56, 72), (72, 56))
     assert driver.ready.ranks == 2
+    video, still = VideoFacts(16.0, 81, 4), (True, False, None)
+    facts = [(model.edits, model.needs_picture, model.video) for model in models]
+    assert facts[:4] == [still, still, (True, False, VideoFacts(25.0, 161, 2)), (True, True, video)]
+    assert (classes.loras, texts.loras) == ((), ("other", "outline"))
+    names = {"high@transformer", "low@transformer_2", "motion@transformer", "motion@transformer_2"}
+    assert (set(models[4].loras), models[0].loras) == (names, ("style",))
+    output = driver.output
+    assert f"LoRA {folders['loras'] / 'low.safetensors'} changes transformer_2" in output
+    warm = [
+        f"seqpar: {name} is warm for {size} " in output
+        for name in ("builtin", "builtin-text")
+        for size in ("56x72", "48x72")
+    ]
+    assert warm == [True] * 4
+    assert "wan_i2v0 is warm" not in output
+    for name, channels in (("builtin", 4), ("builtin-text", 16)):
+        assert output.count(f"seqpar: previews of {name}: linear map of {channels} channels") == 1
+    assert not driver.partial
+    assert not driver.steps
 
 
-def test_a_picture_has_the_bits_of_the_commands(driver: Driver, tmp_path: Path) -> None:
-    """Height comes first; the command is given the same seed, size and steps."""
-    mine = picture(driver.ask(named(FROG, "tall", size=(64, 48))))
-    assert mine.shape == (64, 48, 3)
-    file = tmp_path / "frog.png"
-    words = ["--prompt", FROG.prompt, "--seed", "3", "--steps", "6", "--size", "64x48", "--ranks", "2"]
-    done = seqpar("sample", *words, "--out", file)
-    assert done.returncode == 0, done.stderr
-    assert np.array_equal(mine, np.asarray(Image.open(file)))
-    assert not np.array_equal(mine, picture(driver.ask(named(FROG, "other", size=(64, 48), seed=4))))
+def test_an_image_has_the_bits_of_the_command(driver: Driver, tmp_path: Path) -> None:
+    """Height comes first."""
+    tall = image(driver.ask(replace(FROG, size=(64, 48))))
+    assert tall.shape == (64, 48, 3)
+    file = sampled(tmp_path / "frog.png", "--steps", "6", "--size", "64x48", prompt=FROG.prompt)
+    assert np.array_equal(tall, np.asarray(Image.open(file)))
+    assert not np.array_equal(tall, image(driver.ask(replace(FROG, size=(64, 48), seed=4))))
 
 
 @pytest.mark.parametrize("order", [FROG, CAT], ids=["a pipeline of diffusers", "our loop"])
 def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, order: ImageRequest) -> None:
-    """What is loaded, and a scheduler of another name that was used for a time, stay as they were.
+    """The model, and a scheduler of another name that was used for a time, stay as they were.
 
-    After which step a run ends is tested in tests/graphs/test_boundary.py: here the cancel takes its time to arrive.
+    tests/graphs/test_boundary.py tests the step after which a run ends: here the cancel takes its time to arrive.
     """
-    first = picture(driver.ask(named(order, "first")))
+    first = image(driver.ask(order))
+    scheduler = "FlowMatchEulerDiscreteScheduler" if order is FROG else None
     for at in (1, 7):
-        id = f"{order.id} {at}"
-        other = named(order, id, steps=MANY, scheduler="FlowMatchEulerDiscreteScheduler" if order is FROG else None)
-        answer = driver.cancel_at(other, at)
-        assert isinstance(answer, Failed)
-        assert answer.why == "cancelled"
-        assert at <= driver.steps[id][-1] < MANY
-        assert np.array_equal(first, picture(driver.ask(named(order, f"{id} again"))))
+        id_ = f"{order.id} {at}"
+        failed(driver.cancel_at(replace(order, id=id_, steps=MANY, scheduler=scheduler), at), "cancelled")
+        assert at <= driver.steps[id_][-1] < MANY
+        assert np.array_equal(first, image(driver.ask(order)))
 
 
-def test_a_deadline_ends_an_order_alone(driver: Driver) -> None:
-    answer = driver.ask(named(CAT, "late", steps=1000, deadline_s=0.3))
-    assert isinstance(answer, Failed)
-    assert answer.why == "deadline"
-    assert picture(driver.ask(named(CAT, "in time", deadline_s=60.0))).any()
+def test_a_deadline_ends_one_request(driver: Driver) -> None:
+    failed(driver.ask(replace(CAT, steps=1000, deadline_s=0.3)), "deadline")
+    assert image(driver.ask(replace(CAT, deadline_s=60.0))).any()
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("builtin", {"prompt": "no such thing"}, "got class 'no such thing', expected one of cat, dog"),
+    ("builtin", {"steps": 0}, "got 0 steps, expected 1 to 1000"),
+    ("builtin", {"negative_prompt": "a dog"}, "negative"),
+    ("builtin", {"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
+    ("builtin", {"guidance": float("nan")}, "guidance"),
+    ("builtin", {"size": (8192, 8192), "deadline_s": 100.0}, "one step is predicted to take"),
+    ("builtin", {"loras": SETS["one"]}, "model builtin has no LoRAs"),
+    ("none", {}, "model none is not served; use one of builtin, builtin-text"),
+    ("builtin-text", {"size": (63, 63)}, "got size 63x63, expected multiples of 8"),
+    ("builtin-text", {"size": (65536, 65536)}, "the request needs "),
+    ("builtin-text", {"loras": (("../outline", 1.0),)}, "got the LoRA ../outline, expected one of other, outline"),
+    ("flux", {"images": 2}, "FluxImg2ImgPipeline takes one input image, for all prompts"),
+    ("flux", {"frames": 5}, "generates images, no videos"),
+    ("flux2_klein", {"images": 1, "strength": 0.5}, "Flux2KleinPipeline takes no strength"),
+    ("wan_i2v", {}, "needs image: "),
+    ("wan_i2v", {"images": 1, "frames": 6}, "got frames 6, expected 1 more than a multiple of 4"),
+]
+
+
+@pytest.mark.parametrize(("model", "fields", "said"), WRONG)
+def test_an_invalid_request_gets_the_reason(
+    driver: Driver, folders: dict[str, Path], model: str, fields: dict[str, Any], said: str
+) -> None:
+    order = replace(CAT, model=model)
+    if model in folders:
+        order = of(folders[model], *[INPUT] * fields.get("images", 0), steps=2)
+    fields = {name: value for name, value in fields.items() if name != "images"}
+    failed(driver.ask(replace(order, **fields)), "mistake", said)
+
+
+def test_missing_pixels_and_a_cancelled_video(driver: Driver, folders: dict[str, Path]) -> None:
+    short = folders["flux"] / "short"
+    short.write_bytes(b"123")
+    failed(driver.ask(replace(of(folders["flux"], INPUT), pixels=str(short))), "mistake")
+    failed(driver.cancel_at(of(folders["ltx"], size=(32, 64), steps=900, frames=5), 1), "cancelled")
+
+
+# edits and videos ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changed", "text"),
+    ("name", "fields", "flags"),
     [
-        ({"prompt": "no such thing"}, "got class 'no such thing', expected one of cat, dog"),
-        ({"model": "builtin-text", "size": (63, 63)}, "got size 63x63, expected multiples of 8"),
-        ({"steps": 0}, "got 0 steps, expected 1 to 1000"),
-        ({"model": "none"}, "model none is not served; use one of builtin, builtin-text"),
-        ({"negative_prompt": "a dog"}, "negative"),
-        ({"scheduler": "NoScheduler"}, "got scheduler 'NoScheduler', expected one of diffusers'"),
-        ({"guidance": float("nan")}, "guidance"),
-        ({"size": (8192, 8192), "deadline_s": 100.0}, "one step is predicted to take"),
-        ({"model": "builtin-text", "size": (65536, 65536)}, "the request needs "),
+        ("flux", {"strength": 0.6, "size": (24, 32), "steps": 4}, ["--strength", 0.6, "--size", "24x32", "--steps", 4]),
+        ("flux2_klein", {"steps": 2}, ["--steps", 2]),
     ],
 )
-def test_a_mistake_is_the_answer_and_the_ranks_go_on(driver: Driver, changed: dict[str, object], text: str) -> None:
-    answer = driver.ask(named(CAT, "wrong", **changed))
-    assert isinstance(answer, Failed)
-    assert answer.why == "mistake"
-    assert text in answer.text
-    assert "\n" not in answer.text
+def test_an_edit_has_the_bits_of_the_command(
+    driver: Driver, folders: dict[str, Path], tmp_path: Path, name: str, fields: dict[str, Any], flags: list[object]
+) -> None:
+    folder = folders[name]
+    text = of(folder, size=(24, 32), steps=fields["steps"])
+    before, edited = image(driver.ask(text)), image(driver.ask(of(folder, INPUT, **fields)))
+    inputs = "--model", folder, "--image", folders["flux"] / "input.png"
+    assert np.array_equal(edited, np.asarray(Image.open(sampled(tmp_path / "x.png", *inputs, *flags))))
+    assert not np.array_equal(edited, image(driver.ask(of(folder, INPUT[::-1].copy(), **fields))))
+    # images of prompts are as before, though another class of diffusers ran with the same parts
+    assert np.array_equal(before, image(driver.ask(of(folder, size=(24, 32), steps=fields["steps"]))))
 
 
-def test_idle_ranks_live_on_and_a_killed_one_ends_all_at_once(tmp_path: Path) -> None:
-    """They wait for longer than the deadline of the host, which ends ranks that hear nothing."""
-    with replica(tmp_path, 2, "builtin", "--host-deadline-s", "3", "--first-deadline-s", "3") as driver:
-        driver.idle(5)
-        assert picture(driver.ask(named(CAT, "after"))).any()
-        os.kill(driver.ranks()[1], signal.SIGKILL)
-        code, seconds, text = gone(driver)
-        assert (code, "rank 1 was terminated by SIGKILL" in text) == (128 + signal.SIGKILL, True)
-        assert seconds < 30
+@pytest.mark.parametrize("name", ["ltx", "wan_i2v"])
+def test_a_video_has_the_frames_of_the_command(
+    driver: Driver, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    images, words = ([INPUT], ["--image", folders["flux"] / "input.png"]) if name == "wan_i2v" else ([], [])
+    order = of(folders[name], *images, size=(32, 64), steps=2, frames=5, fps=8)
+    made = driver.ask(order)
+    assert isinstance(made, VideoResult), made
+    assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2)
+    flags = ["--model", folders[name], "--size", "32x64", "--steps", 2, "--frames", 5, "--fps", 8]
+    (theirs, expected), (ours, stored) = frames(sampled(tmp_path / "x.mp4", *flags, *words)), frames(made)
+    assert ours.shape == theirs.shape == (5, 32, 64, 3)
+    assert stored["pixels"] == expected["pixels"]  # before the encoder, which has other bits once in a thousand times
+    assert abs(ours - theirs).mean() < 4
+    other, changed = frames(driver.ask(replace(order, seed=4)))
+    assert changed["pixels"] != stored["pixels"]
+    assert abs(ours - other).mean() > 4
+    values = stored["prompt"], stored["frames"], stored["seed"], stored["rate"], len(stored.get("images", ()))
+    assert values == ("a red cat", 5, 3, 8, len(images))
 
 
-def test_ranks_without_a_front_end_by_themselves(tmp_path: Path) -> None:
+# LoRAs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_loras_have_the_bits_of_the_command_whatever_was_merged_before(
+    driver: Driver, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    sets = ("none", "two", "one", "one", "none", "weak", "two", "none")
+    answers = [(name, driver.ask(replace(FROG, loras=SETS[name]))) for name in sets]
+    images = {name: image(answer) for name, answer in answers}
+    assert all(np.array_equal(image(answer), images[name]) for name, answer in answers)
+    switched = [isinstance(answer, ImageResult) and "lora" in answer.parts_s for _, answer in answers]
+    assert switched == [False, True, True, False, True, True, True, True]
+    assert all(not np.array_equal(images[a], images[b]) for a in SETS for b in SETS if a != b)
+    loras = [f"{folders['loras'] / lora}.safetensors:{scale}" for lora, scale in SETS["two"]]
+    file = sampled(tmp_path / "two.png", "--steps", "6", "--lora", *loras, prompt=FROG.prompt)
+    assert np.array_equal(images["two"], np.asarray(Image.open(file)))
+
+
+def test_a_lora_changes_weights_that_lie_in_one_matrix(
+    driver: Driver, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    order = of(folders["flux"], steps=2, size=(16, 16))
+    plain, styled, again = (image(driver.ask(replace(order, loras=x))) for x in ((), (("style", 1.0),), ()))
+    flags = ["--model", folders["flux"], "--steps", 2, "--size", "16x16"]
+    for ours, words in ((plain, ()), (styled, ("--lora", folders["loras"] / "style.safetensors"))):
+        assert np.array_equal(ours, np.asarray(Image.open(sampled(tmp_path / "x.png", *flags, *words))))
+    assert np.array_equal(plain, again)
+    assert not np.array_equal(plain, styled)
+
+
+def test_loras_of_two_transformers_have_the_frames_of_the_command(
+    driver: Driver, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    order = of(folders["wan"], size=(32, 32), steps=2, frames=5)
+    both = ("high@transformer", 1.0), ("motion@transformer_2", 0.5)
+    plain, changed, again = (frames(driver.ask(replace(order, loras=x)))[1]["pixels"] for x in ((), both, ()))
+    flags = ["--model", folders["wan"], "--steps", 2, "--size", "32x32", "--frames", 5]
+    high, motion = (folders["loras"] / f"{name}.safetensors" for name in ("high", "motion"))
+    for ours, words in ((plain, ()), (changed, ("--lora", high, f"{motion}:0.5@transformer_2"))):
+        assert frames(sampled(tmp_path / "x.mp4", *flags, *words))[1]["pixels"] == ours
+    assert plain == again != changed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--warm", "auto", "64x50"), "no served model takes --warm 64x50: got size 50x64"),
+        (("--warm", "big"), "--warm big is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
+        (("--loras", "empty"), "has no files NAME.safetensors"),
+        (("--loras", "name"), "LoRA '-odd'"),
+        (("--loras", "misfit"), "LoRA misfit fits no served model"),
+    ],
+)
+def test_invalid_flags_end_the_start(
+    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SOCKET, "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "name", "misfit"):
+        (tmp_path / name).mkdir()
+    shutil.copy(LORAS["outline"], tmp_path / "name" / "-odd.safetensors")
+    save_file({"transformer.nothing.lora_A.weight": torch.ones(2, 4)}, tmp_path / "misfit" / "misfit.safetensors")
+    done = seqpar("replica", "builtin-text", *words, "--ranks", 1)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+# previews ------------------------------------------------------------------------------------------------------------
+
+
+def colours(answer: object) -> np.ndarray:
+    """The colours of an image, or of an enlarged preview."""
+    if isinstance(answer, Partial):
+        small = Image.frombytes("RGB", (answer.width, answer.height), answer.pixels)
+        return np.asarray(small.resize((answer.size[1], answer.size[0]), Image.Resampling.BICUBIC)).astype(float)
+    return image(answer).astype(float)
+
+
+def likeness(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.corrcoef(one.ravel(), other.ravel())[0, 1])
+
+
+@pytest.mark.parametrize(("order", "other"), [(CAT, "rainbow"), (FROG, "a red heart")], ids=["our loop", "diffusers"])
+def test_previews_show_what_comes_and_change_nothing(driver: Driver, order: ImageRequest, other: str) -> None:
+    order = replace(order, size=(64, 48), steps=12)
+    plain_id, watched_id = f"{order.id} plain", f"{order.id} watched"
+    plain = driver.ask(replace(order, id=plain_id))
+    assert plain_id not in driver.partial
+    made = driver.ask(replace(order, id=watched_id, partial_images=3))
+    assert colours(made).shape == (64, 48, 3)
+    assert np.array_equal(colours(made), colours(plain))
+    assert driver.steps[watched_id] == driver.steps[plain_id] == list(range(1, 13))  # none of the fit's runs
+    parts = driver.partial[watched_id]
+    sizes = [(part.index, part.height, part.width, part.size) for part in parts]
+    assert sizes == [(index, 16, 12, (64, 48)) for index in range(3)]
+    first, _, last = (likeness(colours(part), colours(made)) for part in parts)
+    assert last > 0.85
+    assert last > first > 0.5
+    assert last > likeness(colours(driver.ask(replace(order, prompt=other))), colours(made)) + 0.1
+
+
+def test_a_scheduler_without_estimates_is_refused_and_a_cancel_ends_a_run_with_previews(driver: Driver) -> None:
+    other = replace(CAT, scheduler="DDIMInverseScheduler")
+    assert isinstance(driver.ask(other), ImageResult)
+    refused = driver.ask(replace(other, id="refused", partial_images=1))
+    failed(refused, "mistake", "previews are not supported with this scheduler, because DDIMInverseScheduler")
+    assert "refused" not in driver.steps
+    failed(driver.cancel_at(replace(CAT, steps=MANY, partial_images=3), 3), "cancelled")
+    assert isinstance(driver.ask(replace(CAT, id="after", partial_images=1)), ImageResult)
+    assert [part.index for part in driver.partial["after"]] == [0]
+
+
+# ends ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_while_the_map_is_fitted_and_ranks_without_a_server(tmp_path: Path) -> None:
+    """The next request fits it. Ranks exit on their own when the server disconnects."""
     with replica(tmp_path, 1, "builtin") as driver:
+        failed(driver.ask(replace(CAT, deadline_s=0.0, partial_images=2)), "deadline")
+        assert isinstance(driver.ask(replace(CAT, id="next", partial_images=2)), ImageResult)
+        assert len(driver.partial["next"]) == 2
         driver.line.close()
-        assert gone(driver)[0] == 0
+        assert driver.process.wait(LIMIT_S) == 0
+
+
+def test_idle_ranks_stay_alive_and_a_killed_one_ends_all(tmp_path: Path) -> None:
+    """They wait for longer than the deadline of the host, which ends ranks without messages."""
+    flags = "--host-deadline-s", "3", "--first-deadline-s", "3"
+    with replica(tmp_path, 2, "builtin", *flags, "--warm", "auto") as driver:
+        assert "seqpar: builtin is warm for auto after" in driver.output
+        assert all(isinstance(read(driver.line, ToServer), Alive) for _ in range(5))
+        assert image(driver.ask(CAT)).any()
+        os.kill(driver.ranks()[1], signal.SIGKILL)
+        begun = time.monotonic()
+        assert driver.process.wait(LIMIT_S) == 128 + signal.SIGKILL
+        assert "rank 1 was terminated by SIGKILL" in driver.errors
+        assert time.monotonic() - begun < 30
 
 
 def descendants(process: int) -> list[int]:
-    """Return the processes that a process, its children and so on have started."""
     children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
-    return [each for child in children for each in (child, *descendants(child))]
+    return [pid for child in children for pid in (child, *descendants(child))]
 
 
-def lives(process: int) -> bool:
-    """Return whether a process has not ended; one that nobody waits for may stay in the table."""
+def is_alive(process: int) -> bool:
+    """Whether a process has not ended; one that nobody waits for may stay in the table."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -148,7 +421,7 @@ def lives(process: int) -> bool:
 def test_a_signal_to_an_idle_server_ends_all_within_seconds(
     tmp_path: Path, number: signal.Signals, ranks: int, state: str
 ) -> None:
-    """Ranks that load do not hear of the front. After SIGKILL its folder stays, with a socket and a lock alone."""
+    """Ranks that load do not read messages. After SIGKILL the server's folder stays, with a socket and a lock alone."""
     (tmp_path / "tmp").mkdir()
     words = [sys.executable, "-m", "seqpar.cli", "serve", "builtin", "--ranks", str(ranks), "--port", "0"]
     with (tmp_path / "log").open("wb") as out:
@@ -156,30 +429,26 @@ def test_a_signal_to_an_idle_server_ends_all_within_seconds(
     log, processes = tmp_path / "log", list[int]()
     try:
         until(lambda: f'"event": "{state}"' in log.read_text(), LIMIT_S)
-        # the process that encodes pictures and what tracks it, then the ranks: those of two have a starter
-        wanted = 2 + ranks + (ranks > 1)
-        until(lambda: len(descendants(server.pid)) == wanted, LIMIT_S)
+        # the process that encodes images and its resource tracker, then the ranks: two have a starter
+        count = 2 + ranks + (ranks > 1)
+        until(lambda: len(descendants(server.pid)) == count, LIMIT_S)
         processes, begun = descendants(server.pid), time.monotonic()
         server.send_signal(number)
         assert server.wait(LIMIT_S) == (0 if number == signal.SIGTERM else -number)
-        until(lambda: not any(map(lives, processes)), LIMIT_S)
+        until(lambda: not any(map(is_alive, processes)), LIMIT_S)
         assert time.monotonic() - begun < (3.0 if number == signal.SIGTERM else 10.0)
     finally:
         server.kill()
         server.wait()
     left = {path.name for path in (tmp_path / "tmp").rglob("*") if "torchinductor" not in str(path)}
-    assert {each for each in left if not each.startswith("seqpar-")} <= {".seqpar-serve.lock", "ranks"}
+    assert {name for name in left if not name.startswith("seqpar-")} <= {".seqpar-serve.lock", "ranks"}
     assert len(left) == (0 if number == signal.SIGTERM else 3)
 
 
-def test_a_rank_that_does_not_end_its_step_ends_without_a_front(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_its_step_exits_without_a_server(tmp_path: Path) -> None:
     path = str(tmp_path / "front")
-    work = f"""
-import threading
-from seqpar.serve.ranks.link import ServerLink
-ServerLink({path!r}, 0.1)
-threading.Event().wait()
-"""
+    work = "import threading\nfrom seqpar.serve.ranks.link import ServerLink\n"
+    work += f"ServerLink({path!r}, 0.1)\nthreading.Event().wait()"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1)

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from seqpar.serve.api.gate import GENERATIONS
 from tests.support.fake_replica import pixels_of
 from tests.support.front import CHILD, ROOT, RUN, until
 from tests.support.ray_nodes import Nodes, parent, tree, two_nodes
@@ -31,38 +32,18 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"),
     pytest.mark.filterwarnings("ignore:The Sora API"),
 ]
-PICTURES = "/v1/images/generations"
 FAKE = [sys.executable, "-c", f"CHILD = {CHILD!r}\n{RUN}"]
-ONE_A_NODE = {"num_cpus": 1, "resources": {"node": 1}}
+ONE_PER_NODE = {"num_cpus": 1, "resources": {"node": 1}}
 QUICK = {"metrics_interval_s": 0.2, "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 1.0}
 
 
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def config(nodes: Nodes, name: str, args: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return a config file with an application of some name. options: of its replicas."""
-    application = {
-        "name": name,
-        "route_prefix": "/",
-        "import_path": "seqpar.serve.ray:app",
-        "args": {"ranks": 1, "jobs": str(nodes.folder / name), **args},
-        "deployments": [{"name": "Replica", "ray_actor_options": ONE_A_NODE, **options}],
-    }
-    http = {"host": "127.0.0.1", "port": nodes.port}
-    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
-
-
-def test_the_config_file_of_the_docs_is_one(tmp_path: Path) -> None:
+def test_the_config_file_of_the_docs_is_valid() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from seqpar.serve.ray import AppArgs
 
-    told = yaml.safe_load((ROOT / "examples" / "deploy" / "ray.yaml").read_text())
-    (application,) = ServeDeploySchema.model_validate(told).applications
+    config = yaml.safe_load((ROOT / "examples" / "deploy" / "ray.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(config).applications
     args = AppArgs.model_validate(application.args)
     assert application.import_path == "seqpar.serve.ray:app"
     assert args.command[4:] == [
@@ -93,37 +74,35 @@ class Dying:
         self._head, self._parts, self.answer = head, iter(parts), self
 
     def options(self, **_: Any) -> Dying:
-        """Return itself, whatever the options."""
         return self
 
     def remote(self, _: Any) -> Any:
         """Answer a call with the next replica."""
+        from ray.exceptions import RayActorError
         from ray.serve.handle import DeploymentResponseGenerator
 
-        class Told(DeploymentResponseGenerator[Any]):
-            def __init__(self, told: AsyncIterator[Any]) -> None:
-                self._told = told
+        async def answer(parts: list[bytes | None]) -> AsyncIterator[Any]:
+            yield self._head
+            for part in parts:
+                yield part
+            if parts[-1] is not None:
+                raise RayActorError
+
+        class Response(DeploymentResponseGenerator[Any]):
+            def __init__(self, parts: AsyncIterator[Any]) -> None:
+                self._parts = parts
 
             def __anext__(self) -> Any:
-                return self._told.__anext__()
+                return self._parts.__anext__()
 
             def cancel(self) -> None:
-                """Do nothing: the replica is dead."""
+                pass  # the replica is dead
 
-        return Told(self._answer(next(self._parts)))
-
-    async def _answer(self, parts: list[bytes | None]) -> AsyncIterator[Any]:
-        from ray.exceptions import RayActorError
-
-        yield self._head
-        for part in parts:
-            yield part
-        if parts[-1] is not None:
-            raise RayActorError
+        return Response(answer(next(self._parts)))
 
 
-def told_by(kind: str, *parts: list[bytes | None], length: int = 2) -> tuple[int, str]:
-    """Return status and text of an answer that replicas begin to give."""
+def answered(kind: str, *parts: list[bytes | None], length: int = 2) -> tuple[int, str]:
+    """Status and text of an answer that replicas begin to give."""
     from seqpar.serve.ray import Head, Ingress
 
     headers = ((b"content-type", kind.encode()), (b"content-length", b"%d" % length))
@@ -139,96 +118,108 @@ def told_by(kind: str, *parts: list[bytes | None], length: int = 2) -> tuple[int
 def test_an_answer_whose_replica_dies_in_its_middle_comes_from_another_one() -> None:
     from ray.exceptions import RayActorError
 
-    assert told_by("application/json", [b"{"], [b"{", b"}", None]) == (200, "{}")
-    status, text = told_by("application/json", [b"{"], [b"["], [b"{", b"}", None])
+    assert answered("application/json", [b"{"], [b"{", b"}", None]) == (200, "{}")
+    status, text = answered("application/json", [b"{"], [b"["], [b"{", b"}", None])
     assert (status, json.loads(text)["error"]["code"]) == (500, "replica_died")
-    assert '"replica_died"' in told_by("text/event-stream", [b"event: a\n\n"], [b"event: b\n\n", None])[1]
+    assert '"replica_died"' in answered("text/event-stream", [b"event: a\n\n"], [b"event: b\n\n", None])[1]
     with pytest.raises(RayActorError):
-        told_by("video/mp4", [b"12"], [b"12", None], length=2_000_000)
+        answered("video/mp4", [b"12"], [b"12", None], length=2_000_000)
+
+
+# two nodes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Return two nodes without an application."""
+    """Two nodes without an application."""
     folder = tmp_path_factory.mktemp("ray")
-    with two_nodes(folder, free_port(), FAKE_FOLDER=str(folder)) as started:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with two_nodes(folder, port, FAKE_FOLDER=str(folder)) as started:
         yield started
 
 
-def is_there(pid: int) -> bool:
-    """Return whether a process runs."""
-    return Path(f"/proc/{pid}").exists()
+def deploy(nodes: Nodes, name: str, args: dict[str, Any], count: int, **options: Any) -> None:
+    """Deploy an application, and wait for so many replicas. options: of the replicas."""
+    application = {
+        "name": name,
+        "route_prefix": "/",
+        "import_path": "seqpar.serve.ray:app",
+        "args": {"ranks": 1, "jobs": str(nodes.folder / name), **args},
+        "deployments": [{"name": "Replica", "ray_actor_options": ONE_PER_NODE, **options}],
+    }
+    http = {"host": "127.0.0.1", "port": nodes.port}
+    nodes.deploy({"proxy_location": "HeadOnly", "http_options": http, "applications": [application]})
+    nodes.running(name, count)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
-def test_a_replica_that_is_killed_under_load_costs_no_answer_and_comes_back(nodes: Nodes) -> None:
-    nodes.deploy(config(nodes, "real", {"models": ["builtin"]}, num_replicas=2))
-    nodes.running("real", 2)
+def test_a_replica_that_is_killed_under_load_costs_no_answer_and_is_replaced(nodes: Nodes) -> None:
+    deploy(nodes, "real", {"models": ["builtin"]}, 2, num_replicas=2)
     before = nodes.replicas("real")
     assert {parent(pid) for pid in before} == set(nodes.raylets)
     assert len(set(nodes.raylets)) == 2
     victim = tree(before[0])
     assert len(victim) > 2  # the actor, its server, and the server's ranks
 
-    def picture(seed: int) -> str:
-        answer = http.post(PICTURES, json={"prompt": "cat", "seed": seed, "steps": 10})
+    def image(seed: int) -> str:
+        answer = http.post(GENERATIONS, json={"prompt": "cat", "seed": seed, "steps": 10})
         assert answer.status_code == 200, answer.text
         return answer.json()["data"][0]["b64_json"]
 
     with nodes.http() as http, ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(picture, seed) for seed in range(16)]
+        answers = [pool.submit(image, seed) for seed in range(16)]
         until(lambda: sum(answer.done() for answer in answers) > 4)
         os.kill(before[0], signal.SIGKILL)
-        pictures = [answer.result() for answer in answers]
-        until(lambda: not any(map(is_there, victim)))
+        images = [answer.result() for answer in answers]
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victim))
         until(lambda: len({*nodes.replicas("real")} - {*before}) == 1)  # Serve has noticed, and started another one
         nodes.running("real", 2)
         assert before[1] in nodes.replicas("real")
         assert {parent(pid) for pid in nodes.replicas("real")} == set(nodes.raylets)
-        assert list(map(picture, range(0, 16, 8))) == pictures[::8]
-        assert len(set(pictures)) == 16
+        assert list(map(image, range(0, 16, 8))) == images[::8]
+        assert len(set(images)) == 16
 
 
-def fake(nodes: Nodes, **options: Any) -> None:
-    """Deploy servers whose ranks are no model."""
-    args = {"models": ["toy"], "program": FAKE, "loras": str(nodes.folder)}
-    nodes.deploy(config(nodes, "fake", args, **options))
+def fake(nodes: Nodes, count: int, **options: Any) -> None:
+    """Deploy servers with fake ranks."""
+    deploy(nodes, "fake", {"models": ["toy"], "program": FAKE, "loras": str(nodes.folder)}, count, **options)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
-def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nodes) -> None:
-    fake(nodes, num_replicas=2)
-    nodes.running("fake", 2)
+def test_the_ingress_streams_cancels_refuses_and_finds_the_replica_with_a_lora(nodes: Nodes) -> None:
+    fake(nodes, 2, num_replicas=2)
     with nodes.http() as http:
 
         def replica_of(lora: str) -> str:
-            answer = http.post(PICTURES, json={"prompt": "x", "lora": lora}).json()
+            answer = http.post(GENERATIONS, json={"prompt": "x", "lora": lora}).json()
             return answer["seqpar"]["id"].partition("-")[0]
 
         replicas = [replica_of(lora) for lora in ("style", "lines") * 4]
         assert (len(set(replicas[2::2])), len(set(replicas[3::2])), len(set(replicas))) == (1, 1, 2)
+        queued = ("event: seqpar.queued", "event: seqpar.step")
         busy = {"prompt": "hold go", "lora": "style", "stream": True, "stream_steps": True}
-        with ExitStack() as stack:  # more than one replica is to hold
-            streams = [stack.enter_context(http.stream("POST", PICTURES, json=busy)).iter_lines()]
+        with ExitStack() as stack:  # more than one replica can hold
+            streams = [stack.enter_context(http.stream("POST", GENERATIONS, json=busy)).iter_lines()]
             for _ in range(4):
-                assert next(streams[-1]) in ("event: seqpar.queued", "event: seqpar.step")  # it is in a queue
-                streams.append(stack.enter_context(http.stream("POST", PICTURES, json=busy)).iter_lines())
+                assert next(streams[-1]) in queued
+                streams.append(stack.enter_context(http.stream("POST", GENERATIONS, json=busy)).iter_lines())
             (nodes.folder / "go").touch()
             ends = [[line for line in stream if line.startswith("data: ")][-1] for stream in streams]
         assert len({json.loads(end[6:])["seqpar"]["id"].partition("-")[0] for end in ends}) == 2
         events = {"prompt": "hold stream", "stream": True, "stream_steps": True}
-        with http.stream("POST", PICTURES, json=events) as answer:
+        with http.stream("POST", GENERATIONS, json=events) as answer:
             lines = answer.iter_lines()
-            assert next(lines) in ("event: seqpar.queued", "event: seqpar.step")
+            assert next(lines) in queued
             (nodes.folder / "stream").touch()
             assert "event: image_generation.completed" in [*lines]
         with pytest.raises(httpx.ReadTimeout):
-            http.post(PICTURES, json={"prompt": "wait", "user": "leaves"}, timeout=1)
+            http.post(GENERATIONS, json={"prompt": "wait", "user": "leaves"}, timeout=1)
         records = nodes.folder.glob
         until(lambda: any('"state":"cancelled"' in path.read_text() for path in records("fake/*/*.json")))
-        long = http.post(PICTURES, content=b"1" * 2_000_000, headers={"content-type": "application/json"})
+        long = http.post(GENERATIONS, content=b"1" * 2_000_000, headers={"content-type": "application/json"})
         assert (long.status_code, long.json()["error"]["code"]) == (413, "too_large")
         assert http.get("/metrics").status_code == 404
         assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
@@ -236,9 +227,8 @@ def test_the_ingress_streams_cancels_refuses_and_knows_who_has_a_lora(nodes: Nod
 
 @pytest.mark.timeout(600)
 @pytest.mark.cluster
-def test_videos_that_wait_bring_a_second_replica_and_finished_ones_outlive_it(nodes: Nodes) -> None:
-    fake(nodes, autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1.5, **QUICK})
-    nodes.running("fake", 1)
+def test_waiting_videos_start_a_second_replica_and_finished_ones_outlive_it(nodes: Nodes) -> None:
+    fake(nodes, 1, autoscaling_config={"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1.5, **QUICK})
     with openai.OpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0) as client:
         made = [client.videos.create(prompt="hold videos", extra_body={"seed": seed}) for seed in range(3)]
         nodes.running("fake", 2)  # though no client waits
@@ -250,4 +240,4 @@ def test_videos_that_wait_bring_a_second_replica_and_finished_ones_outlive_it(no
         for seed, video in enumerate(made):
             assert client.videos.download_content(video.id).content == pixels_of(seed, 24, 16)
         assert client.videos.delete(made[0].id).deleted
-        until(lambda: {each.id for each in client.videos.list()} == {video.id for video in made[1:]})
+        until(lambda: {video.id for video in client.videos.list()} == {video.id for video in made[1:]})

@@ -1,4 +1,4 @@
-"""Headless Chromium by its WebDriver, and the page of `seqpar serve` in it; no network but that of this machine."""
+"""Headless Chromium by its WebDriver, and the page of `seqpar serve` in it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 
 
 def why_no_browser() -> str | None:
-    """Return what is missing for a browser, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return f"needs {' and '.join(missing)} in PATH" if missing else None
 
 
 @contextmanager
 def browser(folder: Path) -> Generator[Chrome]:
-    """Start a browser whose profile is in a folder, and which keeps what pages write into its console."""
+    """Start a browser whose profile is in a folder, and which keeps the messages of its console."""
     chromium, driver = map(shutil.which, PROGRAMS)
     options = ChromeOptions()
     options.binary_location = str(chromium)
@@ -47,29 +46,24 @@ class Page:
     driver: Chrome
 
     def open(self, url: str) -> None:
-        """Open the page of a server and wait until it knows what it can offer."""
+        """Open the page of a server and wait for its form."""
         self.driver.get(url)
         self.until(lambda: self.shows("form"))
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Wait until something holds."""
         WebDriverWait(self.driver, LIMIT_S, 0.02).until(lambda _: holds())
 
     def __getitem__(self, name: str) -> WebElement:
-        """Return the element of an id."""
         return self.driver.find_element("id", name)
 
     def shows(self, name: str) -> bool:
-        """Return whether the element of an id is displayed."""
         return self[name].is_displayed()
 
     def choose(self, name: str, text: str) -> None:
-        """Choose what a list offers."""
         Select(self[name]).select_by_visible_text(text)
 
     def offers(self, name: str) -> list[str]:
-        """Return what a list offers."""
-        return [str(each.text) for each in Select(self[name]).options]
+        return [str(option.text) for option in Select(self[name]).options]
 
     def fill(self, **texts: object) -> None:
         """Write into fields, in place of what they hold."""
@@ -83,27 +77,26 @@ class Page:
         self["prompt"].send_keys(Keys.ENTER)
 
     def make(self, prompt: str, **texts: object) -> None:
-        """Fill fields, press Enter, and wait until the picture is made."""
+        """Fill fields, press Enter, and wait for the image."""
         count = len(self.history)
         self.ask(prompt, **texts)
         self.until(lambda: len(self.history) == count + 1 and self.shows("made"))
 
     @property
     def file(self) -> bytes:
-        """Return the file of the picture in the frame; nothing if there is none."""
+        """The file of the image in the frame; empty if there is none."""
         return base64.b64decode((self["picture"].get_attribute("src") or "").partition(";base64,")[2])
 
     @property
     def history(self) -> list[WebElement]:
-        """Return the buttons of the pictures of this visit, newest first."""
+        """The buttons of the images of this visit, newest first."""
         return self["history"].find_elements("tag name", "button")
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return what the browser's console says since the last call."""
         return self.driver.get_log("browser")
 
     def look(self, width: int, height: int, scheme: str = "light") -> None:
-        """Set the size of the window's content in pixels, and whether the person prefers light or dark."""
+        """Set the size of the window's content in pixels, and whether the user prefers light or dark."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]

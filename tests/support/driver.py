@@ -1,30 +1,17 @@
-"""A front for tests: it starts the ranks of a server, gives them orders, and keeps all that they say."""
+"""An API server for tests: it starts the ranks, sends them requests, and keeps all their messages."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.cli.main import main
-from seqpar.serve.messages import (
-    Alive,
-    Answer,
-    Cancel,
-    Finish,
-    ImageRequest,
-    Partial,
-    Ready,
-    Step,
-    ToServer,
-    packed,
-    read,
-)
+from seqpar.serve.messages import Answer, Cancel, Finish, ImageRequest, Partial, Ready, Step, ToServer, packed, read
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked
@@ -35,17 +22,25 @@ LIMIT_S = 90  # for a message: loading on a busy machine takes the longest
 
 @dataclass
 class Driver:
-    """The connection with the ranks. ready: what they said first. steps, partial: of each order that was told."""
+    """The connection with the ranks. steps, partial: by the request's id."""
 
     line: socket.socket
     process: Forked
     ready: Ready
-    errors: Path
+    folder: Path
     steps: dict[str, list[int]] = field(default_factory=dict)
     partial: dict[str, list[Partial]] = field(default_factory=dict)
 
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    @property
+    def errors(self) -> str:
+        return (self.folder / "errors").read_text()
+
     def ask(self, order: ImageRequest, on_step: Callable[[Step], object] = lambda step: None) -> Answer | None:
-        """Return the answer to an order; None if the ranks have gone."""
+        """The answer to a request; None if the ranks have exited."""
         self.line.sendall(packed(order))
         while (message := read(self.line, ToServer)) is not None:
             if isinstance(message, Answer):
@@ -58,29 +53,24 @@ class Driver:
                 on_step(message)
         return None
 
-    def idle(self, times: int) -> None:
-        """Wait until the ranks have said so many times that they wait."""
-        for _ in range(times):
-            assert isinstance(read(self.line, ToServer), Alive)
-
     def cancel_at(self, order: ImageRequest, index: int) -> Answer | None:
-        """Give an order up when it tells of a step."""
+        """Cancel a request at one of its steps."""
         return self.ask(order, lambda step: step.index == index and self.line.sendall(packed(Cancel(order.id))))
 
     def finish(self) -> int | None:
-        """Ask the ranks to finish, and return the exit code."""
+        """Stop the ranks, and return the exit code."""
         self.line.sendall(packed(Finish()))
         return self.process.wait(LIMIT_S)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks, in their order."""
+        """The process ids of the ranks, in their order."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return sorted(map(int, children))
 
 
 @contextmanager
 def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
-    """Start ranks with the models and flags `words`, and yield when they are ready; at the end nothing of them runs."""
+    """Start ranks with the models and flags `words`, and yield when they are ready; at the end none of them runs."""
     path = str(folder / "front")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -95,14 +85,8 @@ def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
             ready = read(line, ToServer)
             assert isinstance(ready, Ready), errors.read_text()
             with line:
-                yield Driver(line, process, ready, errors)
+                yield Driver(line, process, ready, folder)
         finally:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGTERM)
             process.wait(LIMIT_S)
-
-
-def gone(driver: Driver) -> tuple[int | None, float, str]:
-    """Return the exit code of ranks that end by themselves, the seconds until then, and what they said."""
-    start, code = time.monotonic(), driver.process.wait(LIMIT_S)
-    return code, time.monotonic() - start, driver.errors.read_text()

@@ -1,10 +1,10 @@
-"""Ranks of a server without a model, run as a script: pictures are a function of seed and size.
+"""Ranks of a server without a model, run as a script: images are a function of seed and size.
 
-A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (until a file NAME is there), `die`,
-`die-once NAME`, `deaf` (gives nothing up), `mistake`, `failure`, `short` (too few bytes), `nonsense` (no message). What
-it hears is appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Partial pictures follow the
-first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no mp4, but the bytes
-that a picture would have; an edit is the last picture that came, or with the prompt `drawn` a new one.
+A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (until a file NAME exists), `die`,
+`die-once NAME`, `deaf` (ignores cancellations), `mistake`, `failure`, `short` (too few bytes), `nonsense` (malformed
+message). Received messages are appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Previews
+follow the first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no mp4, but
+the bytes of an image; an edit is the last input image, or with the prompt `drawn` a new one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from seqpar.serve.messages import (
     read,
 )
 
-STEPS, SIZE = 4, (24, 16)  # of an order that names none; (height, width)
+STEPS, SIZE = 4, (24, 16)  # by default; (height, width)
 VIDEO = VideoFacts(fps=8.0, frames=9, unit=4)
 FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
@@ -57,18 +57,19 @@ MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, **facts)
 SHRINK = 4
 
 
-def partial_seed(seed: int, index: int) -> int:
-    """Return the seed of a partial picture's pixels."""
-    return seed + 100 * (index + 1)
-
-
 def pixels_of(seed: int, height: int, width: int) -> bytes:
-    """Return rows of RGB bytes."""
+    """Rows of RGB bytes."""
     return bytes((seed * 7 + index) % 256 for index in range(3 * height * width))
 
 
+def preview_of(seed: int, index: int, height: int, width: int) -> tuple[int, int, bytes]:
+    """Height, width and pixels of a preview."""
+    small = height // SHRINK, width // SHRINK
+    return *small, pixels_of(seed + 100 * (index + 1), *small)
+
+
 class Fake:
-    """The connection and what is known of the running order."""
+    """The connection, and the ids of cancelled requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,12 +78,11 @@ class Fake:
         self.cancelled: set[str] = set()
         self.left = False
 
-    def tell(self, message: ToServer) -> None:
-        """Send a message."""
+    def send(self, message: ToServer) -> None:
         self.line.sendall(packed(message))
 
     def hear(self, seconds: float | None) -> ImageRequest | Finish | None:
-        """Return the next order or end within some seconds."""
+        """The next request or end within some seconds."""
         if not select.select([self.line], [], [], seconds)[0]:
             return None
         message = read(self.line, ToRanks)
@@ -94,23 +94,20 @@ class Fake:
             self.cancelled.add(message.id)
         return message if isinstance(message, ImageRequest | Finish) else None
 
-    def until(self, order: ImageRequest, held: Callable[[], bool]) -> bool:
-        """Wait while something holds; return False if the order is given up before."""
-        while held():
+    def wait_while(self, order: ImageRequest, holds: Callable[[], bool]) -> None:
+        """Wait while something holds, but not after a cancellation."""
+        while holds() and order.id not in self.cancelled:
             if isinstance(self.hear(0.01), Finish):
                 self.left = True
-            if order.id in self.cancelled:
-                return False
-        return True
 
 
-def obeyed(fake: Fake, order: ImageRequest, words: list[str]) -> Failed | None:
-    """Do what the prompt says; return how the order fails, if it does."""
-    match words:
+def obeyed(fake: Fake, order: ImageRequest) -> Failed | None:
+    """Do what the prompt says; return how the request fails, if it does."""
+    match order.prompt.split():
         case ["wait"]:
-            fake.until(order, lambda: True)
+            fake.wait_while(order, lambda: True)
         case ["hold", name]:
-            fake.until(order, lambda: not (fake.folder / name).exists())
+            fake.wait_while(order, lambda: not (fake.folder / name).exists())
         case ["die"]:
             print("about to die", file=sys.stderr, flush=True)
             os._exit(9)
@@ -123,28 +120,26 @@ def obeyed(fake: Fake, order: ImageRequest, words: list[str]) -> Failed | None:
             fake.line.sendall(b"\x00\x00\x00\x02no")
             time.sleep(0.1)
         case ["mistake" | "failure" as why]:
-            return Failed(order.id, why, f"got a prompt that asks for a {why}, expected another one")
+            return Failed(order.id, why, f"got a prompt that asks for a {why}")
         case _:
             pass
-    return Failed(order.id, "cancelled", "given up") if order.id in fake.cancelled else None
+    return Failed(order.id, "cancelled", "cancelled") if order.id in fake.cancelled else None
 
 
 def answer(fake: Fake, order: ImageRequest) -> ToServer:
-    """Return the answer to an order."""
     steps, (height, width) = order.steps or STEPS, order.size or SIZE
-    fake.tell(Step(order.id, 1, steps))
+    fake.send(Step(order.id, 1, steps))
     for index in range(order.partial_images):
-        small = height // SHRINK, width // SHRINK
-        fake.tell(Partial(order.id, index, *small, pixels_of(partial_seed(order.seed, index), *small), (height, width)))
-    failed = obeyed(fake, order, order.prompt.split())
+        fake.send(Partial(order.id, index, *preview_of(order.seed, index, height, width), (height, width)))
+    failed = obeyed(fake, order)
     if failed is not None:
         return failed
     for index in range(2, steps + 1):
-        fake.tell(Step(order.id, index, steps))
+        fake.send(Step(order.id, index, steps))
     if FACTS[order.model].get("video") is not None:
         frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
         return VideoResult(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
-    if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it came
+    if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it was sent
         last = order.images[-1]
         pixels = Path(order.pixels or "").read_bytes()[-last.nbytes :]
         return ImageResult(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
@@ -153,23 +148,22 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
 
 
 def main() -> None:
-    """Serve the front of SEQPAR_SERVE."""
     folder = Path(os.environ["FAKE_FOLDER"])
     if (folder / "refuse").exists():
-        print("error: got no model, expected one", file=sys.stderr, flush=True)
+        print("error: no model is given", file=sys.stderr, flush=True)
         raise SystemExit(2)
-    fake = Fake(folder)
     print("fake ranks start", flush=True)
     while (folder / "slow-start").exists():
         time.sleep(0.01)
-    fake.tell(Ready(MODELS, 2, "cpu", 0.5))
-    fake.tell(Alive((1000, 2000)))
+    fake = Fake(folder)
+    fake.send(Ready(MODELS, 2, "cpu", 0.5))
+    fake.send(Alive((1000, 2000)))
     while not fake.left:
         heard = fake.hear(None)
         if isinstance(heard, Finish):
             return
         if heard is not None:
-            fake.tell(answer(fake, heard))
+            fake.send(answer(fake, heard))
 
 
 if __name__ == "__main__":

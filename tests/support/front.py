@@ -1,7 +1,9 @@
-"""A front in a process of its own, before fake ranks: started on a free port, and asked by the clients of tests."""
+"""An API server in its own process with fake ranks, on a free port, and its clients."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
@@ -12,11 +14,14 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 import openai
+from PIL import Image
 
 LIMIT_S = 60.0  # for what takes milliseconds unless the machine is busy
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +34,44 @@ code = main(sys.argv[1:], CHILD)
 print("torch was loaded" if "torch" in sys.modules else "torch was not loaded", file=sys.stderr)
 quick_exit(code)  # as the command does
 """
+# without certificates, which take long to read; the server closes connections that are idle for 5 s
+HTTP: dict[str, Any] = {"verify": False, "timeout": LIMIT_S, "limits": httpx.Limits(keepalive_expiry=1.0)}
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 10, 3), np.uint8)
+T = TypeVar("T")
+
+
+def until(holds: Callable[[], T | None], limit_s: float = LIMIT_S) -> T:
+    """The first true result of a function; TimeoutError after a long time."""
+    end = time.monotonic() + limit_s
+    while not (result := holds()):
+        if time.monotonic() > end:
+            raise TimeoutError("what the test waits for did not happen")
+        time.sleep(0.02)
+    return result
+
+
+def file_of(pixels: np.ndarray = PIXELS, kind: str = "png") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def opened(file: str | bytes | None) -> Image.Image:
+    """The image of a file, or of its base64 text."""
+    return Image.open(io.BytesIO(base64.b64decode(file or "") if not isinstance(file, bytes) else file))
+
+
+def keys_in(folder: Path) -> str:
+    """The path of a file with the keys of ada and bob."""
+    file = folder / "keys"
+    file.write_text("# who may send requests\nada: key-of-ada\nbob: key-of-bob\n")
+    file.chmod(0o600)
+    return str(file)
 
 
 @dataclass
 class Running:
-    """A front that runs. lines: what it has written to stderr."""
+    """A running API server. lines: what it has written to stderr. folder: of its fake ranks."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -42,79 +80,76 @@ class Running:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Return the log."""
         return [json.loads(line) for line in self.lines[:] if line.startswith("{")]
 
     def event(self, name: str, **facts: Any) -> dict[str, Any]:
-        """Return the first line of the log of this name and facts, as soon as there is one."""
+        """The first line of the log with this name and facts, as soon as it is written."""
 
-        def found() -> dict[str, Any] | None:
+        def written() -> dict[str, Any] | None:
             has_ended = self.reader is not None and not self.reader.is_alive()
-            line = next((each for each in self.events if {**each, **facts, "event": name} == each), None)
+            line = next((event for event in self.events if {**event, **facts, "event": name} == event), None)
             if line is None and has_ended:
-                raise RuntimeError(f"the front has ended without {name}: {self.lines[-5:]}")
+                raise RuntimeError(f"the server has ended without {name}: {self.lines[-5:]}")
             return line
 
-        return until(found)
+        return until(written)
+
+    @cached_property
+    def port(self) -> int:
+        return self.event("listening")["port"]
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
-        return f"http://127.0.0.1:{self.event('listening')['port']}"
+        return f"http://127.0.0.1:{self.port}"
 
-    def http(self, key: str | None = None) -> httpx.Client:
-        """Return a client; the caller closes it. It speaks HTTP alone, and reads no certificates, which takes long."""
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT_S, verify=False)
+    def client(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, **HTTP)
 
-    def openai(self, key: str = "none", retries: int = 0) -> openai.OpenAI:
-        """Return the client of OpenAI."""
-        http = openai.DefaultHttpxClient(verify=False)  # as above
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=LIMIT_S, http_client=http
-        )
+    def openai(self, key: str, retries: int = 0) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(**HTTP)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, http_client=http)
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **HTTP)
+
+    @cached_property
+    def ai(self) -> openai.OpenAI:
+        return self.openai("none")
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, in order of arrival."""
+        return self.http.get("/v1/jobs").json()["data"]
 
     @property
     def heard(self) -> list[dict[str, Any]]:
-        """Return what the ranks have heard."""
+        """Messages to the ranks."""
         file = self.folder / "heard"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
+    def orders(self) -> list[dict[str, Any]]:
+        return [message for message in self.heard if message["type"] == "request"]
+
+    @property
     def prompts(self) -> list[str]:
-        """Return the prompts of all orders that the ranks have heard."""
-        return [each["prompt"] for each in self.heard if each["type"] == "request"]
+        return [order["prompt"] for order in self.orders]
+
+    def release(self, name: str) -> None:
+        """End the waiting of the prompt `hold NAME`."""
+        (self.folder / name).touch()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """End the front by a signal and return its exit code."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """Return the exit code."""
         return self.process.wait(LIMIT_S)
-
-    def ready(self) -> None:
-        """Wait until the ranks are ready."""
-        self.event("ready")
-
-
-T = TypeVar("T")
-
-
-def until(found: Callable[[], T | None], limit_s: float = LIMIT_S) -> T:
-    """Return what a function returns, as soon as it is true; an error after a long time."""
-    end = time.monotonic() + limit_s
-    while not (result := found()):
-        if time.monotonic() > end:
-            raise TimeoutError("what the test waits for did not come")
-        time.sleep(0.02)
-    return result
 
 
 @contextmanager
 def running(folder: Path, *words: str, wait: bool = True, fake: bool = True, before: str = "") -> Generator[Running]:
-    """Start a front whose fake ranks use a folder; kill it at the end.
+    """Start a server whose fake ranks use a folder; kill it at the end.
 
     wait: until the ranks are ready. fake: False for real ranks of the models and flags in `words`. before: what the
     process runs first.
@@ -131,9 +166,11 @@ def running(folder: Path, *words: str, wait: bool = True, fake: bool = True, bef
     reader.start()
     try:
         if wait:
-            front.ready()
+            front.event("ready")
         yield front
     finally:
+        for name in {"http", "ai"} & vars(front).keys():
+            getattr(front, name).close()
         if process.poll() is None:
             process.terminate()
             try:

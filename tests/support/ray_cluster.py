@@ -1,8 +1,8 @@
 """Two nodes of Ray on this machine, run as a script: it ends them when its input ends.
 
-Its first line of output is {"address": ..., "raylets": process ids of the nodes}. A line of input is the path of a
-config file, which is deployed, or the word "states". The answer is how many replicas of each deployment are in which
-state, as {"seqpar/Replica": {"RUNNING": 2}}.
+Its first line of output is {"raylets": process ids of the nodes}. A line of input is the path of a config file, which
+is deployed, or the word "states". The answer has the number of replicas by deployment and state:
+{"seqpar/Replica": {"RUNNING": 2}}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ SECOND = {"node_ip_address": "127.0.0.3"}
 
 
 def states() -> dict[str, dict[str, int]]:
-    """Return how many replicas of each deployment are in which state."""
     return {
         f"{name}/{deployment}": {str(state): count for state, count in about.replica_states.items()}
         for name, application in serve.status().applications.items()
@@ -33,19 +32,18 @@ def states() -> dict[str, dict[str, int]]:
 
 
 def deploy(address: str, path: str) -> None:
-    """Do what an operator does with a config file."""
+    """As an operator does."""
     words = ["serve", "run", "--non-blocking", "--address", address, "--app-dir", os.getcwd(), path]
     subprocess.run([sys.executable, "-m", "ray.serve.scripts", *words[1:]], check=True, stdout=sys.stderr)
 
 
 def main() -> None:
-    """Run two nodes."""
     cluster: Any = Cluster(initialize_head=True, head_node_args={**NODE, **FIRST})
     try:
         second = cluster.add_node(**NODE, **SECOND)
         pids = [node.all_processes["raylet"][0].process.pid for node in (cluster.head_node, second)]
         ray.init(address=cluster.address, log_to_driver=False)
-        print(json.dumps({"address": cluster.address, "raylets": pids}), flush=True)
+        print(json.dumps({"raylets": pids}), flush=True)
         for line in map(str.strip, sys.stdin):
             if line != "states":
                 deploy(cluster.address, line)

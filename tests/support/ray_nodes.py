@@ -1,4 +1,4 @@
-"""Two nodes of Ray on addresses of this machine alone, for tests: started, given an application, and looked at."""
+"""Two nodes of Ray on addresses of this machine alone, their applications and their processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,69 +23,53 @@ REPLICA = "ray::ServeReplica:"  # how the command lines of Serve's replicas begi
 
 
 def parent(pid: int) -> int:
-    """Return the process id of a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def processes(begin: str) -> list[int]:
-    """Return the processes whose command line begins with a text."""
-    found: list[int] = []
+    """The processes whose command line begins with a text."""
+    pids: list[int] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(FileNotFoundError):  # it has ended
             if path.read_bytes().replace(b"\0", b" ").decode(errors="replace").startswith(begin):
-                found.append(int(path.parent.name))
-        except FileNotFoundError:  # it has ended
-            continue
-    return sorted(found)
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
-    return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
+                pids.append(int(path.parent.name))
+    return sorted(pids)
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and all that it, and they, have started."""
-    return [pid, *(each for child in children(pid) for each in tree(child))]
+    """A process and its descendants."""
+    children = [x for path in Path(f"/proc/{pid}/task").glob("*/children") for x in path.read_text().split()]
+    return [pid, *(descendant for child in children for descendant in tree(int(child)))]
 
 
 @dataclass
 class Nodes:
-    """Two nodes. raylets: their process ids. url: where requests go."""
+    """Two nodes. raylets: their process ids. port: of the ingress."""
 
     process: subprocess.Popen[str]
-    address: str
     raylets: list[int]
     folder: Path
-    variables: Mapping[str, str]
     port: int
 
     @property
     def url(self) -> str:
-        """Return where the ingress answers."""
         return f"http://127.0.0.1:{self.port}"
 
     def http(self) -> httpx.Client:
-        """Return a client."""
         return httpx.Client(base_url=self.url, timeout=LIMIT_S)
 
-    def states(self) -> dict[str, dict[str, int]]:
-        """Return how many replicas of each deployment are in which state."""
-        return self._say("states")
-
     def deploy(self, config: dict[str, Any]) -> None:
-        """Deploy what a config file says."""
-        file = self.folder / "serve.json"  # which is YAML, too
+        file = self.folder / "serve.json"  # JSON is YAML, too
         file.write_text(json.dumps(config))
         self._say(str(file))
 
     def running(self, name: str, count: int) -> None:
-        """Wait until an application has so many replicas that run, and nothing else exists."""
+        """Wait until an application has so many running replicas, and nothing else exists."""
         expected = {f"{name}/Replica": {"RUNNING": count}, f"{name}/Ingress": {"RUNNING": 1}}
-        until(lambda: self.states() == expected, START_S)
+        until(lambda: self._say("states") == expected, START_S)
 
     def replicas(self, name: str) -> list[int]:
-        """Return the process ids of an application's replicas on these nodes."""
+        """The process ids of an application's replicas on these nodes."""
         return [pid for pid in processes(f"{REPLICA}{name}:Replica") if parent(pid) in self.raylets]
 
     def _say(self, line: str) -> Any:
@@ -108,7 +92,7 @@ def two_nodes(folder: Path, port: int, **variables: str) -> Generator[Nodes]:
             assert process.stdout is not None
             first = process.stdout.readline()
             assert first, (folder / "ray.log").read_text()
-            yield Nodes(process, **json.loads(first), folder=folder, variables=told, port=port)
+            yield Nodes(process, **json.loads(first), folder=folder, port=port)
         finally:
             assert process.stdin is not None
             process.stdin.close()

@@ -1,4 +1,4 @@
-"""A mounted folder (--jobs): every server reads results and records of finished jobs; running jobs stay with theirs."""
+"""Result files and records: in memory, or in a folder that every server reads (--jobs)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from typing import Any
 import openai
 import pytest
 
-from seqpar.serve.api.files import JobFolder, JobRecord
+from seqpar.serve.api.errors import ProblemError
+from seqpar.serve.api.files import JobFolder, JobRecord, MemoryStore
 from tests.serve.test_videos import create, ended
 from tests.support.fake_replica import pixels_of
-from tests.support.front import running, until
+from tests.support.front import keys_in, running, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
-KEYS = "ada:key-of-ada\nbob:key-of-bob\n"
 
 
 def test_finished_jobs_are_read_by_every_server_and_running_ones_name_theirs(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(KEYS)
-    keys.chmod(0o600)
-    flags = "--keys", str(keys), "--jobs", str(tmp_path / "jobs")
+    flags = "--keys", keys_in(tmp_path), "--jobs", str(tmp_path / "jobs")
     (tmp_path / "secret.json").write_text("{}")
     with ExitStack() as stack:
         for name in ("first", "second"):
@@ -35,7 +32,7 @@ def test_finished_jobs_are_read_by_every_server_and_running_ones_name_theirs(tmp
             stack.enter_context(running(tmp_path / name, *flags, "--name", name)) for name in ("first", "second")
         )
         one, other = (stack.enter_context(server.openai("key-of-ada")) for server in (first, second))
-        ada, bob = (stack.enter_context(second.http(f"key-of-{name}")) for name in ("ada", "bob"))
+        ada, bob = (stack.enter_context(second.client(f"key-of-{name}")) for name in ("ada", "bob"))
 
         # a running video is known to its server alone
         video = create(one, "hold video", size="40x24", seed=5, steps=3)
@@ -43,19 +40,19 @@ def test_finished_jobs_are_read_by_every_server_and_running_ones_name_theirs(tmp
         with pytest.raises(openai.NotFoundError, match="until it ends, only server first has it"):
             other.videos.retrieve(video.id)
         assert list(other.videos.list()) == []
-        (tmp_path / "first" / "video").touch()
+        first.release("video")
         done = ended(one, video.id)
 
         # a finished one to all, with its key
-        until(lambda: [each.id for each in other.videos.list()] == [video.id])
+        until(lambda: [listed.id for listed in other.videos.list()] == [video.id])
         assert other.videos.retrieve(video.id) == done
         assert other.videos.download_content(video.id).content == pixels_of(5, 24, 40)
         data: Any = one.images.generate(prompt="x", response_format="url").data
         path = data[0].url.removeprefix(first.url)
         assert (ada.get(path).status_code, bob.get(path).status_code) == (200, 404)
         assert ada.get(path).headers["cache-control"] == "private, no-store"
-        for ask in (bob.get, bob.delete):
-            assert ask(f"/v1/videos/{video.id}").status_code == 404
+        for send in (bob.get, bob.delete):
+            assert send(f"/v1/videos/{video.id}").status_code == 404
 
         # names lead to nothing else
         (owner,) = (path for path in (tmp_path / "jobs").iterdir() if path.is_dir())
@@ -77,48 +74,63 @@ def test_finished_jobs_are_read_by_every_server_and_running_ones_name_theirs(tmp
 
 
 def test_a_deleted_video_leaves_nothing_and_the_last_records_are_written(tmp_path: Path) -> None:
-    with running(tmp_path, "--jobs", str(tmp_path / "jobs")) as server, server.openai() as client:
-        video = create(client, "wait")
-        until(lambda: client.videos.retrieve(video.id).status == "in_progress")
-        assert client.videos.delete(video.id).deleted
-        last = create(client, "wait", deadline_s=100)
-        until(lambda: client.videos.retrieve(last.id).status == "in_progress")
-        server.process.send_signal(signal.SIGTERM)
-        client.videos.delete(last.id)
+    with running(tmp_path, "--jobs", str(tmp_path / "jobs")) as server:
+        for is_last in (False, True):
+            video = create(server.ai, "wait", deadline_s=100)
+            until(lambda video=video: server.ai.videos.retrieve(video.id).status == "in_progress")
+            if is_last:
+                server.process.send_signal(signal.SIGTERM)
+            assert server.ai.videos.delete(video.id).deleted
         assert server.wait() == 0
     assert [*tmp_path.glob("jobs/*/*")] == []
 
 
-def aged(path: Path, seconds: float) -> None:
-    """Make a file so many seconds old."""
-    at = time.time() - seconds
-    os.utime(path, (at, at))
+def test_old_files_go_first_and_other_keys_have_none() -> None:
+    now = [0.0]
+    files = MemoryStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
+
+    async def kept(*names: tuple[str, str]) -> list[bool]:
+        return [await files.get(*name) is not None for name in names]
+
+    async def both() -> None:
+        first, second = await files.keep("a", "png", [b"1234", b"5678"])
+        assert await kept(("b", first)) == [False]
+        now[0] = 5.0
+        (third,) = await files.keep("a", "png", [b"90123"])
+        assert await kept(("a", first), ("a", second), ("a", third)) == [False, True, True]
+        now[0] = 10.0
+        assert await kept(("a", second), ("a", third)) == [False, True]
+        with pytest.raises(ProblemError, match="keeps at most 10"):
+            await files.keep("a", "png", [b"12345678901"])
+
+    asyncio.run(both())
 
 
-def test_what_has_expired_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+def test_expired_files_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    def age(path: Path, seconds: float) -> None:
+        at = time.time() - seconds
+        os.utime(path, (at, at))
+
     async def kept() -> list[bool]:
         folder = JobFolder(tmp_path, keep_s=50, keep_bytes=10)
         first, second = await folder.keep("ada", "png", [b"1234", b"5678"])
         (owner,) = tmp_path.iterdir()
-        aged(owner / first, 3)
-        aged(owner / second, 2)
+        age(owner / first, 3)
+        age(owner / second, 2)
         (third,) = await JobFolder(tmp_path, 50, 10).keep("bob", "png", [b"90123"])  # of another server
         for id_ in ("old", "new"):
             folder.keep_record("ada", JobRecord(id_, 0.0, {}))
         foreign = [owner / "a file of a user", tmp_path / "notes.txt", tmp_path / "notes" / "old.json"]
         foreign[-1].parent.mkdir()
-        for path in foreign:
-            path.touch()
         for path in (*foreign, owner / "old.json", owner / f".{'0' * 16}", owner / second):
             path.touch()
-            aged(path, 60)
+            age(path, 60)
         assert await folder.get("ada", second) is None
-        assert (folder.record("ada", "old"), [each.id for each in folder.records("ada")]) == (None, ["new"])
+        assert (folder.record("ada", "old"), [record.id for record in folder.records("ada")]) == (None, ["new"])
         folder.sweep()
         assert {path.name for path in owner.iterdir()} == {"new.json", foreign[0].name}
         assert all(path.exists() for path in foreign)
-        return [
-            await folder.get(key, name) is not None for key, name in (("ada", first), ("ada", third), ("bob", third))
-        ]
+        places = ("ada", first), ("ada", third), ("bob", third)
+        return [await folder.get(*place) is not None for place in places]
 
     assert asyncio.run(kept()) == [False, False, True]

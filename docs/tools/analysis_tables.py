@@ -1,9 +1,15 @@
-"""The tables of docs/analysis.md, from `seqpar.planner` and from the result lines in docs/benchmarks."""
+"""Writes the tables of docs/analysis.md, from `seqpar.planner` and from the result lines in docs/benchmarks.
+
+python -m docs.tools.analysis_tables --write        # the plots: python -m docs.tools.analysis_plots
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from docs.tools import analysis as a
 from docs.tools import analysis_plots as plots
@@ -12,6 +18,7 @@ from seqpar.planner.predict import GIB, predict
 from seqpar.planner.rates import H200
 from seqpar.types.facts import Cost, Layout, core
 
+PAGE = Path(__file__).parents[1] / "analysis.md"
 # the worked shape: 16 frames of 32 x 32 patches, a width that the founding notes plot, a text of T5
 B, T, P, D, Z, C, E = 1, 16, 1024, 1536, 24, 512, 4096
 S = T * P
@@ -145,7 +152,7 @@ def notes_table() -> str:
     """Return the crossings that the founding notes state, with what their formulas give."""
 
     def crossing(share: int) -> str:
-        """Where the core of attention has `share` / 2 times the FLOPs of the MLP."""
+        # where the core of attention has `share` / 2 times the FLOPs of the MLP
         return count(explain.first(lambda s: 2 * core(1, s, s, Z, D // Z).flops >= share * a.mlp(s, D).flops))
 
     whole = count(explain.first(lambda s: a.self_attention(1, s, D, Z).flops >= a.mlp(s, D).flops))
@@ -232,3 +239,30 @@ def times_table() -> str:
         predicted = dict(zip(plots.GPUS, plots.times(x.model, x.tokens)["planned"], strict=True))[x.gpus]
         rows.append((x.model, x.tokens, x.gpus, f"{x.value:.4g}", f"{predicted:.4g}", f"`{x.file}`"))
     return table(("model", "tokens", "H200s", "fastest measured, ms", "planned, predicted", "line of"), rows)
+
+
+TABLES = {
+    "operations": operations_table,
+    "gpus": gpu_table,
+    "notes": notes_table,
+    "half": half_table,
+    "shares": shares_table,
+    "traffic": traffic_table,
+    "tensor": against_tensor_table,
+    "memory": memory_table,
+    "times": times_table,
+}
+
+
+def page() -> str:
+    """The page with its tables as they are now; each follows its name in a comment."""
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(
+        r"<!-- table (\w+) -->\n\n(\|.*\n)+", lambda old: f"<!-- table {old[1]} -->\n\n{TABLES[old[1]]()}\n", text
+    )
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    print(page())

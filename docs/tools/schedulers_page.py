@@ -1,14 +1,16 @@
-"""Writes docs/schedulers.md: tries every scheduler class of the installed diffusers and lists how it is stepped.
+"""Writes the table of docs/schedulers.md: how every scheduler class of the installed diffusers is stepped.
 
-python -m docs.tools.schedulers_page > docs/schedulers.md
+python -m docs.tools.schedulers_page --write
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -16,7 +18,6 @@ from diffusers.utils import logging
 
 from seqpar.loading.errors import FAILURES
 from seqpar.loading.schedulers import why_not_driven
-from seqpar.loop.schedules import MOST
 from seqpar.loop.steppers import decide
 
 STEPS = 25
@@ -49,39 +50,8 @@ NEEDS = {
     "KarrasVeScheduler": "transformers",
     "LMSDiscreteScheduler": "scipy",
 }
-HEAD = f"""# Schedulers
-
-How each scheduler class of diffusers {diffusers.__version__} is stepped, found by trying it with {STEPS} steps.
-`python -m docs.tools.schedulers_page > docs/schedulers.md` makes this page again; a test compares it with what the
-installed diffusers does.
-
-- **local**: the scheduler's steps are traced to coefficients before the loop (`seqpar/loop/schedules.py`) and run
-  on each rank's own tokens, inside the CUDA graph. The history says how many states and model outputs a step uses, this
-  step's included; the residual is the largest relative difference between a row of coefficients and the scheduler's own
-  step. Noise that the scheduler draws in its steps is drawn before the loop, in the same order from the same generator.
-- **whole**: the scheduler itself steps the gathered latents, identically on every rank, outside of a graph. A scheduler
-  is traced where its steps are linear in at most {MOST} states and {MOST} outputs.
-- **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
-
-DDIM, and DDPM with the variances that the model predicts, have a kernel of their own, which also clips. A
-`--scheduler` of another noise process (diffusion by betas, flow matching) than that of the model's own scheduler is
-refused; in Python, `sample` takes any scheduler, as a checkpoint alone does not say what it was trained with. Some
-classes need a package that diffusers does not install; their rows name it, and say what the class does where it is
-installed.
-
-The authors of DiT and Large-DiT sample with DDPM in 250 steps, with the variances that the model predicts, guidance on
-3 of 4 channels and no clipping: `--scheduler DDPMScheduler --respacing 250 --guidance-channels 3`. `--respacing` takes
-the texts of their `space_timesteps`: "250" runs from the first to the last training timestep, which is not a spacing of
-diffusers' DDIM; "ddim25" (with `--scheduler DDIMScheduler`) takes every 40th. A step ends at the next timestep of the
-schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also clips each predicted x0 to -1 ... 1, and
-DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
-scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
-diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there; `seqpar.parallelize(pipe)`
-makes it work, and without it `seqpar.loading.schedulers.pass_variances(pipe)` does, which also takes a generator.
-
-| scheduler | settings | stepped | history, or reason |
-|---|---|---|---|
-"""
+PAGE = Path(__file__).parents[1] / "schedulers.md"
+HEAD = "| scheduler | settings | stepped | history, or reason |\n|---|---|---|---|\n"
 
 
 def row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
@@ -120,19 +90,18 @@ def _row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
 
 
 def plain(error: BaseException) -> str:
-    """Return an error's first sentence, formatted for one line of a table."""
+    """The first sentence of an error, as a cell of a table."""
     text = " ".join(str(error).split()).replace("|", "\\|")
     text = re.sub(r"^got scheduler '\w+', which ", "", text)
     return re.split(r"(?<=[a-z)])\. ", text)[0][:160]
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 state" or "2 states"."""
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def page() -> str:
-    """Return the page with all classes and settings."""
+    """The page with the installed version and all classes and settings."""
     names = [name for name in dir(diffusers) if name.endswith("Scheduler")]
     lines = []
     logging.set_verbosity_error()  # diffusers warns of settings that these steps are tried with
@@ -140,10 +109,14 @@ def page() -> str:
         warnings.simplefilter("ignore")  # torchsde's, of sigmas that diffusers rounds beyond the ends of its range
         for name in names:
             for settings in ({}, *MORE.get(name, ())):
-                told = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
-                lines.append(f"| {name} | {told} | {' | '.join(row(name, settings))} |")
-    return HEAD + "\n".join(lines) + "\n"
+                fields = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
+                lines.append(f"| {name} | {fields} | {' | '.join(row(name, settings))} |")
+    before = PAGE.read_text(encoding="utf-8").partition(HEAD)[0]
+    text = re.sub(r"(?<=class of diffusers )\S+", diffusers.__version__, before)
+    return text + HEAD + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
     print(page(), end="")

@@ -34,7 +34,6 @@ class InputImage(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pixels."""
         return 3 * self.height * self.width
 
 
@@ -100,7 +99,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
-    first.
+    first; unit: sides of others are multiples of it. schedulers: names that requests may have.
     """
 
     name: str
@@ -115,6 +114,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     needs_picture: bool = False
     video: VideoFacts | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    unit: int = 1
+    schedulers: tuple[str, ...] = ()
 
     def lora(self, name: str) -> str | None:
         """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""

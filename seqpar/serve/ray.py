@@ -88,11 +88,10 @@ class AppArgs(BaseModel):
 
     @property
     def command(self) -> list[str]:
-        """The command of a replica."""
-        count = ("--ranks", str(self.ranks)) if self.gpus is None else ("--gpus", str(self.gpus))
-        paths = {"--jobs": self.jobs, "--keys": self.keys, "--loras": self.loras}
-        flags = [word for flag, path in paths.items() if path is not None for word in (flag, path)]
-        return [*self.program, *self.models, *count, "--host", "127.0.0.1", "--port", "0", *flags, *self.flags]
+        flags: dict[str, object] = {"--gpus": self.gpus, "--ranks": self.ranks, "--host": "127.0.0.1", "--port": 0}
+        flags |= {"--jobs": self.jobs, "--keys": self.keys, "--loras": self.loras}
+        words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+        return [*self.program, *self.models, *words, *self.flags]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -140,7 +139,6 @@ class Head:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer is a stream of events."""
         return dict(self.headers).get(b"content-type", b"").startswith(EVENTS)
 
 
@@ -167,7 +165,7 @@ class Router(MultiplexMixin, RequestRouter):
         return [rank for rank in (same, new, candidate_replicas) if rank]
 
     async def _length(self, replica: RunningReplica) -> int:
-        """How many requests a replica has, with those that were just sent to it; an error if it is dead."""
+        """Number of requests of a replica, with those that were just sent to it; an error if it is dead."""
         length = self.replica_queue_len_cache.get(replica.replica_id)
         if length is None:
             length = await replica.get_queue_len(deadline_s=PROBE_S)
@@ -199,7 +197,6 @@ class Child:
             raise RuntimeError(errors[-1] if errors else unknown)
 
     def end(self) -> None:
-        """Stop it, if it has not exited."""
         self._process.terminate()
         try:
             self._process.wait(LEAVE_S)
@@ -213,7 +210,6 @@ class Child:
             return False
 
     def _pump(self) -> None:
-        """Pass its log on, and note where it listens."""
         for line in self._process.stderr or ():
             print(line, end="", file=sys.stderr, flush=True)
             self._tail.append(line.rstrip())
@@ -279,7 +275,6 @@ class RayReplica:
 
 
 def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Headers without those of one connection."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in OF_ONE_CONNECTION)
 
 
@@ -294,7 +289,6 @@ class Ingress:
         self._videos = set[asyncio.Task[None]]()  # calls that last until a video is made
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request."""
         try:
             call = await _call(request)
             loras = await _loras(call, request) if self._has_loras and call.body else ""
@@ -350,7 +344,6 @@ class Ingress:
 
 
 async def _drain(answer: Parts) -> None:
-    """Wait for the end of a call."""
     try:
         async for _ in answer:
             pass
@@ -370,20 +363,14 @@ async def _call(request: Request) -> HttpCall:
     return HttpCall(request.method, raw + (b"?" + query if query else b""), tuple(scope["headers"]), body)
 
 
-class LoraName(msgspec.Struct):
-    """A LoRA in a body; the replica checks all of it."""
-
-    name: str
-
-
 class LoraField(msgspec.Struct):
-    """The field of a body that decides which replica is best."""
+    """The field of a body that decides which replica is best; the replica checks all of it."""
 
-    lora: str | list[LoraName] | None = None
+    lora: str | list[dict[str, Any]] | None = None
 
 
 async def _loras(call: HttpCall, request: Request) -> str:
-    """The names of a body's LoRAs as one word. An invalid body has none here; the replica says what is wrong."""
+    """The names of a body's LoRAs as one word. An invalid body has none here; the replica refuses it."""
     try:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
             form = await read_form(Request(request.scope, replayed(call.body, request.receive)))
@@ -391,5 +378,5 @@ async def _loras(call: HttpCall, request: Request) -> str:
         lora = msgspec.json.decode(call.body, type=LoraField).lora
     except (ProblemError, msgspec.MsgspecError):
         return NO_LORAS
-    names = [lora] if isinstance(lora, str) else [named.name for named in lora or ()]
+    names = [lora] if isinstance(lora, str) else [str(entry.get("name")) for entry in lora or ()]
     return "+".join(sorted(names)) or NO_LORAS

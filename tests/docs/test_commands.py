@@ -12,7 +12,7 @@ import tyro
 from torch.distributed.run import main as agent
 
 from seqpar.cli.main import Convert, Plan, Replica, Sample, Verify, sample
-from seqpar.serve.api.args import ServeArgs
+from seqpar.serve.api.command import ServeArgs
 from tests.cli.processes import LIMIT_S, SCRIPT, environment, seqpar
 from tests.support.forks import Forked
 from tests.support.pages import ROOT, Block, blocks, every_block, words

@@ -14,8 +14,7 @@ from PIL import Image
 
 from docs.tools import analysis
 from docs.tools import analysis_plots as plots
-from docs.tools.analysis_page import PAGE, page
-from docs.tools.analysis_tables import operations, traffic
+from docs.tools.analysis_tables import PAGE, TABLES, operations, page, traffic
 from seqpar.planner.costs import parts as parts_of
 from seqpar.planner.explain import PARTS, explain, first, half_of_flops, ways
 from seqpar.planner.predict import predict
@@ -26,7 +25,9 @@ from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, U4, planned
 
 
 def test_the_page_is_what_the_code_computes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m docs.tools.analysis_page --write"
+    written = PAGE.read_text(encoding="utf-8")
+    assert written == page(), "python -m docs.tools.analysis_tables --write"
+    assert re.findall(r"<!-- table (\w+) -->", written) == [*TABLES]
 
 
 @pytest.mark.parametrize("name", ["share", "gpus"])

@@ -17,7 +17,7 @@ import pytest
 import tyro
 import yaml
 
-from seqpar.serve.api.args import ServeArgs
+from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.gate import OPEN
 from seqpar.serve.api.telemetry import Metrics
 from tests.support.front import ROOT

@@ -1,4 +1,4 @@
-"""Result files and records: in memory, or in a folder that every server reads (--jobs)."""
+"""Result files and records, in a folder that every server reads (--jobs) or of one server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from seqpar.serve.api.errors import ProblemError
-from seqpar.serve.api.files import JobFolder, JobRecord, MemoryStore
+from seqpar.serve.api.files import JobFolder, JobRecord
 from tests.serve.test_videos import create, ended
 from tests.support.fake_replica import pixels_of
 from tests.support.front import keys_in, running, until
@@ -85,27 +85,6 @@ def test_a_deleted_video_leaves_nothing_and_the_last_records_are_written(tmp_pat
     assert [*tmp_path.glob("jobs/*/*")] == []
 
 
-def test_old_files_go_first_and_other_keys_have_none() -> None:
-    now = [0.0]
-    files = MemoryStore(keep_s=10, keep_bytes=10, now=lambda: now[0])
-
-    async def kept(*names: tuple[str, str]) -> list[bool]:
-        return [await files.get(*name) is not None for name in names]
-
-    async def both() -> None:
-        first, second = await files.keep("a", "png", [b"1234", b"5678"])
-        assert await kept(("b", first)) == [False]
-        now[0] = 5.0
-        (third,) = await files.keep("a", "png", [b"90123"])
-        assert await kept(("a", first), ("a", second), ("a", third)) == [False, True, True]
-        now[0] = 10.0
-        assert await kept(("a", second), ("a", third)) == [False, True]
-        with pytest.raises(ProblemError, match="keeps at most 10"):
-            await files.keep("a", "png", [b"12345678901"])
-
-    asyncio.run(both())
-
-
 def test_expired_files_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     def age(path: Path, seconds: float) -> None:
         at = time.time() - seconds
@@ -130,6 +109,8 @@ def test_expired_files_are_deleted_and_nothing_else(tmp_path: Path) -> None:
         folder.sweep()
         assert {path.name for path in owner.iterdir()} == {"new.json", foreign[0].name}
         assert all(path.exists() for path in foreign)
+        with pytest.raises(ProblemError, match="keeps at most 10"):
+            await folder.keep("ada", "png", [b"12345678901"])
         places = ("ada", first), ("ada", third), ("bob", third)
         return [await folder.get(*place) is not None for place in places]
 

@@ -20,10 +20,10 @@ import pytest
 
 from seqpar.pipelines.image_files import digest
 from seqpar.serve.api import codec, jobs
+from seqpar.serve.api.accept import MOST_WAITING, decode_inputs
 from seqpar.serve.api.codec import Codec, Format, InputFiles, PixelFile, encoded, pixels_in
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, GENERATIONS
-from seqpar.serve.api.images import MOST_WAITING, decode_inputs
 from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
 from seqpar.serve.messages import ImageRequest, InputImage
 from tests.support.fake_replica import pixels_of
@@ -241,7 +241,7 @@ def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
     def spec() -> JobSpec:
         pixels = PixelFile(tmp_path)
         pixels.path.touch()
-        return JobSpec(order, 1, Format(), "normal", 1, 0.1, 9.0, pixels=pixels)
+        return JobSpec(order, "normal", 1, 0.1, 9.0, pixels)
 
     async def added() -> JobSpec:
         queue = Queue(9, 9.0, Speeds(), lambda job: None)

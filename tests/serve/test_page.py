@@ -18,7 +18,6 @@ from selenium.webdriver import Chrome, Keys
 from seqpar.cli.args import Args
 from seqpar.serve.api.app import PAGE
 from seqpar.serve.api.gate import GENERATIONS
-from seqpar.serve.ranks.checked import sizes_near
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
 from tests.support.fake_replica import pixels_of
@@ -252,14 +251,3 @@ def test_a_real_model_is_cancelled_and_makes_the_image_that_other_clients_get(em
         assert page.file == requested(front, model="builtin", prompt="ice cream", size="56x72", steps=6, seed=3)
         assert (len(page.history), opened(page.file).size) == (1, (56, 72))
         assert page["command"].text.endswith("--classes='ice cream' --size=72x56 --seed=3 --steps=6 --ranks=1")
-
-
-def test_other_sizes_have_as_many_pixels_as_the_models_own() -> None:
-    def even(size: tuple[int, int]) -> None:
-        if size[0] % 128:
-            raise ValueError("no multiple")
-
-    assert sizes_near((0, 0), even) == ()
-    large = ((1024, 1024), (896, 1152), (1152, 896), (832, 1280), (1280, 832), (768, 1344), (1344, 768))
-    assert sizes_near((1024, 1024), lambda size: None) == large
-    assert sizes_near((1000, 1000), even) == ((1000, 1000), (1152, 864))

@@ -40,6 +40,7 @@ from seqpar.serve.messages import (
     VideoResult,
     read,
 )
+from seqpar.serve.ranks.checked import sizes_near, unit_of
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, replica
@@ -133,6 +134,7 @@ def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver, fold
     assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
     assert classes.sizes[:3] == texts.sizes[:3] == ((64, 64), (56, 72), (72, 56))
     assert driver.ready.ranks == 2
+    assert (classes.unit, texts.unit, "DDIMScheduler" in classes.schedulers) == (8, 8, True)
     video, still = VideoFacts(16.0, 81, 4), (True, False, None)
     facts = [(model.edits, model.needs_picture, model.video) for model in models]
     assert facts[:4] == [still, still, (True, False, VideoFacts(25.0, 161, 2)), (True, True, video)]
@@ -152,6 +154,17 @@ def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver, fold
         assert output.count(f"seqpar: previews of {name}: linear map of {channels} channels") == 1
     assert not driver.partial
     assert not driver.steps
+
+
+def test_other_sizes_have_as_many_pixels_as_the_models_own() -> None:
+    def even(size: tuple[int, int]) -> bool:
+        return size[0] % 128 == size[1] % 8 == 0
+
+    assert (sizes_near((0, 0), even), unit_of((0, 0), even)) == ((), 1)
+    large = ((1024, 1024), (896, 1152), (1152, 896), (832, 1280), (1280, 832), (768, 1344), (1344, 768))
+    assert sizes_near((1024, 1024), lambda size: True) == large
+    assert sizes_near((1000, 1000), even) == ((1000, 1000), (1152, 864))
+    assert [unit_of((1024, 1024), fits) for fits in (even, lambda size: True, lambda size: False)] == [128, 1, 1]
 
 
 def test_an_image_has_the_bits_of_the_command(driver: Driver, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import zlib
 from typing import Any
@@ -11,7 +12,11 @@ import httpx
 import openai
 import pytest
 
+from seqpar.serve.api.accept import check_fields
+from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, FORM, GENERATIONS, JSON, VIDEOS
+from seqpar.serve.api.requests import Generation
+from seqpar.serve.messages import ServedModel
 from tests.support.front import LIMIT_S, Running, file_of
 
 IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -207,6 +212,29 @@ def test_the_client_of_openai_raises_its_own_errors(front: Running) -> None:
     assert error.value.request_id
     with pytest.raises(openai.NotFoundError):  # before a stream begins
         front.ai.images.generate(prompt="x", model="none", stream=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "cat"}, None),
+        ({"prompt": "tench, Tinca tinca", "size": "64x48", "scheduler": "DDIMScheduler"}, None),
+        ({"prompt": "7", "size": "auto"}, None),
+        ({"prompt": "no such thing"}, "class 'no such thing' is not of model m; /v1/models lists its classes"),
+        ({"prompt": "cat", "size": "65x9"}, "size 65x9 is not divisible by 8; nearest: 64x8, 72x16"),
+        ({"prompt": "cat", "size": "3x8"}, "size 3x8 is not divisible by 8; nearest: 8x8, 8x16"),
+        ({"prompt": "cat", "scheduler": "NoScheduler"}, "scheduler 'NoScheduler' is not in diffusers"),
+    ],
+)
+def test_rules_of_the_ranks_are_checked_before_the_queue(fields: dict[str, Any], said: str | None) -> None:
+    rules: Any = {"classes": ("cat", "tench"), "unit": 8, "schedulers": ("DDIMScheduler",)}
+    model = ServedModel("m", "classes", (64, 64), 4, "one rank", 0.5, **rules)
+    if said is None:
+        check_fields(Generation(**fields), model)
+        return
+    with pytest.raises(ProblemError, match=re.escape(said)) as error:
+        check_fields(Generation(**fields), model)
+    assert error.value.problem.status == 400
 
 
 @pytest.mark.parametrize(

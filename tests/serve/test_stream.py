@@ -15,7 +15,6 @@ import pytest
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent
 from PIL import Image
 
-from seqpar.serve.api.codec import Format
 from seqpar.serve.api.gate import GENERATIONS
 from seqpar.serve.api.images import COMMENT, events, listen
 from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
@@ -143,7 +142,7 @@ def test_a_quiet_stream_has_comments() -> None:
 
     async def first_bytes() -> list[bytes]:
         queue = Queue(1, 1.0, Speeds(), lambda job: None)
-        spec = JobSpec(ImageRequest("", "toy", "x"), 1, Format(), "normal", 4, 0.5, 100.0)
+        spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", spec)
         stream = events(queue, job, listen(job), "image_edit", with_steps=True, quiet_s=0.001)
         parts = [await anext(stream) for _ in range(3)]

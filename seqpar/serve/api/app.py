@@ -82,10 +82,10 @@ async def page() -> Response:
 
 async def file(name: str, server: Server, key: Key) -> Response:
     """Download an image that was requested as a link; links expire."""
-    stored = await server.files.get(key, name)
-    if stored is None:
+    response = await server.files.get(key, name)
+    if response is None:
         raise refused(404, "unknown_file", "file not found or expired")
-    return stored.response()
+    return response
 
 
 async def models(server: Server) -> dict[str, Any]:

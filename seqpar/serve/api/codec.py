@@ -59,7 +59,6 @@ class InputFiles:
 
     @property
     def path(self) -> str | None:
-        """Where the pixels are."""
         return None if self.file is None else str(self.file.path)
 
 
@@ -93,7 +92,6 @@ class Workers:
             raise ProcessDiedError(f"the process that {self._task} died; retry") from error
 
     def close(self) -> None:
-        """Kill the processes."""
         for process in list((self._pool._processes or {}).values()):  # pyright: ignore[reportPrivateUsage]
             process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -148,7 +146,6 @@ class Codec:
             self.waiting -= 1
 
     def close(self) -> None:
-        """Kill the processes."""
         self._encoder.close()
         self._decoders.close()
 

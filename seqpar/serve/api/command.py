@@ -10,14 +10,93 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
-from seqpar.serve.api.args import ServeArgs
+import tyro
+
 from seqpar.types.flags import parsed
 
 EXTRA = ("fastapi", "uvicorn", "multipart", "prometheus_client")
 FAILURE, MISTAKE = 1, 2
+NAME = re.compile(r"[A-Za-z0-9]{1,32}")
+LEAST = dict.fromkeys(("gpus", "ranks", "queue", "connections", "restarts"), 1)
+LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "keep_s", "keep_bytes", "stuck_s"), 0)
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """Start an OpenAI-compatible server for images and videos."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("builtin", "builtin-text")
+    """Models to serve, each as --model of `seqpar sample`."""
+    gpus: int | None = None
+    """GPUs of this machine to use, one process each."""
+    ranks: int | None = None
+    """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Addresses that other machines can reach require --keys."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one, which the log names."""
+    keys: Path | None = None
+    """API key file: one NAME:KEY per line, mode 600."""
+    loras: Path | None = None
+    """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit. Requests use
+    NAME@TRANSFORMER where a model has several transformers."""
+    warm: tuple[str, ...] = ()
+    """Sizes, WIDTHxHEIGHT or auto, that each model runs before it is ready, if it takes them. Other sizes work too; the
+    first image of a size takes longer."""
+    queue: int = 64
+    """Maximum queue length; further requests get HTTP 429."""
+    connections: int = 512
+    """Maximum number of open TCP connections. At the limit, a new one replaces the connection that has been idle
+    longest, or gets 503 if all have requests in progress."""
+    deadline_s: float = 600.0
+    """Maximum and default request deadline, in seconds from arrival."""
+    video_deadline_s: float = 3600.0
+    """The same for videos."""
+    grace_s: float = 30.0
+    """Seconds for running requests to finish after SIGTERM."""
+    keep_s: float = 3600.0
+    """Retention of result files and finished job records, in seconds."""
+    keep_bytes: int = 1 << 30
+    """Maximum bytes of all result files; the oldest are deleted first."""
+    jobs: Path | None = None
+    """Folder for result files and records of finished jobs, which every server that mounts it can read."""
+    name: str | None = None
+    """Name of this server, with which ids of its jobs begin; random by default."""
+    show_prompts: bool = False
+    """Write prompts to the log."""
+    restarts: int = 3
+    """Exit with code 1 after this many failures of the ranks within ten minutes."""
+    stuck_s: float = 300.0
+    """Restart the ranks if they do not answer within this many seconds of a cancellation."""
+
+    def checked(self) -> ServeArgs:
+        """The flags with the default models if none is named; ValueError for invalid ones."""
+        if self.gpus is not None and self.ranks is not None:
+            raise ValueError(f"got --gpus {self.gpus} and --ranks {self.ranks}, expected one of them")
+        for name, least in LEAST.items():
+            value: float | None = getattr(self, name)
+            if value is not None and not least <= value < float("inf"):
+                raise ValueError(f"got --{name.replace('_', '-')} {value}, expected at least {least}")
+        if self.port > 65535:
+            raise ValueError(f"got --port {self.port}, expected at most 65535")
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ValueError(f"got --name {self.name}, expected 1 to 32 letters and digits")
+        return replace(self, models=self.models or ("builtin", "builtin-text"))
+
+    @property
+    def replica(self) -> list[str]:
+        """The command that starts the ranks."""
+        count = ["--gpus", str(self.gpus)] if self.gpus is not None else ["--ranks", str(self.ranks or 1)]
+        loras = [] if self.loras is None else ["--loras", str(self.loras)]
+        warm = ["--warm", *self.warm] if self.warm else []
+        return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *loras, *warm]
 
 
 def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from seqpar.serve.api import log
 from seqpar.serve.api.codec import Codec
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks
-from seqpar.serve.api.files import JobFolder, MemoryStore
+from seqpar.serve.api.files import JobFolder
 from seqpar.serve.api.jobs import ImageMade, PreviewMade, Queue, ServerJob, Speeds, Stepped
 from seqpar.serve.api.replica import RanksEndedError, Replica
 from seqpar.serve.api.telemetry import Metrics
@@ -28,7 +28,7 @@ class Dispatch:
     queue: Queue
     replica: Replica
     codec: Codec
-    store: MemoryStore | JobFolder
+    store: JobFolder
     speeds: Speeds
     metrics: Metrics
     stuck_s: float = STUCK_S
@@ -45,7 +45,6 @@ class Dispatch:
                     await self._run(job, files)
 
     async def _run(self, job: ServerJob, files: asyncio.TaskGroup) -> None:
-        """Run the request of a job's next image."""
         pixels = job.spec.pixels  # keeps the file until the ranks have answered, also if the job ends before
         left_s = max(0.0, job.deadline - asyncio.get_running_loop().time())
         first, id_ = job.spec.request, f"{job.id}/{job.done_count}/{job.attempts}"
@@ -129,7 +128,6 @@ class Dispatch:
         self.queue.end(job, "completed")
 
     async def _encode(self, job: ServerJob, index: int, request: ImageRequest, result: ImageResult) -> None:
-        """Make the file of an image; the job ends with the last one."""
         begun, wall = time.monotonic(), time.time()
         size = result.height, result.width
         try:

@@ -33,12 +33,10 @@ class Problem:
 
     @property
     def shape(self) -> dict[str, str | None]:
-        """OpenAI's error object."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"message": self.text, "type": kind, "param": self.param, "code": self.code}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
         return JSONResponse({"error": self.shape}, self.status, headers=dict(self.headers))
 
 
@@ -57,7 +55,6 @@ def refused(status: int, code: str, text: str, param: str | None = None, **heade
 
 
 def of_ranks(why: Why, text: str) -> Problem:
-    """The problem of a request that failed on the ranks."""
     return Problem(STATUSES[why], why, text, headers=NO_RETRY if why == "deadline" else {})
 
 
@@ -84,7 +81,6 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
 
 
 def _path(error: Mapping[str, Any]) -> str:
-    """The path of a field within the body."""
     return short(".".join(str(part) for part in error["loc"] if part != "body") or "body")
 
 

@@ -1,6 +1,6 @@
-"""Result files and job records: in memory, or in a folder that several servers mount (--jobs).
+"""Result files and job records, in the server's private folder or one that several servers mount (--jobs).
 
-    OWNER/ID.json      the record of a job that has ended; OWNER is a hash of the name of its key
+    OWNER/ID.json      the record of a job that has ended (--jobs); OWNER is a hash of the name of its key
     OWNER/NAME.mp4     a video, or an image behind a link
 
 Results are kept for a time and within a bound of bytes; the oldest go first. Only a random name leads to a file, and
@@ -14,11 +14,10 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from fastapi import Response
@@ -35,21 +34,6 @@ LONGEST = 1 << 24  # bytes of a record: a prompt has at most 1 MB, or 6 MB with 
 HEADERS = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
 
 
-@dataclass(frozen=True)
-class File:
-    """A result file: its bytes, or where they are."""
-
-    kind: Stored
-    content: bytes | Path
-
-    def response(self) -> Response:
-        """The HTTP response with the file."""
-        media = f"video/{self.kind}" if self.kind == "mp4" else f"image/{self.kind}"
-        if isinstance(self.content, Path):
-            return FileResponse(self.content, media_type=media, headers=HEADERS)
-        return Response(self.content, media_type=media, headers=HEADERS)
-
-
 class JobRecord(msgspec.Struct, frozen=True):
     """A job as the API describes it. stored: name of a video's file. job, video: its JSON objects."""
 
@@ -60,55 +44,11 @@ class JobRecord(msgspec.Struct, frozen=True):
     video: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class _Held:
-    key: str
-    until: float
-    content: bytes
-    kind: Stored
-
-
-class MemoryStore:
-    """Result files in the memory of this server."""
-
-    def __init__(self, keep_s: float, keep_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._keep_s, self._keep_bytes, self._now = keep_s, keep_bytes, now
-        self._files: dict[str, _Held] = {}  # in the order in which they were kept
-
-    async def keep(self, key: str, kind: Stored, contents: Sequence[bytes]) -> list[str]:
-        """Keep the files of one job; return their new names. ProblemError if they are too large together."""
-        names = _names(kind, contents, self._keep_bytes)
-        self._drop(self._keep_bytes - sum(map(len, contents)))
-        until = self._now() + self._keep_s
-        self._files |= {name: _Held(key, until, file, kind) for name, file in zip(names, contents, strict=True)}
-        return names
-
-    async def get(self, key: str, name: str) -> File | None:
-        """A file of a key; None if it is missing or has expired."""
-        self._drop(self._keep_bytes)
-        held = self._files.get(name)
-        return File(held.kind, held.content) if held is not None and held.key == key else None
-
-    async def forget(self, key: str, name: str) -> None:
-        """Delete a file of a key, if it exists."""
-        if await self.get(key, name) is not None:
-            del self._files[name]
-
-    def _drop(self, most: int) -> None:
-        """Drop expired files, and the oldest until the rest have at most `most` bytes."""
-        total, now = sum(len(held.content) for held in self._files.values()), self._now()
-        for name, held in [*self._files.items()]:
-            if total <= most and held.until > now:
-                break
-            total -= len(held.content)
-            del self._files[name]
-
-
 class JobFolder:
-    """Result files and records in a folder that several servers mount. The bound of bytes is of the whole folder."""
+    """A folder of results and records. keep_bytes: bound of the whole folder, for all servers that mount it."""
 
     def __init__(self, root: Path, keep_s: float, keep_bytes: int) -> None:
-        self.root, self._keep_s, self._keep_bytes = root, keep_s, keep_bytes
+        self._root, self._keep_s, self._keep_bytes = root, keep_s, keep_bytes
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write(root / ".trial", b"")
@@ -117,37 +57,41 @@ class JobFolder:
             raise ValueError(f"--jobs {root} is no folder to write in: {error.strerror}") from error
 
     async def keep(self, key: str, kind: Stored, contents: Sequence[bytes]) -> list[str]:
-        """As `MemoryStore.keep`."""
-        names = _names(kind, contents, self._keep_bytes)
+        """Keep the files of one job; return their new names. ProblemError if they are too large together."""
+        need = sum(map(len, contents))
+        if need > self._keep_bytes:
+            instead = "a shorter or smaller video" if kind == "mp4" else "b64_json"
+            text = f"the files have {need} bytes, but the server keeps at most {self._keep_bytes}; request {instead}"
+            raise refused(400, "too_large", text, "response_format")
+        names = [f"{secrets.token_urlsafe(24)}.{kind}" for _ in contents]
 
-        def keep() -> None:
-            self.sweep(self._keep_bytes - sum(map(len, contents)))
+        def write() -> None:
+            self.sweep(self._keep_bytes - need)
             for name, content in zip(names, contents, strict=True):
                 self._write(self._of_key(key) / name, content)
 
         try:
-            await asyncio.to_thread(keep)
+            await asyncio.to_thread(write)
         except OSError as error:
             log.event("results cannot be stored", level=40, reason=str(error))
             raise refused(500, "failure", "the server cannot store the result; retry later") from error
         return names
 
-    async def get(self, key: str, name: str) -> File | None:
-        """As `MemoryStore.get`."""
+    async def get(self, key: str, name: str) -> Response | None:
+        """The HTTP response with a file of a key; None if it is missing or has expired."""
         match, path = NAME.fullmatch(name), self._of_key(key) / name
         if match is None or not await asyncio.to_thread(self._is_kept, path):
             return None
-        return File(cast("Stored", match[1]), path)
+        media = f"{'video' if match[1] == 'mp4' else 'image'}/{match[1]}"
+        return FileResponse(path, media_type=media, headers=HEADERS)
 
     async def forget(self, key: str, name: str) -> None:
-        """As `MemoryStore.forget`."""
         if NAME.fullmatch(name):
             await asyncio.to_thread((self._of_key(key) / name).unlink, missing_ok=True)
 
     # records; these methods wait for the file system, so they are called in threads
 
     def keep_record(self, key: str, record: JobRecord) -> None:
-        """Write the record of a job that has ended."""
         self._write(self._of_key(key) / f"{record.id}.json", msgspec.json.encode(record))
 
     def record(self, key: str, id_: str) -> JobRecord | None:
@@ -156,12 +100,10 @@ class JobFolder:
         return self._read(path) if ID.fullmatch(id_) and self._is_kept(path) else None
 
     def records(self, key: str) -> list[JobRecord]:
-        """All records of a key."""
         records = (self.record(key, path.stem) for path in self._of_key(key).glob("*.json"))
         return [record for record in records if record is not None]
 
     def forget_record(self, key: str, id_: str) -> None:
-        """Delete a record, if it exists."""
         if ID.fullmatch(id_):
             (self._of_key(key) / f"{id_}.json").unlink(missing_ok=True)
 
@@ -178,7 +120,7 @@ class JobFolder:
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """Modification time, bytes and path of all files that servers have written, also of interrupted writes."""
-        for path in self.root.glob("*/*"):
+        for path in self._root.glob("*/*"):
             is_ours = NAME.fullmatch(path.name) or re.fullmatch(rf"{ID.pattern}\.json|\.[0-9a-f]{{16}}", path.name)
             if is_ours and re.fullmatch(r"[0-9a-f]{32}", path.parent.name):
                 try:
@@ -188,7 +130,7 @@ class JobFolder:
                 yield stat.st_mtime, stat.st_size, path
 
     def _of_key(self, key: str) -> Path:
-        return self.root / sha256(key.encode()).hexdigest()[:32]
+        return self._root / sha256(key.encode()).hexdigest()[:32]
 
     def _is_kept(self, path: Path) -> bool:
         try:
@@ -217,13 +159,3 @@ class JobFolder:
         except (ValueError, msgspec.MsgspecError) as error:
             log.event("a file of --jobs is no job record", level=30, file=str(path), error=str(error))
             return None
-
-
-def _names(kind: Stored, contents: Sequence[bytes], most: int) -> list[str]:
-    """New names for files; ProblemError if they have more than `most` bytes together."""
-    need = sum(map(len, contents))
-    if need > most:
-        instead = "a shorter or smaller video" if kind == "mp4" else "b64_json"
-        text = f"the files have {need} bytes, but the server keeps at most {most}; request {instead}"
-        raise refused(400, "too_large", text, "response_format")
-    return [f"{secrets.token_urlsafe(24)}.{kind}" for _ in contents]

@@ -13,15 +13,13 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from seqpar.serve.api import log
-from seqpar.serve.api.codec import InputFiles, ProcessDiedError
+from seqpar.serve.api.accept import accept
 from seqpar.serve.api.errors import ProblemError, refused
-from seqpar.serve.api.jobs import ImageMade, JobEnded, JobEvent, JobSpec, Moved, PreviewMade, Queue, ServerJob, Stepped
+from seqpar.serve.api.jobs import ImageMade, JobEvent, PreviewMade, Queue, ServerJob, Stepped
 from seqpar.serve.api.requests import Edit, Generation, form_schema, read_form
-from seqpar.serve.api.state import ApiServer, Key, Server, check_loras, deadline_of, model_for
+from seqpar.serve.api.state import ApiServer, Key, Server
 
 EDIT_BODY = form_schema(Edit, {"image": {"description": "A PNG, JPEG or WebP; several as image[]."}})
-MOST_WAITING = 16  # requests with images that wait to be decoded, with up to 50 MB each
 LEFT = "the client disconnected before the images were made"
 QUIET_S = 15.0  # without an event, after which a comment is sent: proxies close silent connections
 COMMENT = b": waiting\n\n"
@@ -29,10 +27,8 @@ COMMENT = b": waiting\n\n"
 
 async def generate(body: Generation, request: Request, server: Server, key: Key) -> Response:
     """Generate images. The header x-request-id of the answer is also the id of the job."""
-    model = model_for(server, body.model, "images")
-    check_loras(body.loras, model)
-    spec = body.spec(model, deadline_of(body.deadline_s, server.longest_s))
-    return await _answer(body, spec, "image_generation", request, server, key)
+    job = await accept(request, server, key, body, "images", [], "image")
+    return await _answer(body, job, "image_generation", request, server)
 
 
 async def edit(request: Request, server: Server, key: Key) -> Response:
@@ -41,40 +37,15 @@ async def edit(request: Request, server: Server, key: Key) -> Response:
     if "mask" in form.files:
         text = "mask is not supported; leave it out and describe the change in the prompt"
         raise refused(400, "unknown_field", text, "mask")
-    body, files = form.fields(Edit), form.files_of("image", "image[]")
-    model, deadline_s = model_for(server, body.model, "edits"), deadline_of(body.deadline_s, server.longest_s)
-    check_loras(body.loras, model)
-    if not files:
-        raise refused(400, "missing_field", "image is required; see /openapi.json", "image")
-    spec = body.spec(model, deadline_s, await decode_inputs(server, files, "image"))
-    del form, files  # up to 50 MB, which the job does not need
-    return await _answer(body, spec, "image_edit", request, server, key)
+    body = form.fields(Edit)
+    job = await accept(request, server, key, body, "edits", form.files_of("image", "image[]"), "image")
+    del form  # up to 50 MB, which the job does not need
+    return await _answer(body, job, "image_edit", request, server)
 
 
-async def decode_inputs(server: ApiServer, files: list[bytes], param: str) -> InputFiles:
-    """Decode a client's files; ProblemError for other files, or if too much waits. param: their field."""
-    server.queue.check(0)  # before the work of decoding
-    if server.codec.waiting >= MOST_WAITING:
-        text = f"{MOST_WAITING} requests with images wait to be decoded; retry later"
-        raise refused(429, "queue_full", text, retry_after="1")
-    try:
-        return await server.codec.decode(files, server.queue.check)
-    except ValueError as error:
-        raise refused(400, "invalid_picture", str(error), param) from error
-    except ProcessDiedError as error:
-        raise refused(500, "failure", str(error), param) from error
-    except OSError as error:
-        log.event("decoded images cannot be stored", level=40, reason=str(error))
-        raise refused(500, "failure", "the server cannot store the images; retry later", param) from error
-
-
-async def _answer(
-    body: Generation, spec: JobSpec, prefix: str, request: Request, server: ApiServer, key: str
-) -> Response:
-    """Queue a job; answer with its images or their stream. prefix: of the types of the stream's events."""
-    job = server.queue.add(request.state.id, key, spec)
-    prompt = body.prompt if server.show_prompts else "not shown"
-    log.event("accepted", job.id, key=key, model=spec.request.model, count=spec.count, prompt=prompt)
+async def _answer(body: Generation, job: ServerJob, prefix: str, request: Request, server: ApiServer) -> Response:
+    """Answer with the images of a job or their stream. prefix: of the types of the stream's events."""
+    spec = job.spec
     if body.stream:
         return JobStream(server.queue, job, prefix, with_steps=body.stream_steps, headers=body.ignored)
     try:
@@ -83,7 +54,7 @@ async def _answer(
             raise ProblemError(job.problem)
         files = [job.files[index] for index in range(spec.count)]
         if body.response_format == "url":
-            names = await server.files.keep(key, spec.how.kind, files)
+            names = await server.files.keep(job.key, spec.how.kind, files)
             data = [{"url": str(request.url_for("file", name=name))} for name in names]
         else:
             data = [{"b64_json": base64.b64encode(file).decode()} for file in files]
@@ -156,7 +127,7 @@ class JobStream(StreamingResponse):
 def listen(job: ServerJob) -> asyncio.Queue[JobEvent]:
     """Collect the events of a job that was just queued."""
     arriving = asyncio.Queue[JobEvent]()
-    arriving.put_nowait(Moved())
+    arriving.put_nowait("moved")
     job.listener = arriving.put_nowait
     return arriving
 
@@ -179,9 +150,9 @@ async def events(
             yield COMMENT
             continue
         match event:
-            case JobEnded():
+            case "ended":
                 break
-            case Moved() if with_steps and job.state == "queued" and (place := queue.ahead(job)) != last_place:
+            case "moved" if with_steps and job.state == "queued" and (place := queue.ahead(job)) != last_place:
                 last_place = place
                 yield encode_event("seqpar.queued", position=place, estimated_s=queue.estimate_s(job))
             case Stepped(image, step, steps) if with_steps:

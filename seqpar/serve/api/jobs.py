@@ -28,14 +28,6 @@ MOST_HELD = 1 << 30  # bytes of pixels of the input images of all jobs
 MEASURED = 8  # requests of a model whose mean speed counts
 
 
-# events of a job, for its stream -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Moved:
-    """The queue has changed while the job waits."""
-
-
 @dataclass(frozen=True)
 class Stepped:
     """A step of an image has been queued on the device. step: from 1 to steps."""
@@ -62,15 +54,8 @@ class ImageMade:
     image: int
 
 
-@dataclass(frozen=True)
-class JobEnded:
-    """The job has ended; nothing follows."""
-
-
-JobEvent = Moved | Stepped | PreviewMade | ImageMade | JobEnded
-
-
-# jobs ----------------------------------------------------------------------------------------------------------------
+# events of a job, for its stream; "moved": the queue has changed while it waits; nothing follows "ended"
+JobEvent = Literal["moved", "ended"] | Stepped | PreviewMade | ImageMade
 
 
 @dataclass(frozen=True)
@@ -82,18 +67,17 @@ class JobSpec:
     """
 
     request: ImageRequest
-    count: int
-    how: Format
     priority: Priority
     steps: int
     step_s: float
     deadline_s: float
-    fps: float | None = None
     pixels: PixelFile | None = None
+    count: int = 1
+    how: Format = field(default_factory=Format)
+    fps: float | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the input images."""
         return 0 if self.pixels is None else sum(image.nbytes for image in self.request.images)
 
 
@@ -124,13 +108,11 @@ class ServerJob:
     listener: Callable[[JobEvent], None] | None = None  # a stream, while it is sent
 
     def notify(self, event: JobEvent) -> None:
-        """Send an event to the job's stream, if it has one."""
         if self.listener is not None:
             self.listener(event)
 
     @property
     def place(self) -> tuple[int, int]:
-        """The sort key of jobs: priority, then arrival."""
         return PRIORITIES[self.spec.priority], self.number
 
 
@@ -197,7 +179,6 @@ class Queue:
 
     @property
     def active(self) -> list[ServerJob]:
-        """Jobs that have not ended."""
         return [job for job in self._jobs.values() if job.ended is None]
 
     def of_key(self, key: str) -> list[ServerJob]:
@@ -219,7 +200,6 @@ class Queue:
         return self.current
 
     def image_done(self, job: ServerJob) -> None:
-        """Record that the ranks have finished an image of a job."""
         job.done_count, job.attempts, job.step = job.done_count + 1, 0, 0
         self._changed()
 
@@ -231,7 +211,7 @@ class Queue:
                 job.timer.cancel()
             job.spec = replace(job.spec, pixels=None)  # a job is remembered for long
             job.done.set()
-            job.notify(JobEnded())
+            job.notify("ended")
             self._changed()
             self._on_end(job)
 
@@ -240,7 +220,6 @@ class Queue:
         self.end(job, "cancelled", Problem(499, "cancelled", text))
 
     def forget(self, id_: str) -> None:
-        """Drop a job that has ended."""
         self._jobs.pop(id_, None)
 
     def close(self, problem: Problem, also_running: bool) -> None:
@@ -282,7 +261,7 @@ class Queue:
         self.some.set() if self._unfinished() else self.some.clear()
         for job in self.active:
             if job.state == "queued":
-                job.notify(Moved())
+                job.notify("moved")
 
     def _expire(self, job: ServerJob) -> None:
         text = f"no result within {job.spec.deadline_s:g} s; use a longer deadline_s or fewer steps"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from seqpar.serve.api import log
 from seqpar.serve.api.errors import ProblemError, refused
-from seqpar.serve.api.files import ID, JobFolder, JobRecord
+from seqpar.serve.api.files import ID, JobRecord
 from seqpar.serve.api.jobs import ServerJob, State
 from seqpar.serve.api.state import ApiServer
 
@@ -22,48 +23,46 @@ STATUS: dict[State, str] = {
 
 
 class RecordWriter:
-    """Writes the records of ended jobs into the folder, one after another, as long as its task runs."""
+    """Writes the records of ended jobs into the folder, and deletes expired files, as long as its task runs."""
 
-    def __init__(self, folder: JobFolder) -> None:
-        self._folder = folder
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
         self._ended = asyncio.Queue[ServerJob | None]()
 
     def ended(self, job: ServerJob) -> None:
-        """Queue the record of a job that has ended."""
         self._ended.put_nowait(job)
 
     def close(self) -> None:
         """End the task when all queued records are written."""
         self._ended.put_nowait(None)
 
-    async def run(self, server: ApiServer) -> None:
-        """Write records. A folder that fails for a time is logged."""
+    async def run(self) -> None:
+        """Write and delete. A folder that fails for a time is logged."""
         while True:
             try:
                 async with asyncio.timeout(SWEEP_S):
                     job = await self._ended.get()
+                if job is None:
+                    return
+                if self._server.queue.find(job.id) is not None:  # else deleted meanwhile
+                    await self._write(job)
             except TimeoutError:
-                await self._try(server, None)
-                continue
-            if job is None:
-                return
-            if server.queue.find(job.id) is not None:  # else deleted meanwhile
-                await self._try(server, job)
+                await self._logged(self._server.files.sweep)
 
-    async def _try(self, server: ApiServer, job: ServerJob | None) -> None:
+    async def _write(self, job: ServerJob) -> None:
+        files = self._server.files
+        await self._logged(files.keep_record, job.key, of(self._server, job))
+        if self._server.queue.find(job.id) is None:  # deleted while it was written
+            await self._logged(files.forget_record, job.key, job.id)
+
+    async def _logged(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
-            if job is None:
-                await asyncio.to_thread(self._folder.sweep)
-                return
-            await asyncio.to_thread(self._folder.keep_record, job.key, of(server, job))
-            if server.queue.find(job.id) is None:  # deleted while it was written
-                await asyncio.to_thread(self._folder.forget_record, job.key, job.id)
+            await asyncio.to_thread(work, *arguments)
         except OSError as error:
-            log.event("the folder of --jobs failed", level=40, error=str(error))
+            log.event("the folder of results failed", level=40, error=str(error))
 
 
 def of(server: ApiServer, job: ServerJob) -> JobRecord:
-    """The record of a job of this server."""
     video = None if job.spec.fps is None else _video(server, job, job.spec.fps)
     return JobRecord(job.id, job.arrived, _job(server, job), job.stored, video)
 
@@ -71,17 +70,16 @@ def of(server: ApiServer, job: ServerJob) -> JobRecord:
 async def of_key(server: ApiServer, key: str) -> list[JobRecord]:
     """The records of a key's jobs, in order of arrival."""
     records = {job.id: of(server, job) for job in server.queue.of_key(key)}
-    if server.folder is not None:
-        records = {record.id: record for record in await asyncio.to_thread(server.folder.records, key)} | records
+    if server.keeps_records:
+        records = {record.id: record for record in await asyncio.to_thread(server.files.records, key)} | records
     return sorted(records.values(), key=lambda record: record.arrived)
 
 
 async def get(server: ApiServer, key: str, id_: str) -> JobRecord | None:
-    """The record of a key's job, or None."""
     job = server.queue.find(id_)
     if job is not None:
         return of(server, job) if job.key == key else None
-    return None if server.folder is None else await asyncio.to_thread(server.folder.record, key, id_)
+    return await asyncio.to_thread(server.files.record, key, id_) if server.keeps_records else None
 
 
 def not_found(server: ApiServer, kind: str, id_: str) -> ProblemError:
@@ -93,7 +91,6 @@ def not_found(server: ApiServer, kind: str, id_: str) -> ProblemError:
 
 
 def cancel(server: ApiServer, record: JobRecord) -> None:
-    """Cancel a job, unless it has ended."""
     if (job := server.queue.find(record.id)) is not None:
         server.queue.cancel(job, f"the {'job' if record.video is None else 'video'} was cancelled by DELETE")
 
@@ -106,8 +103,7 @@ async def delete(server: ApiServer, key: str, record: JobRecord) -> None:
     stored = record.stored if job is None else job.stored
     if stored is not None:
         await server.files.forget(key, stored)
-    if server.folder is not None:
-        await asyncio.to_thread(server.folder.forget_record, key, record.id)
+    await asyncio.to_thread(server.files.forget_record, key, record.id)
 
 
 def _job(server: ApiServer, job: ServerJob) -> dict[str, Any]:

@@ -285,7 +285,6 @@ class Replica:
                 os.killpg(self._process.pid, number)
 
     async def _log_output(self, stream: asyncio.StreamReader) -> None:
-        """Log the lines that the child prints, with the request that runs."""
         rest = b""
         while chunk := await stream.read(LONGEST_LINE):
             *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")

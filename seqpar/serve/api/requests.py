@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-import msgspec
 from fastapi import Request
 from pydantic import (
     BaseModel,
@@ -24,7 +23,7 @@ from pydantic import (
 )
 from starlette.datastructures import UploadFile
 
-from seqpar.serve.api.codec import NO_INPUTS, Format, InputFiles, Kind
+from seqpar.serve.api.codec import Format, InputFiles, Kind
 from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
 from seqpar.serve.api.jobs import JobSpec, Priority
 from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts, size_of
@@ -110,12 +109,11 @@ class CommonFields(BaseModel):
 
     @property
     def loras(self) -> tuple[tuple[str, float], ...]:
-        """Names of the LoRAs, with their scales."""
         return tuple((f"{x.name}@{x.transformer}" if x.transformer else x.name, x.scale) for x in self.lora)
 
-    def request(self, model: ServedModel, inputs: InputFiles) -> ImageRequest:
-        """The request of a model's first image, or of its video, without an id."""
-        return ImageRequest(
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
+        """The job of a checked request. fields: more of the first image's request. ProblemError for unfit frames."""
+        request = ImageRequest(
             "",
             model.name,
             self.prompt,
@@ -129,7 +127,9 @@ class CommonFields(BaseModel):
             loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
             images=inputs.images,
             pixels=inputs.path,
+            **fields,
         )
+        return JobSpec(request, self.priority, self.steps or model.steps, model.step_s, deadline_s, inputs.file)
 
 
 class Generation(CommonFields):
@@ -167,12 +167,9 @@ class Generation(CommonFields):
             raise ValueError(f"seed + n - 1 must be at most {MOST_SEED}; use a smaller seed")
         return self
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles = NO_INPUTS) -> JobSpec:
-        """The job of a request, with a checked deadline."""
-        request = msgspec.structs.replace(self.request(model, inputs), partial_images=self.partial_images)
-        how = Format(self.output_format, self.output_compression)
-        steps = self.steps or model.steps
-        return JobSpec(request, self.n, how, self.priority, steps, model.step_s, deadline_s, pixels=inputs.file)
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
+        spec = super().spec(model, deadline_s, inputs, partial_images=self.partial_images, **fields)
+        return replace(spec, count=self.n, how=Format(self.output_format, self.output_compression))
 
 
 class Edit(Generation):
@@ -183,9 +180,8 @@ class Edit(Generation):
     ] = None
     input_fidelity: Ignored = None
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles = NO_INPUTS) -> JobSpec:
-        spec = super().spec(model, deadline_s, inputs)
-        return replace(spec, request=msgspec.structs.replace(spec.request, strength=self.strength))
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
+        return super().spec(model, deadline_s, inputs, strength=self.strength)
 
 
 class VideoRequest(CommonFields):
@@ -199,13 +195,11 @@ class VideoRequest(CommonFields):
     frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
 
-    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles) -> JobSpec:
-        """The job of a request, with a checked deadline; ProblemError for frames that the model does not make."""
+    def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
         facts = model.video
         assert facts is not None  # the model was found by its purpose
-        request = msgspec.structs.replace(self.request(model, inputs), frames=self._frames(facts), fps=self.fps)
-        steps, fps = self.steps or model.steps, float(self.fps or facts.fps)
-        return JobSpec(request, 1, Format(), self.priority, steps, model.step_s, deadline_s, fps, inputs.file)
+        spec = super().spec(model, deadline_s, inputs, frames=self._frames(facts), fps=self.fps)
+        return replace(spec, fps=float(self.fps or facts.fps))
 
     def _frames(self, facts: VideoFacts) -> int:
         if self.seconds is None:

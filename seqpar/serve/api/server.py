@@ -10,14 +10,13 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from seqpar.serve.api import log
 from seqpar.serve.api.app import create_app
-from seqpar.serve.api.args import ServeArgs
 from seqpar.serve.api.codec import Codec
 from seqpar.serve.api.connections import (
     ACCEPTED,
@@ -31,13 +30,16 @@ from seqpar.serve.api.connections import (
 )
 from seqpar.serve.api.dispatch import Dispatch
 from seqpar.serve.api.errors import Problem
-from seqpar.serve.api.files import JobFolder, MemoryStore
+from seqpar.serve.api.files import JobFolder
 from seqpar.serve.api.gate import is_loopback, read_keys
 from seqpar.serve.api.jobs import Queue, ServerJob, Speeds
 from seqpar.serve.api.records import RecordWriter
 from seqpar.serve.api.replica import Ended, Replica, private_folder
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.api.telemetry import Metrics
+
+if TYPE_CHECKING:
+    from seqpar.serve.api.command import ServeArgs
 
 ANSWERS_S = 5.0  # for answers to reach their clients at the end, and for records to be written
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they stop the server
@@ -85,8 +87,7 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
         raise ValueError(f"--host {args.host} is reachable from other machines and requires --keys")
     allow_files(args.connections)
     kept = args.keep_s, args.keep_bytes
-    store = MemoryStore(*kept) if args.jobs is None else JobFolder(args.jobs, *kept)
-    writer = RecordWriter(store) if isinstance(store, JobFolder) else None
+    shared = None if args.jobs is None else JobFolder(args.jobs, *kept)
     stop = _stopped_by_signals()  # from here on no signal ends this process before its folder is removed
     with private_folder() as (folder, lock), listening(args.host, args.port) as listener:
         log.start()
@@ -100,29 +101,29 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
             facts = {"model": job.spec.request.model, "pictures": job.spec.count, "steps": job.spec.steps}
             job.span.end(code, request=job.id, **facts, state=job.state)
             log.event("ended", job.id, state=job.state, code=code)
-            if writer is not None:
+            if server.keeps_records:
                 writer.ended(job)
 
         speeds, codec = Speeds(), Codec(folder)
         queue = Queue(args.queue, args.keep_s, speeds, on_end)
         replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
         metrics = Metrics(lambda: queue.length, lambda: replica.memory)
+        store = shared or JobFolder(folder, *kept)
         limits = args.deadline_s, args.video_deadline_s, args.keep_s, args.show_prompts, int(time.time())
-        server = ApiServer(name, queue, replica, store, codec, metrics, *limits)
+        server = ApiServer(name, queue, replica, store, shared is not None, codec, metrics, *limits)
         dispatch = Dispatch(queue, replica, codec, store, speeds, metrics, args.stuck_s)
         http = http_server(create_app(server, keys, frozenset({args.host})), Connections(args.connections))
-        writing = None if writer is None else asyncio.create_task(writer.run(server))
-        if writing is not None:
-            writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
+        writer = RecordWriter(server)
+        writing = asyncio.create_task(writer.run())
+        writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
         try:
             return await _serve(server, dispatch, http, listener, args.grace_s, stop)
         finally:
             codec.close()
-            if writer is not None and writing is not None:
-                writer.close()
-                await asyncio.wait([writing], timeout=ANSWERS_S)
-                if writing.done():
-                    writing.result()  # raises what ended it
+            writer.close()
+            await asyncio.wait([writing], timeout=ANSWERS_S)
+            if writing.done():
+                writing.result()  # raises what ended it
 
 
 def _stopped_by_signals() -> asyncio.Event:

@@ -39,12 +39,10 @@ class Metrics:
         self._registry = registry
 
     def observe(self, result: ImageResult | VideoResult) -> None:
-        """Record the parts of an image or video."""
         for part, seconds in result.parts_s.items():
             self.seconds.labels(part).observe(seconds)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
         for rank, count in enumerate(self._memory()):
             self._bytes.labels(str(rank)).set(count)
         return generate_latest(self._registry)

@@ -8,21 +8,19 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from seqpar.serve.api import log, records
-from seqpar.serve.api.codec import NO_INPUTS
+from seqpar.serve.api import records
+from seqpar.serve.api.accept import accept
 from seqpar.serve.api.errors import ProblemError, of_validation, refused
 from seqpar.serve.api.files import JobRecord
 from seqpar.serve.api.gate import VIDEOS
-from seqpar.serve.api.images import decode_inputs
 from seqpar.serve.api.requests import VideoRequest, form_schema, read_form
-from seqpar.serve.api.state import ApiServer, Key, Server, check_loras, deadline_of, model_for
+from seqpar.serve.api.state import ApiServer, Key, Server
 
 REFERENCE = "input_reference"
 BODY = form_schema(VideoRequest, {REFERENCE: {"description": "The first frame, as a PNG, JPEG or WebP."}})
 
 
 def add_videos(app: FastAPI) -> None:
-    """Add the routes."""
     app.add_api_route(VIDEOS, create, methods=["POST"], openapi_extra=BODY)
     app.add_api_route(VIDEOS, videos, methods=["GET"])
     app.add_api_route(f"{VIDEOS}/{{video}}", video_of, methods=["GET"])
@@ -40,18 +38,7 @@ async def create(request: Request, server: Server, key: Key) -> Response:
             body, files = VideoRequest.model_validate_json(await request.body()), list[bytes]()
         except ValidationError as error:
             raise ProblemError(of_validation(error.errors())) from error
-    model, deadline_s = model_for(server, body.model, "videos"), deadline_of(body.deadline_s, server.longest_video_s)
-    check_loras(body.loras, model)
-    if model.needs_picture and not files:
-        raise refused(400, "invalid_value", f"model {model.name} requires a file {REFERENCE}", REFERENCE)
-    if len(files) > int(model.edits):
-        takes = f"takes one file {REFERENCE}, got {len(files)}" if model.edits else f"takes no file {REFERENCE}"
-        raise refused(400, "invalid_value", f"model {model.name} {takes}", REFERENCE)
-    inputs = await decode_inputs(server, files, REFERENCE) if files else NO_INPUTS
-    spec = body.spec(model, deadline_s, inputs)
-    job = server.queue.add(request.state.id, key, spec)
-    prompt = body.prompt if server.show_prompts else "not shown"
-    log.event("accepted", job.id, key=key, model=model.name, frames=spec.request.frames, prompt=prompt)
+    job = await accept(request, server, key, body, "videos", files, REFERENCE)
     return JSONResponse(records.of(server, job).video, headers=body.ignored)
 
 
@@ -93,14 +80,13 @@ async def content(video: str, server: Server, key: Key, variant: Literal["video"
     if record.stored is None:
         text = f"the status of the video is {facts['status']}, not completed"
         raise refused(409, "not_completed", text, x_should_retry="false")
-    file = await server.files.get(key, record.stored)
-    if file is None:
+    response = await server.files.get(key, record.stored)
+    if response is None:
         raise refused(404, "expired", "the file of the video has expired; request the video again")
-    return file.response()
+    return response
 
 
 async def _record(server: ApiServer, key: str, id_: str) -> tuple[JobRecord, dict[str, Any]]:
-    """The record of a video, and its JSON."""
     record = await records.get(server, key, id_)
     if record is None or record.video is None:
         raise records.not_found(server, "video", id_)

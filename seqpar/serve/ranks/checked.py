@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
 
+import diffusers
 import torch
 from PIL import Image
 
@@ -107,8 +108,12 @@ class CheckedModel:
         """The model as the API describes it. size: of its images by default."""
         source = self.source
 
-        def check(other: tuple[int, int]) -> object:
-            return self.job(ImageRequest("", self.name, self.prompt, size=other), ())
+        def fits(other: tuple[int, int]) -> bool:
+            try:
+                self.job(ImageRequest("", self.name, self.prompt, size=other), self.input_images)
+            except ValueError:
+                return False
+            return True
 
         return ServedModel(
             self.name,
@@ -122,7 +127,9 @@ class CheckedModel:
             source.takes_images,
             source.needs_image,
             self.video,
-            sizes_near(size, check) if self.video is None and not source.needs_image else (),
+            sizes_near(size, fits) if self.video is None and not source.needs_image else (),
+            unit_of(size, fits),
+            tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
         )
 
 
@@ -167,22 +174,19 @@ def check_step(request: ImageRequest, plan: Plan, load: Load, room: float | None
         )
 
 
-def sizes_near(default: tuple[int, int], check: Callable[[tuple[int, int]], object]) -> tuple[tuple[int, int], ...]:
-    """(height, width) of other shapes with about as many pixels, the default first; () where the pipeline chooses.
+Fits = Callable[[tuple[int, int]], bool]  # whether a model takes a size
 
-    check: raises ValueError for a size that the model does not take.
-    """
 
-    def fits(size: tuple[int, int]) -> bool:
-        try:
-            check(size)
-        except ValueError:
-            return False
-        return True
+def sizes_near(default: tuple[int, int], fits: Fits) -> tuple[tuple[int, int], ...]:
+    """(height, width) of other shapes with about as many pixels, the default first; () where the pipeline chooses."""
+    return tuple(dict.fromkeys([default, *filter(fits, _shapes(default))])) if all(default) else ()
 
-    if not all(default):
-        return ()
-    return tuple(dict.fromkeys([default, *filter(fits, _shapes(default))]))
+
+def unit_of(default: tuple[int, int], fits: Fits) -> int:
+    """The power of two of which sides are multiples; 1 where the pipeline chooses a size, or takes any."""
+    height, width = default
+    units = (2**power for power in range(9)) if all(default) else ()
+    return next((unit for unit in units if fits((height + unit, width)) and fits((height, width + unit))), 1)
 
 
 def _shapes(default: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -36,7 +36,6 @@ class ServerLink:
         threading.Thread(target=self._read, daemon=True, name="seqpar-from-server").start()
 
     def send(self, message: ToServer) -> None:
-        """Queue a message."""
         self._outgoing.put(message)
 
     def next(self, timeout_s: float) -> ImageRequest | Finish | None:

@@ -13,7 +13,9 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import digest, encoded, shared
+from seqpar.pipelines.protocol import Events
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
     LONGEST,
@@ -42,8 +45,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
-from seqpar.serve.ranks.loaded import Clock, LoadedModel, ModelOutput, RequestRun
-from seqpar.serve.ranks.preview import Estimates, Previews
+from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, Previews
 
 SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
 MARGIN = 1 << 16  # bytes of a message besides the file of a video
@@ -52,6 +54,68 @@ AUTO = "auto"  # as a size: the model's own
 WARM_STEPS = 4  # the second call of a shape is captured
 FLAG = re.compile(r"--([a-z][a-z-]*)")
 FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpar sample` with another name in the API
+
+
+@dataclass(frozen=True)
+class Output:
+    """An image, or the frames of a video as values in [0, 1]. parts_s: seconds per part, by the host of this rank."""
+
+    steps: int
+    parts_s: dict[str, float]
+    image: Image.Image | None = None
+    frames_FHW3: Any = None
+    fps: float = 0.0
+
+
+class LoadedModel:
+    """A model on all ranks. facts: the model as the API describes it."""
+
+    def __init__(self, checked: CheckedModel, ranks: Mesh) -> None:
+        """Load the weights. Collective."""
+        self._checked = checked
+        self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
+        self.facts = checked.facts(checked.example.default_pixels)
+
+    def make(
+        self,
+        request: ImageRequest,
+        images: Sequence[Picture],
+        boundary: Callable[[], None],
+        on_step: Callable[[int, int], object] = lambda index, count: None,
+        estimates: Estimates = NO_ESTIMATES,
+    ) -> Output:
+        """Run a request. Collective.
+
+        images: its input images. boundary: called between steps and parts; raises to stop. on_step(index, count):
+        called after each step. ValueError for a request that does not fit, FloatingPointError for non-finite numbers.
+        """
+        parts_s, begun = dict[str, float](), time.perf_counter()
+
+        def ends(part: str) -> None:
+            """Add the time since the last call to a part."""
+            nonlocal begun
+            now = time.perf_counter()
+            parts_s[part], begun = parts_s.get(part, 0.0) + now - begun, now
+
+        def step(index: int) -> None:
+            ends("encode and steps" if index == 0 and job.texts else "steps")
+            on_step(index + 1, job.steps)
+
+        def decode(done: int, total: int) -> None:
+            if not done:  # decoding begins
+                ends("steps")
+
+        job = self._model.mesh.on_all_ranks(lambda: self._checked.job(request, images))
+        if request.loras and not self._checked.loras.by_name:
+            raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
+        if self._model.switch_loras(request.loras):
+            ends("lora")
+        watched = None if estimates is NO_ESTIMATES else partial(estimates.watched, pixels=job.pixels)
+        (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=watched)).images
+        ends("decode")
+        if job.video:
+            return Output(job.steps, parts_s, frames_FHW3=image, fps=job.fps)
+        return Output(job.steps, parts_s, image)
 
 
 @dataclass(frozen=True)
@@ -69,7 +133,6 @@ class Served:
         return None if self.link is None else self.link.why_stop(self.running[0])
 
     def send(self, message: ToServer) -> None:
-        """Send a message to the API server, from rank 0."""
         if self.link is not None:
             self.link.send(message)
 
@@ -156,10 +219,9 @@ def warm_requests(models: Sequence[CheckedModel], sizes: Sequence[str]) -> dict[
 
 
 def _warm(served: Served, request: ImageRequest, images: Sequence[Picture]) -> None:
-    """Run a request and drop its result; rank 0 prints the time."""
     start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
     estimates = _estimates(served, request, images, boundary, lambda message: None)
-    served.models[request.model].make(request, RequestRun(images, boundary, estimates=estimates))
+    served.models[request.model].make(request, images, boundary, estimates=estimates)
     if served.mesh.is_main:
         size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
         print(f"seqpar: {request.model} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
@@ -200,24 +262,22 @@ def in_fields(text: str) -> str:
 
 
 def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
-    """The image or video of a request, on every rank."""
     model = served.models.get(request.model)
     if model is None:
         raise ValueError(f"model {request.model} is not served; use one of {', '.join(served.models)}")
     boundary = StepBoundary(served.mesh, served.why_stop)
     images = input_images(request, served.mesh)
     estimates = _estimates(served, request, images, boundary, served.send)
-    clock = Clock()
 
     def on_step(index: int, count: int) -> None:
         served.send(Step(request.id, index, count))
 
-    output = model.make(request, RequestRun(images, boundary, on_step, clock, estimates))
+    output = model.make(request, images, boundary, on_step, estimates)
     if (image := output.image) is None:
-        return _video(served, request, output, clock)
+        return _video(served, request, output)
     pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
     memory = _memory(served.mesh)
-    return ImageResult(request.id, image.height, image.width, pixels, output.steps, clock.parts_s, memory)
+    return ImageResult(request.id, image.height, image.width, pixels, output.steps, output.parts_s, memory)
 
 
 def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
@@ -247,12 +307,11 @@ def _estimates(
     boundary: StepBoundary,
     on_preview: Callable[[Partial], None],
 ) -> Estimates:
-    """The estimates of latents that the previews of a request need. Collective."""
     model = served.models[request.model]
 
     def make(other: ImageRequest, estimates: Estimates) -> Image.Image:
         inputs = images if model.facts.needs_picture else ()
-        image = model.make(other, RequestRun(inputs, boundary, estimates=estimates)).image
+        image = model.make(other, inputs, boundary, estimates=estimates).image
         if image is None:
             raise ValueError(f"partial_images are not supported for videos of {request.model}; leave them out")
         return image
@@ -260,9 +319,9 @@ def _estimates(
     return served.previews.estimates(request, model.facts, make, on_preview)
 
 
-def _video(served: Served, request: ImageRequest, output: ModelOutput, clock: Clock) -> VideoResult:
+def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult:
     """A video as a file. Rank 0 encodes it; the GPUs wait meanwhile. Collective."""
-    frames, height, width, _ = output.frames_FHW3.shape
+    (frames, height, width, _), begun = output.frames_FHW3.shape, time.perf_counter()
 
     def encode() -> bytes:
         if not served.mesh.is_main:
@@ -276,9 +335,8 @@ def _video(served: Served, request: ImageRequest, output: ModelOutput, clock: Cl
         return file
 
     file = served.mesh.on_all_ranks(encode)
-    clock.ends("file")
-    memory = _memory(served.mesh)
-    return VideoResult(request.id, height, width, frames, output.fps, file, output.steps, clock.parts_s, memory)
+    parts_s, memory = {**output.parts_s, "file": time.perf_counter() - begun}, _memory(served.mesh)
+    return VideoResult(request.id, height, width, frames, output.fps, file, output.steps, parts_s, memory)
 
 
 def _memory(mesh: Mesh) -> tuple[int, ...]:
@@ -291,7 +349,6 @@ def _memory(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _total_memory(mesh: Mesh) -> int:
-    """Bytes of memory that each rank can use."""
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.world.size

@@ -18,41 +18,12 @@ from seqpar.types.facts import Blocks, Cost, Gemms, Layout, Work, core, linear
 
 
 def mlp(rows: int, d: int) -> Cost:
-    """Return the cost of an MLP that is 4 d wide inside."""
     return linear(rows, d, 4 * d) + linear(rows, 4 * d, d)
 
 
 def self_attention(b: int, s: int, d: int, z: int) -> Cost:
     """Return the cost of self-attention with its projections: one product to q, k and v, and that of the output."""
     return linear(b * s, d, 3 * d) + core(b, s, s, z, d // z) + linear(b * s, d, d)
-
-
-def cross_attention(b: int, s: int, d: int, z: int, c: int, e: int) -> Cost:
-    """Return the cost of attention of s tokens to c tokens of a text, with all projections."""
-    return linear(b * s, d, d) + linear(b * c, e, 2 * d) + core(b, s, c, z, d // z) + linear(b * s, d, d)
-
-
-def spatial_attention(b: int, frames: int, patches: int, d: int, z: int) -> Cost:
-    """Return the cost of self-attention inside each frame."""
-    return self_attention(b * frames, patches, d, z)
-
-
-def temporal_attention(b: int, frames: int, patches: int, d: int, z: int) -> Cost:
-    """Return the cost of self-attention between the frames, for each patch."""
-    return self_attention(b * patches, frames, d, z)
-
-
-def scores(b: int, queries: int, keys: int, z: int) -> int:
-    """Return the elements of the scores of attention that does not keep them on chip.
-
-    A product writes them, softmax reads and writes them, a product reads them.
-    """
-    return 4 * b * z * queries * keys
-
-
-def keys_and_values(rows: int, d: int) -> Cost:
-    """Return the cost of the keys and values of these tokens in one layer."""
-    return linear(rows, d, 2 * d)
 
 
 # GPUs ------------------------------------------------------------------------------------------------------------

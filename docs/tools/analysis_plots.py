@@ -182,7 +182,6 @@ def draw_times() -> Any:
 
 
 def main() -> None:
-    """Write both plots into docs/."""
     for name, draw in {"share": draw_shares, "gpus": draw_times}.items():
         target = ROOT / "docs" / f"analysis-{name}.png"
         with matplotlib.rc_context(STYLE):

@@ -16,7 +16,7 @@ from docs.tools import analysis_plots as plots
 from seqpar.planner import explain
 from seqpar.planner.predict import GIB, predict
 from seqpar.planner.rates import H200
-from seqpar.types.facts import Cost, Layout, core
+from seqpar.types.facts import Cost, Layout, core, linear
 
 PAGE = Path(__file__).parents[1] / "analysis.md"
 # the worked shape: 16 frames of 32 x 32 patches, a width that the founding notes plot, a text of T5
@@ -52,26 +52,25 @@ def operations(b: int, t: int, p: int, d: int, z: int, c: int, e: int) -> tuple[
     """Return the rows of the first table; tests compute their formulas at other shapes."""
     s = t * p
     on_chip = a.self_attention(b, s, d, z)
-    off_chip = on_chip + Cost(0, a.scores(b, s, s, z))
+    # scores in memory: a product writes them, softmax reads and writes them, a product reads them
+    off_chip = on_chip + Cost(0, 4 * b * z * s * s)
+    cross = linear(b * s, d, d) + linear(b * c, e, 2 * d) + core(b, s, c, z, d // z) + linear(b * s, d, d)
     return (
         Operation("MLP, 4 d inside", "16 b s d²", "10 b s d + 8 d²", a.mlp(b * s, d)),
         Operation("self-attention", "8 b s d² + 4 b s² d", "10 b s d + 4 d²", on_chip),
         Operation("the same, scores in memory", "8 b s d² + 4 b s² d", "10 b s d + 4 d² + 4 b z s²", off_chip),
         Operation(
-            "cross-attention",
-            "4 b s d² + 4 b c e d + 4 b s c d",
-            "6 b s d + b c e + 4 b c d + 2 d² + 2 d e",
-            a.cross_attention(b, s, d, z, c, e),
+            "cross-attention", "4 b s d² + 4 b c e d + 4 b s c d", "6 b s d + b c e + 4 b c d + 2 d² + 2 d e", cross
         ),
         Operation(
-            "spatial attention", "8 b T P d² + 4 b T P² d", "10 b T P d + 4 d²", a.spatial_attention(b, t, p, d, z)
+            "spatial attention", "8 b T P d² + 4 b T P² d", "10 b T P d + 4 d²", a.self_attention(b * t, p, d, z)
         ),
         Operation(
-            "temporal attention", "8 b T P d² + 4 b T² P d", "10 b T P d + 4 d²", a.temporal_attention(b, t, p, d, z)
+            "temporal attention", "8 b T P d² + 4 b T² P d", "10 b T P d + 4 d²", a.self_attention(b * p, t, d, z)
         ),
         Operation("the same, without its projections", "4 b T² P d", "4 b T P d", core(b * p, t, t, z, d // z)),
-        Operation("K and V of all tokens", "4 b s d²", "3 b s d + 2 d²", a.keys_and_values(b * s, d)),
-        Operation("K and V of one token", "4 d²", "3 d + 2 d²", a.keys_and_values(1, d)),
+        Operation("K and V of all tokens", "4 b s d²", "3 b s d + 2 d²", linear(b * s, d, 2 * d)),
+        Operation("K and V of one token", "4 d²", "3 d + 2 d²", linear(1, d, 2 * d)),
     )
 
 
@@ -92,24 +91,20 @@ def traffic(b: int, s: int, ranks: int) -> tuple[Traffic, ...]:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table in Markdown."""
     head = list(head)
     lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: float) -> str:
-    """Return a number of three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def count(value: int | None) -> str:
-    """Return a number of tokens, with a comma."""
     return "never" if value is None else f"{value:,}"
 
 
 def operations_table() -> str:
-    """Return costs at the worked shape, and which bound they meet on an H200 as measured."""
     rows = []
     for row in operations(B, T, P, D, Z, C, E):
         per_byte = row.cost.flops / (2 * row.cost.elements)
@@ -120,7 +115,6 @@ def operations_table() -> str:
 
 
 def gpu_table() -> str:
-    """Return what GPUs have, and where the bounds of this page lie on them."""
     work = plots.run_of(MODELS[0])[0]
 
     def ring(gpu: a.Gpu) -> float:
@@ -149,7 +143,6 @@ def cached(gpu: a.Gpu, gpus: int) -> str:
 
 
 def notes_table() -> str:
-    """Return the crossings that the founding notes state, with what their formulas give."""
 
     def crossing(share: int) -> str:
         # where the core of attention has `share` / 2 times the FLOPs of the MLP
@@ -171,7 +164,6 @@ def notes_table() -> str:
 
 
 def half_table() -> str:
-    """Return from how many tokens on attention has half of a step, by model."""
     rows = []
     for model in MODELS:
         work, load = plots.run_of(model)
@@ -181,7 +173,6 @@ def half_table() -> str:
 
 
 def shares_table() -> str:
-    """Return the measured shares of attention beside the predicted ones."""
     rows = []
     for x in sorted(plots.measured_shares(), key=lambda x: (x.model, x.tokens, x.gpus)):
         work, load = plots.run_of(x.model)
@@ -192,7 +183,6 @@ def shares_table() -> str:
 
 
 def traffic_table() -> str:
-    """Return what a rank sends in a step of Large-DiT-7B on 2, 4 and 8 GPUs."""
     work, load = plots.run_of(MODELS[0])
     every = {ranks: traffic(2, TOKENS, ranks) for ranks in (2, N, 8)}
     rows = []
@@ -233,7 +223,6 @@ def memory_table() -> str:
 
 
 def times_table() -> str:
-    """Return the measured times of the second plot beside the predictions."""
     rows = []
     for x in plots.measured_times():
         predicted = dict(zip(plots.GPUS, plots.times(x.model, x.tokens)["planned"], strict=True))[x.gpus]

@@ -78,7 +78,6 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows(path: Path) -> dict[str, list[Row]]:
-    """Return model -> its rows."""
     works = defaultdict[tuple[Any, ...], dict[str, list[dict[str, Any]]]](lambda: defaultdict(list))
     for line in lines(path):
         case = line["case"]
@@ -116,7 +115,6 @@ def newest(pattern: str) -> list[Path]:
 
 
 def page() -> str:
-    """Return the page."""
     models = defaultdict[str, list[Row]](list)
     for path in newest("*.jsonl"):
         for model, added in rows(path).items():
@@ -161,7 +159,6 @@ def _speed_row(gain: float, title: str, row: Row) -> str:
 
 
 def with_speed(text: str) -> str:
-    """Return README with its table as it is now."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{speed()}\n{END}{rest.partition(END)[2]}"
 

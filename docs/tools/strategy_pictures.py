@@ -205,7 +205,6 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
 
 
 def pictures() -> dict[str, str]:
-    """Return each file's name and text."""
     drawn = {name: svg(moments, f"What four ranks hold and send by {name}") for name, moments in PICTURES.items()}
     return {**drawn, "latent": svg(LATENT, "The way of a latent over four ranks")}
 

@@ -51,7 +51,6 @@ def texts(source: str) -> Iterator[str]:
 
 
 def riddles(source: str) -> list[str]:
-    """Return what the patterns find in the texts of a Python file."""
     return [match[0] for text in texts(source) for riddle in RIDDLES for match in riddle.finditer(text)]
 
 

@@ -69,7 +69,6 @@ def case_of(name: str) -> Case:
 
 
 def deadlines_of(case: Case) -> Deadlines:
-    """Return the deadlines that a job with this fault gets."""
     return LONG if case.within == "nothing" else SHORT
 
 
@@ -80,7 +79,6 @@ def forked(job: Job) -> Forked:
 
 
 def ended(name: str, transport: str) -> Outcome:
-    """Return how a job with this fault ends."""
     case = case_of(name)
     words = ("sample", "--ranks", "2", *WORDS, "--transport", transport, *deadlines_of(case).flags())
     with tempfile.TemporaryDirectory(prefix="seqpar-faults-") as folder:

@@ -97,7 +97,6 @@ class Job:
         self.processes: dict[str, Any] = {}
 
     def start(self, name: str, rank: int, work: Callable[..., None], *args: object) -> None:
-        """Start a process."""
         words = (self.folder, name, rank, self._store.port, work, *args)
         self.processes[name] = self._context.Process(target=_forked, args=words, daemon=True)
         self.processes[name].start()
@@ -108,7 +107,6 @@ class Job:
         return self.processes[name].exitcode, (self.folder / name).read_text().splitlines()
 
     def wait_for(self, name: str) -> None:
-        """Wait until there is a file of this name."""
         assert comes(self.folder / name, ENDS_S), name
 
 

@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
 HEAD = 4  # bytes of the length before a message
 LONGEST = 1 << 28  # bytes of a message: holds the pixels of an 8192 x 8192 image
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
@@ -99,7 +100,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
-    first; unit: sides of others are multiples of it. schedulers: names that requests may have.
+    first; unit: divides the sides of every size. schedulers: names that requests may have.
     """
 
     name: str

@@ -429,8 +429,15 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGKILL, 1)])
-@pytest.mark.parametrize("state", ["ranks started", "ready"])
+@pytest.mark.parametrize(
+    ("number", "ranks", "state"),
+    [
+        (signal.SIGTERM, 2, "ranks started"),
+        (signal.SIGTERM, 2, "ready"),
+        (signal.SIGKILL, 2, "ranks started"),
+        (signal.SIGKILL, 1, "ready"),
+    ],
+)
 def test_a_signal_to_an_idle_server_ends_all_within_seconds(
     tmp_path: Path, number: signal.Signals, ranks: int, state: str
 ) -> None:

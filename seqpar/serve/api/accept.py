@@ -26,7 +26,7 @@ async def accept(
     param: the field of the files.
     """
     model = _model_for(server, body.model, purpose)
-    longest_s = server.longest_video_s if purpose == "videos" else server.longest_s
+    longest_s = server.args.video_deadline_s if purpose == "videos" else server.args.deadline_s
     if body.deadline_s is not None and body.deadline_s > longest_s:
         text = f"got deadline_s {body.deadline_s:g}, expected at most {longest_s:g}"
         raise refused(400, "invalid_value", text, "deadline_s")
@@ -41,7 +41,7 @@ async def accept(
     inputs = await decode_inputs(server, files, param) if files else NO_INPUTS
     spec = body.spec(model, longest_s if body.deadline_s is None else body.deadline_s, inputs)
     job = server.queue.add(request.state.id, key, spec)
-    prompt = body.prompt if server.show_prompts else "not shown"
+    prompt = body.prompt if server.args.show_prompts else "not shown"
     facts = {"model": model.name, "count": spec.count, "frames": spec.request.frames}
     log.event("accepted", job.id, key=key, **facts, prompt=prompt)
     return job

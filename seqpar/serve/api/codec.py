@@ -110,26 +110,15 @@ def _exit_with_server() -> None:
 
 
 class Codec:
-    """The processes that encode and decode. folder: private, for pixels."""
+    """The processes that encode and decode: `encoder` runs `encoded`. folder: private, for pixels."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._encoder = Workers(1, "encodes images")
+        self.encoder = Workers(1, "encodes images")
         self._decoders = Workers(DECODERS, "decodes images")
         self._turn = asyncio.Semaphore(DECODERS)
         self.waiting = 0  # requests whose images are decoded or wait for it, with up to 50 MB each
-        self._encoder.start()
-
-    async def encode(
-        self,
-        size: tuple[int, int],
-        pixels: bytes,
-        how: Format,
-        parameters: Mapping[str, Any],
-        enlarged: tuple[int, int] | None = None,
-    ) -> bytes:
-        """An image file. size: (height, width). parameters: kept by a PNG. enlarged: resize to this. Raises OSError."""
-        return await self._encoder.run(encoded, size, pixels, how, parameters, enlarged)
+        self.encoder.start()
 
     async def decode(self, files: Sequence[bytes], check: Callable[[int], None]) -> InputFiles:
         """Decode a client's files; ValueError for other files, OSError if the process died or the disk is full.
@@ -146,7 +135,7 @@ class Codec:
             self.waiting -= 1
 
     def close(self) -> None:
-        self._encoder.close()
+        self.encoder.close()
         self._decoders.close()
 
 
@@ -157,7 +146,10 @@ def encoded(
     parameters: Mapping[str, Any],
     enlarged: tuple[int, int] | None = None,
 ) -> bytes:
-    """The file of rows of RGB bytes; `seqpar sample` writes the same PNG for the same parameters."""
+    """The file of rows of RGB bytes; `seqpar sample` writes the same PNG for the same parameters.
+
+    size: (height, width). parameters: kept by a PNG. enlarged: resize to this.
+    """
     height, width = size
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
     if enlarged is not None:

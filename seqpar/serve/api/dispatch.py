@@ -9,38 +9,31 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from seqpar.serve.api import log
-from seqpar.serve.api.codec import Codec
+from seqpar.serve.api.codec import encoded
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks
-from seqpar.serve.api.files import JobFolder
-from seqpar.serve.api.jobs import ImageMade, PreviewMade, Queue, ServerJob, Speeds, Stepped
-from seqpar.serve.api.replica import RanksEndedError, Replica
-from seqpar.serve.api.telemetry import Metrics
+from seqpar.serve.api.jobs import ImageMade, PreviewMade, ServerJob, Speeds, Stepped
+from seqpar.serve.api.replica import RanksEndedError
+from seqpar.serve.api.state import ApiServer
 from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
 
 ATTEMPTS = 2  # at an image whose request ended all ranks
-STUCK_S = 300.0  # ranks that do not answer for so long after a cancellation are terminated
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """The loop between the queue and the ranks."""
 
-    queue: Queue
-    replica: Replica
-    codec: Codec
-    store: JobFolder
+    server: ApiServer
     speeds: Speeds
-    metrics: Metrics
-    stuck_s: float = STUCK_S
 
     async def forever(self) -> None:
         """Run requests, one at a time, until this task is cancelled."""
         async with asyncio.TaskGroup() as files:
             while True:
-                await self.queue.some.wait()
-                await self.replica.ready.wait()
+                await self.server.queue.some.wait()
+                await self.server.replica.ready.wait()
                 # nothing waits between here and the request's way to the ranks, so that they are ready
-                job = self.queue.begin() if self.replica.ready.is_set() else None
+                job = self.server.queue.begin() if self.server.replica.ready.is_set() else None
                 if job is not None:
                     await self._run(job, files)
 
@@ -57,7 +50,7 @@ class Dispatch:
             self._ranks_ended(job)
             return
         finally:
-            self.queue.current = None
+            self.server.queue.current = None
             del pixels
         if isinstance(answer, ImageResult) and not len(answer.pixels) == 3 * answer.height * answer.width > 0:
             text = f"the ranks sent {len(answer.pixels)} bytes for an image of {answer.width}x{answer.height}"
@@ -67,14 +60,14 @@ class Dispatch:
         if isinstance(answer, Failed):
             log.event("failed", job.id, why=answer.why, text=answer.text)
             state = "cancelled" if answer.why == "cancelled" else "failed"
-            self.queue.end(job, state, of_ranks(answer.why, answer.text))
+            self.server.queue.end(job, state, of_ranks(answer.why, answer.text))
             return
         span.parts(begun, answer.parts_s)
         self.speeds.measured(request.model, answer.steps, answer.parts_s)
-        self.metrics.observe(answer)
+        self.server.metrics.observe(answer)
         if job.ended is None:
             index = job.done_count
-            self.queue.image_done(job)
+            self.server.queue.image_done(job)
             if isinstance(answer, VideoResult):
                 files.create_task(self._keep_video(job, answer))
             else:
@@ -89,20 +82,20 @@ class Dispatch:
                 files.create_task(self._encode_preview(job, image, message))
                 return
             job.step = message.index
-            self.metrics.steps.inc()
+            self.server.metrics.steps.inc()
             job.notify(Stepped(image, message.index, message.count))
 
-        answer = asyncio.create_task(self.replica.run(request, on_message))
+        answer = asyncio.create_task(self.server.replica.run(request, on_message))
         ended = asyncio.create_task(job.done.wait())
         await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if not answer.done():
-            self.replica.cancel(request.id)
-            self.metrics.cancels.inc()
-            await asyncio.wait([answer], timeout=self.stuck_s)
+            self.server.replica.cancel(request.id)
+            self.server.metrics.cancels.inc()
+            await asyncio.wait([answer], timeout=self.server.args.stuck_s)
             if not answer.done():
-                log.event("cancel timed out, terminating ranks", job.id, level=40, after_s=self.stuck_s)
-                self.replica.terminate()
+                log.event("cancel timed out, terminating ranks", job.id, level=40, after_s=self.server.args.stuck_s)
+                self.server.replica.terminate()
         return await answer
 
     def _ranks_ended(self, job: ServerJob) -> None:
@@ -111,46 +104,46 @@ class Dispatch:
         log.event("ranks ended during a request", job.id, level=40, attempt=job.attempts)
         if job.attempts >= ATTEMPTS:
             text = f"the request ended all ranks {ATTEMPTS} times and is not retried; change it"
-            self.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
+            self.server.queue.end(job, "failed", Problem(500, "ranks_ended", text, headers=NO_RETRY))
 
     async def _keep_video(self, job: ServerJob, result: VideoResult) -> None:
         try:
-            (name,) = await self.store.keep(job.key, "mp4", [result.file])
+            (name,) = await self.server.files.keep(job.key, "mp4", [result.file])
         except ProblemError as error:
-            self.queue.end(job, "failed", error.problem)
+            self.server.queue.end(job, "failed", error.problem)
             return
         if job.ended is not None:  # cancelled meanwhile
-            await self.store.forget(job.key, name)
+            await self.server.files.forget(job.key, name)
             return
         job.stored, job.parts_s, job.size = name, result.parts_s, (result.height, result.width)
         request = msgspec.structs.replace(job.spec.request, frames=result.frames)
         job.spec = replace(job.spec, request=request)
-        self.queue.end(job, "completed")
+        self.server.queue.end(job, "completed")
 
     async def _encode(self, job: ServerJob, index: int, request: ImageRequest, result: ImageResult) -> None:
         begun, wall = time.monotonic(), time.time()
         size = result.height, result.width
         try:
             parameters = request.parameters(result.steps, size)
-            file = await self.codec.encode(size, result.pixels, job.spec.how, parameters)
+            file = await self.server.codec.encoder.run(encoded, size, result.pixels, job.spec.how, parameters)
         except (OSError, ValueError) as error:  # a process that died, or an image that Pillow does not write
             log.event("image not encoded", job.id, level=40, error=str(error))
-            self.queue.end(job, "failed", Problem(500, "failure", f"the image cannot be encoded: {error}"))
+            self.server.queue.end(job, "failed", Problem(500, "failure", f"the image cannot be encoded: {error}"))
             return
         parts_s = {**result.parts_s, "file": time.monotonic() - begun}
         job.span.part("file", wall, wall + parts_s["file"])
-        self.metrics.seconds.labels("file").observe(parts_s["file"])
+        self.server.metrics.seconds.labels("file").observe(parts_s["file"])
         job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
         job.files[index], job.size = file, size
         job.notify(ImageMade(index))
         if len(job.files) == job.spec.count:
-            self.queue.end(job, "completed")
+            self.server.queue.end(job, "completed")
 
     async def _encode_preview(self, job: ServerJob, image: int, preview: Partial) -> None:
         """Make the file of a preview for the job's stream, which goes on without it on errors."""
         size = preview.height, preview.width
         try:
-            file = await self.codec.encode(size, preview.pixels, job.spec.how, {}, preview.size)
+            file = await self.server.codec.encoder.run(encoded, size, preview.pixels, job.spec.how, {}, preview.size)
         except (OSError, ValueError) as error:
             log.event("preview not encoded", job.id, level=40, error=str(error))
             return

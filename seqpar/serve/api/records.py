@@ -140,7 +140,7 @@ def _video(server: ApiServer, job: ServerJob, fps: float) -> dict[str, Any]:
         "progress": 100 if job.state == "completed" else min(99, 100 * job.step // max(1, spec.steps)),
         "created_at": int(job.arrived),
         "completed_at": None if failed else ended,
-        "expires_at": None if failed or ended is None else ended + int(server.keep_s),
+        "expires_at": None if failed or ended is None else ended + int(server.args.keep_s),
         "model": request.model,
         "prompt": request.prompt,
         "seconds": f"{frames / fps:g}",

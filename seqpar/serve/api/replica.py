@@ -24,6 +24,7 @@ import msgspec
 from seqpar.serve.api import log
 from seqpar.serve.messages import (
     HEAD,
+    SOCKET,
     Alive,
     Answer,
     Cancel,
@@ -41,7 +42,6 @@ from seqpar.serve.messages import (
     packed,
 )
 
-SOCKET = "SEQPAR_SERVE"  # environment of the child: the path of the socket
 STARTER = "SEQPAR_STARTER"  # environment of the child: the process with which it exits
 WITHIN_S = 600.0  # seconds in which too many exits of children stop the server
 LEAVE_S = 7.0  # for a child to exit, and from SIGTERM to SIGKILL: it gives its own ranks 5 s

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from seqpar.serve.api import log
 from seqpar.serve.api.app import create_app
 from seqpar.serve.api.codec import Codec
+from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.connections import (
     ACCEPTED,
     HEAD_BYTES,
@@ -37,9 +38,6 @@ from seqpar.serve.api.records import RecordWriter
 from seqpar.serve.api.replica import Ended, Replica, private_folder
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.api.telemetry import Metrics
-
-if TYPE_CHECKING:
-    from seqpar.serve.api.command import ServeArgs
 
 ANSWERS_S = 5.0  # for answers to reach their clients at the end, and for records to be written
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they stop the server
@@ -109,15 +107,14 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
         replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
         metrics = Metrics(lambda: queue.length, lambda: replica.memory)
         store = shared or JobFolder(folder, *kept)
-        limits = args.deadline_s, args.video_deadline_s, args.keep_s, args.show_prompts, int(time.time())
-        server = ApiServer(name, queue, replica, store, shared is not None, codec, metrics, *limits)
-        dispatch = Dispatch(queue, replica, codec, store, speeds, metrics, args.stuck_s)
+        server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()))
+        dispatch = Dispatch(server, speeds)
         http = http_server(create_app(server, keys, frozenset({args.host})), Connections(args.connections))
         writer = RecordWriter(server)
         writing = asyncio.create_task(writer.run())
         writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
         try:
-            return await _serve(server, dispatch, http, listener, args.grace_s, stop)
+            return await _serve(server, dispatch, http, listener, stop)
         finally:
             codec.close()
             writer.close()
@@ -136,12 +133,7 @@ def _stopped_by_signals() -> asyncio.Event:
 
 
 async def _serve(
-    server: ApiServer,
-    dispatch: Dispatch,
-    http: HttpServer,
-    listener: socket.socket,
-    grace_s: float,
-    stop: asyncio.Event,
+    server: ApiServer, dispatch: Dispatch, http: HttpServer, listener: socket.socket, stop: asyncio.Event
 ) -> Ended:
     """Run all tasks until the first one ends or a signal arrives; then shut down in order."""
     supervisor = asyncio.create_task(server.replica.supervise())
@@ -150,10 +142,10 @@ async def _serve(
     try:
         await asyncio.wait([supervisor, serving, dispatching, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
-            log.event("ending", grace_s=grace_s)
+            log.event("ending", grace_s=server.args.grace_s)
             server.queue.close(ENDING, also_running=False)
             if running := [asyncio.create_task(job.done.wait()) for job in server.queue.active]:
-                await asyncio.wait(running, timeout=grace_s)
+                await asyncio.wait(running, timeout=server.args.grace_s)
     finally:
         server.queue.close(ENDING, also_running=True)
         await server.replica.finish(supervisor)

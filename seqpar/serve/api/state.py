@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from seqpar.serve.api.codec import Codec
+from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.files import JobFolder
 from seqpar.serve.api.jobs import Queue
@@ -18,23 +19,21 @@ from seqpar.serve.messages import Ready
 
 @dataclass(frozen=True)
 class ApiServer:
-    """The parts of a server. name: prefix of its jobs' ids. longest_s: the longest deadline, of videos apart.
+    """The parts of a server. name: prefix of its jobs' ids. started: Unix seconds."""
 
-    keeps_records: whether `files` is a folder that other servers mount, with records of ended jobs.
-    """
-
+    args: ServeArgs
     name: str
     queue: Queue
     replica: Replica
     files: JobFolder
-    keeps_records: bool
     codec: Codec
     metrics: Metrics
-    longest_s: float
-    longest_video_s: float
-    keep_s: float
-    show_prompts: bool
     started: int
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether `files` is a folder that other servers mount, with records of ended jobs."""
+        return self.args.jobs is not None
 
     @property
     def facts(self) -> Ready:

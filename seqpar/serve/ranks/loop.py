@@ -31,6 +31,7 @@ from seqpar.pipelines.protocol import Events
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
     LONGEST,
+    SOCKET,
     Alive,
     Failed,
     Finish,
@@ -47,7 +48,6 @@ from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
 from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, Previews
 
-SOCKET = "SEQPAR_SERVE"  # environment of the ranks: the path of the API server's socket
 MARGIN = 1 << 16  # bytes of a message besides the file of a video
 IDLE_S = 60.0  # after which idle ranks exchange a message, so that no wait for a request reaches a deadline
 AUTO = "auto"  # as a size: the model's own

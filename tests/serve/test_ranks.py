@@ -88,7 +88,7 @@ def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """Two ranks with all models and LoRAs, which have run two sizes of images before they were ready."""
     models = ("builtin", "builtin-text", *(str(folders[name]) for name in MODELS))
     words = (*models, "--loras", str(folders["loras"]), "--warm", "56x72", "48x72")
-    with replica(tmp_path_factory.mktemp("serve"), 2, *words) as started:
+    with replica(tmp_path_factory.mktemp("serve"), 2, *words, start_s=300) as started:
         yield started
         assert started.finish() == 0
 

@@ -69,21 +69,22 @@ class Driver:
 
 
 @contextmanager
-def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
+def replica(folder: Path, ranks: int, *words: str, start_s: float = LIMIT_S) -> Iterator[Driver]:
     """Start ranks with the models and flags `words`, and yield when they are ready; at the end none of them runs."""
     path = str(folder / "front")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1)
-        listening.settimeout(LIMIT_S)
+        listening.settimeout(start_s)
         flags, errors = ["replica", *words, "--ranks", ranks], folder / "errors"
         server()
         process = Forked(main, flags, environment() | {SOCKET: path}, folder / "output", errors)
         try:
             line, _ = listening.accept()
-            line.settimeout(LIMIT_S)
+            line.settimeout(start_s)
             ready = read(line, ToServer)
             assert isinstance(ready, Ready), errors.read_text()
+            line.settimeout(LIMIT_S)
             with line:
                 yield Driver(line, process, ready, folder)
         finally:

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 
 from seqpar.serve.api import records
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
-from seqpar.serve.api.files import JobRecord
 from seqpar.serve.api.gate import EDITS, GENERATIONS, ApiKeys, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
 from seqpar.serve.api.state import ApiServer, Key, Server, not_ready
@@ -100,20 +99,13 @@ async def jobs(server: Server, key: Key) -> dict[str, Any]:
 
 async def job_of(job: str, server: Server, key: Key) -> dict[str, Any]:
     """Report the progress of a job."""
-    return (await _record(server, key, job)).job
+    return (await records.get(server, key, job)).job
 
 
 async def cancel(job: str, server: Server, key: Key) -> dict[str, Any]:
     """Cancel a job that waits or runs; one that has ended stays as it is."""
-    records.cancel(server, await _record(server, key, job))
-    return (await _record(server, key, job)).job
-
-
-async def _record(server: ApiServer, key: str, id_: str) -> JobRecord:
-    record = await records.get(server, key, id_)
-    if record is None:
-        raise records.not_found(server, "job", id_)
-    return record
+    records.cancel(server, await records.get(server, key, job))
+    return (await records.get(server, key, job)).job
 
 
 async def health() -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from seqpar.serve.api import log
-from seqpar.serve.api.errors import ProblemError, refused
+from seqpar.serve.api.errors import refused
 from seqpar.serve.api.files import ID, JobRecord
 from seqpar.serve.api.jobs import ServerJob, State
 from seqpar.serve.api.state import ApiServer
@@ -75,19 +75,19 @@ async def of_key(server: ApiServer, key: str) -> list[JobRecord]:
     return sorted(records.values(), key=lambda record: record.arrived)
 
 
-async def get(server: ApiServer, key: str, id_: str) -> JobRecord | None:
+async def get(server: ApiServer, key: str, id_: str, kind: Literal["job", "video"] = "job") -> JobRecord:
+    """The record of a key's job; ProblemError if there is none, or it is no video's."""
     job = server.queue.find(id_)
     if job is not None:
-        return of(server, job) if job.key == key else None
-    return await asyncio.to_thread(server.files.record, key, id_) if server.keeps_records else None
-
-
-def not_found(server: ApiServer, kind: str, id_: str) -> ProblemError:
-    """The error for an id without a record. kind: "job" or "video"."""
+        record = of(server, job) if job.key == key else None
+    else:
+        record = await asyncio.to_thread(server.files.record, key, id_) if server.keeps_records else None
+    if record is not None and (kind == "job" or record.video is not None):
+        return record
     text, (name, dash, _) = f"{kind} not found or expired", id_.partition("-")
     if ID.fullmatch(id_) and dash and name != server.name:
         text += f"; until it ends, only server {name} has it"
-    return refused(404, f"unknown_{kind}", text)
+    raise refused(404, f"unknown_{kind}", text)
 
 
 def cancel(server: ApiServer, record: JobRecord) -> None:

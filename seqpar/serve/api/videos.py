@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from seqpar.serve.api import records
 from seqpar.serve.api.accept import accept
 from seqpar.serve.api.errors import ProblemError, of_validation, refused
-from seqpar.serve.api.files import JobRecord
 from seqpar.serve.api.gate import VIDEOS
 from seqpar.serve.api.requests import VideoRequest, form_schema, read_form
-from seqpar.serve.api.state import ApiServer, Key, Server
+from seqpar.serve.api.state import Key, Server
 
 REFERENCE = "input_reference"
 BODY = form_schema(VideoRequest, {REFERENCE: {"description": "The first frame, as a PNG, JPEG or WebP."}})
@@ -64,30 +63,23 @@ async def videos(
 
 async def video_of(video: str, server: Server, key: Key) -> dict[str, Any]:
     """Report the progress of a video."""
-    return (await _record(server, key, video))[1]
+    return (await records.get(server, key, video, "video")).video or {}
 
 
 async def delete(video: str, server: Server, key: Key) -> dict[str, Any]:
     """Cancel a video that waits or runs, and delete it and its file."""
-    record, _ = await _record(server, key, video)
+    record = await records.get(server, key, video, "video")
     await records.delete(server, key, record)
     return {"id": record.id, "object": "video.deleted", "deleted": True}
 
 
 async def content(video: str, server: Server, key: Key, variant: Literal["video"] = "video") -> Response:
     """Download a completed video."""
-    record, facts = await _record(server, key, video)
+    record = await records.get(server, key, video, "video")
     if record.stored is None:
-        text = f"the status of the video is {facts['status']}, not completed"
+        text = f"the status of the video is {(record.video or {})['status']}, not completed"
         raise refused(409, "not_completed", text, x_should_retry="false")
     response = await server.files.get(key, record.stored)
     if response is None:
         raise refused(404, "expired", "the file of the video has expired; request the video again")
     return response
-
-
-async def _record(server: ApiServer, key: str, id_: str) -> tuple[JobRecord, dict[str, Any]]:
-    record = await records.get(server, key, id_)
-    if record is None or record.video is None:
-        raise records.not_found(server, "video", id_)
-    return record, record.video

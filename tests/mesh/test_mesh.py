@@ -20,8 +20,9 @@ from seqpar.loading.folder import PipelineParts
 from seqpar.loop import distributed
 from seqpar.mesh.errors import SMALL
 from seqpar.mesh.mesh import Mesh, fill, pick_device
+from seqpar.serve.messages import ImageRequest, ServedModel
 from seqpar.serve.ranks import checked
-from seqpar.serve.ranks.preview import Previews
+from seqpar.serve.ranks.preview import PreviewMap, Previews
 from tests.support.pool import Pool
 
 
@@ -183,7 +184,12 @@ def a_plan(rank: int, mesh: Mesh) -> object:
 
 def a_preview(rank: int, mesh: Mesh) -> object:
     """Show latents that are no rows of tokens, on rank 0 alone."""
-    return Previews(mesh)._on_estimate("", None, lambda told: None, 0, torch.zeros(1, 5, 4), None)  # pyright: ignore
+    previews, model = Previews(mesh), ServedModel("x", "texts", (8, 8), 4, "", 0.1)
+    previews._maps["x"] = PreviewMap(torch.zeros(5, 3), 1, 8, 0.0)
+    watch = previews.watch(ImageRequest("", "x", "a", partial_images=1), model, fails, fails)
+    assert watch is not None
+    (index,), look = watch(4, None)
+    return look(index, torch.zeros(1, 5, 4))
 
 
 def fails(*_: object) -> NoReturn:

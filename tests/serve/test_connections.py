@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from seqpar.serve.api import log
+from seqpar.serve.api import log, server
 from seqpar.serve.api.connections import HEAD_BYTES, IDLE_S, STALLED_S, Connections, allow_files, listening
 from seqpar.serve.api.server import HttpServer, http_server
 from tests.support.front import LIMIT_S, Running, running, until
@@ -64,7 +64,7 @@ class App:
 async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServer, Connect]]:
     """Serve in this process; yield also a function that connects and sends something."""
     app, listener = App(), listening("127.0.0.1", 0)
-    server, port = http_server(app, connections), listener.getsockname()[1]
+    http, port = http_server(app, connections), listener.getsockname()[1]
     writers: list[asyncio.StreamWriter] = []
 
     async def connect(text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -74,17 +74,17 @@ async def serving(connections: Connections) -> AsyncIterator[tuple[App, HttpServ
         await writer.drain()
         return reader, writer
 
-    task = asyncio.create_task(server.serve([listener]))
+    task = asyncio.create_task(http.serve([listener]))
     try:
         async with asyncio.timeout(LATE_S):
-            while not server.started:
+            while not http.started:
                 await asyncio.sleep(0.01)
-            yield app, server, connect
+            yield app, http, connect
     finally:
         app.release.set()
         for writer in writers:
             writer.close()
-        server.should_exit = True
+        http.should_exit = True
         await task
 
 
@@ -99,18 +99,20 @@ async def all_of(reader: asyncio.StreamReader) -> bytes:
 
 def test_accepted_connections_send_at_once_and_time_out_on_clients_that_do_not_read() -> None:
     async def options() -> list[int]:
-        async with serving(Connections(9)) as (_, server, connect):
+        async with serving(Connections(9)) as (_, http, connect):
             await connect(b"")
-            while not server.server_state.connections:
+            while not http.server_state.connections:
                 await asyncio.sleep(0.01)
-            (connection,) = server.server_state.connections
+            (connection,) = http.server_state.connections
             accepted = connection.transport.get_extra_info("socket")  # pyright: ignore
             return [accepted.getsockopt(socket.IPPROTO_TCP, x) for x in (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT)]
 
     assert asyncio.run(options()) == [1, 1000 * STALLED_S]
 
 
-def test_slow_clients_are_closed() -> None:
+def test_slow_clients_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 1)
+
     async def client(connect: Connect, at_once: bytes, then: bytes, count: int) -> None:
         begun = time.monotonic()
         reader, writer = await connect(at_once)

@@ -206,10 +206,10 @@ def test_uploads_that_wait_to_be_decoded_are_bounded(tmp_path: Path) -> None:
 def test_large_images_neither_hold_up_a_server_nor_fill_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six requests with 50 MB of pixels in 50 KB each, at once. Counted is the memory of the server's process alone."""
+    """Four requests with 50 MB of pixels in 50 KB each, at once; memory is of the server's process alone."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     large = file_of(np.full((4096, 4096, 3), 7, np.uint8))
-    with running(tmp_path) as front, ThreadPoolExecutor(6) as pool:
+    with running(tmp_path) as front, ThreadPoolExecutor(4) as pool:
 
         def peak() -> int:
             status = Path(f"/proc/{front.process.pid}/status").read_text()
@@ -220,13 +220,13 @@ def test_large_images_neither_hold_up_a_server_nor_fill_its_memory(
             return httpx.post(f"{front.url}{EDITS}", data=fields, files={"image": large}, timeout=LIMIT_S).status_code
 
         before, longest = peak(), 0.0
-        answers = [pool.submit(edited, number) for number in range(6)]
+        answers = [pool.submit(edited, number) for number in range(4)]
         while not all(answer.done() for answer in answers):
             begun = time.monotonic()
             assert front.http.get("/health").status_code == 200
             longest = max(longest, time.monotonic() - begun)
             time.sleep(0.01)
-        assert [answer.result() for answer in answers] == [200] * 6
+        assert [answer.result() for answer in answers] == [200] * 4
         assert peak() - before < 40_000_000
         assert longest < 1.0
         until(lambda: not [*tmp_path.glob("seqpar-*/pixels-*")])

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.pipelines.diffusers import estimated
-from seqpar.serve.ranks.preview import Estimates, evenly, fitted, tokens_of
+from seqpar.serve.ranks.preview import evenly, fitted, tokens_of, watching
 from tests.transformer.test_pipelines import CASES
 
 pytestmark = pytest.mark.slow
@@ -76,8 +76,7 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
         assert (number, pixels) == (len(found), (20, 12))
         found.append(latents)
 
-    estimates = Estimates(lambda count: range(count), kept)
-    with estimated(pipe.scheduler, partial(estimates.watched, pixels=(20, 12))):
+    with estimated(pipe.scheduler, partial(watching(range, kept), pixels=(20, 12))):
         assert torch.equal(case.pictures(pipe), plain)
     assert "step" not in vars(pipe.scheduler)
     assert len(found) == len(pipe.scheduler.timesteps) - (pipe.scheduler.begin_index or 0) > 1

@@ -46,7 +46,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
-from seqpar.serve.ranks.preview import NO_ESTIMATES, Estimates, Previews
+from seqpar.serve.ranks.preview import Previews, Watch
 
 MARGIN = 1 << 16  # bytes of a message besides the file of a video
 IDLE_S = 60.0  # after which idle ranks exchange a message, so that no wait for a request reaches a deadline
@@ -82,12 +82,13 @@ class LoadedModel:
         images: Sequence[Picture],
         boundary: Callable[[], None],
         on_step: Callable[[int, int], object] = lambda index, count: None,
-        estimates: Estimates = NO_ESTIMATES,
+        watch: Watch | None = None,
     ) -> Output:
         """Run a request. Collective.
 
         images: its input images. boundary: called between steps and parts; raises to stop. on_step(index, count):
-        called after each step. ValueError for a request that does not fit, FloatingPointError for non-finite numbers.
+        called after each step. watch: estimates for previews. ValueError for a request that does not fit,
+        FloatingPointError for non-finite numbers.
         """
         parts_s, begun = dict[str, float](), time.perf_counter()
 
@@ -110,8 +111,8 @@ class LoadedModel:
             raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
         if self._model.switch_loras(request.loras):
             ends("lora")
-        watched = None if estimates is NO_ESTIMATES else partial(estimates.watched, pixels=job.pixels)
-        (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=watched)).images
+        estimates = None if watch is None else partial(watch, pixels=job.pixels)
+        (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates)).images
         ends("decode")
         if job.video:
             return Output(job.steps, parts_s, frames_FHW3=image, fps=job.fps)
@@ -220,8 +221,8 @@ def warm_requests(models: Sequence[CheckedModel], sizes: Sequence[str]) -> dict[
 
 def _warm(served: Served, request: ImageRequest, images: Sequence[Picture]) -> None:
     start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
-    estimates = _estimates(served, request, images, boundary, lambda message: None)
-    served.models[request.model].make(request, images, boundary, estimates=estimates)
+    watch = _watch(served, request, images, boundary, lambda message: None)
+    served.models[request.model].make(request, images, boundary, watch=watch)
     if served.mesh.is_main:
         size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
         print(f"seqpar: {request.model} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
@@ -267,12 +268,12 @@ def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
         raise ValueError(f"model {request.model} is not served; use one of {', '.join(served.models)}")
     boundary = StepBoundary(served.mesh, served.why_stop)
     images = input_images(request, served.mesh)
-    estimates = _estimates(served, request, images, boundary, served.send)
+    watch = _watch(served, request, images, boundary, served.send)
 
     def on_step(index: int, count: int) -> None:
         served.send(Step(request.id, index, count))
 
-    output = model.make(request, images, boundary, on_step, estimates)
+    output = model.make(request, images, boundary, on_step, watch)
     if (image := output.image) is None:
         return _video(served, request, output)
     pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
@@ -300,23 +301,23 @@ def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
     return shared(read, mesh) if request.images else ()
 
 
-def _estimates(
+def _watch(
     served: Served,
     request: ImageRequest,
     images: Sequence[Picture],
     boundary: StepBoundary,
     on_preview: Callable[[Partial], None],
-) -> Estimates:
+) -> Watch | None:
     model = served.models[request.model]
 
-    def make(other: ImageRequest, estimates: Estimates) -> Image.Image:
+    def make(other: ImageRequest, watch: Watch) -> Image.Image:
         inputs = images if model.facts.needs_picture else ()
-        image = model.make(other, inputs, boundary, estimates=estimates).image
+        image = model.make(other, inputs, boundary, watch=watch).image
         if image is None:
             raise ValueError(f"partial_images are not supported for videos of {request.model}; leave them out")
         return image
 
-    return served.previews.estimates(request, model.facts, make, on_preview)
+    return served.previews.watch(request, model.facts, make, on_preview)
 
 
 def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult:

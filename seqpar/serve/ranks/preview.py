@@ -21,32 +21,25 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.serve.messages import ImageRequest, Partial, ServedModel
 
 OnEstimate = Callable[[int, Tensor, tuple[int, int] | None], None]
+Watch = Callable[[int, tuple[int, int] | None], tuple[list[int], Callable[[int, Tensor], None]]]
 STEPS = 8  # of a run for the fit: images are as good as finished then
 # many colours
 PROMPTS = ("a red apple and a green leaf", "a blue whale in the sea", "a yellow sun and a purple flower")
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """Which estimates of the clean latents a run makes, and what is done with them.
+def watching(after: Callable[[int], Collection[int]], on_estimate: OnEstimate) -> Watch:
+    """Which estimates of the clean latents a run makes, and what is done with them, by its evaluations and pixels.
 
     after(count): the indices of the evaluations to estimate, of all `count`. on_estimate(number, latents, pixels):
     called on every rank with the number of the estimate, from 0; pixels: (height, width) of the image, None where only
-    the pipeline knows it.
+    the pipeline knows it. Estimates change no result.
     """
 
-    after: Callable[[int], Collection[int]]
-    on_estimate: OnEstimate
+    def watch(evaluations: int, pixels: tuple[int, int] | None) -> tuple[list[int], Callable[[int, Tensor], None]]:
+        shown = sorted(after(evaluations))
+        return shown, lambda index, latents: on_estimate(shown.index(index), latents, pixels)
 
-    def watched(
-        self, evaluations: int, pixels: tuple[int, int] | None
-    ) -> tuple[list[int], Callable[[int, Tensor], None]]:
-        """The evaluations to estimate, and a callback with the index and latents of one."""
-        shown = sorted(self.after(evaluations))
-        return shown, lambda index, latents: self.on_estimate(shown.index(index), latents, pixels)
-
-
-NO_ESTIMATES = Estimates(lambda count: (), lambda number, latents, pixels: None)
+    return watch
 
 
 def evenly(most: int, count: int) -> Collection[int]:
@@ -139,50 +132,43 @@ class Previews:
         self._mesh = mesh
         self._maps: dict[str, PreviewMap] = {}
 
-    def estimates(
+    def watch(
         self,
         request: ImageRequest,
         facts: ServedModel,
-        make: Callable[[ImageRequest, Estimates], Image.Image],
+        make: Callable[[ImageRequest, Watch], Image.Image],
         on_preview: Callable[[Partial], None],
-    ) -> Estimates:
+    ) -> Watch | None:
         """The estimates that a request needs. Collective.
 
         make: runs a request for the fit. on_preview: called on rank 0 with each preview.
         """
         if not request.partial_images:
-            return NO_ESTIMATES
+            return None
         if facts.name not in self._maps:
             self._maps[facts.name] = self._fit(facts, make)
-        on_estimate = partial(self._on_estimate, request.id, self._maps[facts.name], on_preview)
-        return Estimates(partial(evenly, request.partial_images), on_estimate)
+        colours = self._maps[facts.name]
 
-    def _on_estimate(
-        self,
-        id: str,
-        colours: PreviewMap,
-        on_preview: Callable[[Partial], None],
-        number: int,
-        latents: Tensor,
-        pixels: tuple[int, int] | None,
-    ) -> None:
-        tokens_of(torch.empty(latents.shape), pixels)  # raises on every rank, and not on rank 0 alone, as below
-        if self._mesh.is_main:
-            small = colours.image(latents, pixels)
-            scale = colours.side // colours.block
-            size = pixels or (small.height * scale, small.width * scale)
-            on_preview(Partial(id, number, small.height, small.width, small.tobytes(), size))
+        def on_estimate(number: int, latents: Tensor, pixels: tuple[int, int] | None) -> None:
+            tokens_of(torch.empty(latents.shape), pixels)  # raises on every rank, and not on rank 0 alone, as below
+            if self._mesh.is_main:
+                small = colours.image(latents, pixels)
+                scale = colours.side // colours.block
+                size = pixels or (small.height * scale, small.width * scale)
+                on_preview(Partial(request.id, number, small.height, small.width, small.tobytes(), size))
 
-    def _fit(self, facts: ServedModel, make: Callable[[ImageRequest, Estimates], Image.Image]) -> PreviewMap:
+        return watching(partial(evenly, request.partial_images), on_estimate)
+
+    def _fit(self, facts: ServedModel, make: Callable[[ImageRequest, Watch], Image.Image]) -> PreviewMap:
         if facts.kind == "texts":
             prompts = PROMPTS
         else:
             names = facts.classes or ("0",)
             prompts = tuple(names[len(names) * number // len(PROMPTS)] for number in range(len(PROMPTS)))
         pairs, last = list[tuple[Tensor, Image.Image]](), list[Tensor]()
-        estimates = Estimates(lambda count: {count - 1}, lambda number, latents, pixels: last.append(latents))
+        watch = watching(lambda count: {count - 1}, lambda number, latents, pixels: last.append(latents))
         for seed, prompt in enumerate(prompts):
-            image = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), estimates)
+            image = make(ImageRequest("", facts.name, prompt, seed, steps=STEPS), watch)
             pairs.append((last.pop(), image))
         colours = self._mesh.on_all_ranks(lambda: fitted(pairs))
         if self._mesh.is_main:

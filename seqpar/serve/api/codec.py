@@ -29,7 +29,7 @@ from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, 
 from seqpar.serve.api import log
 from seqpar.serve.messages import InputImage
 
-Kind = Literal["png", "jpeg", "webp"]
+ImageKind = Literal["png", "jpeg", "webp"]
 T = TypeVar("T")
 DECODERS = 2  # requests whose files are decoded at the same time
 
@@ -38,7 +38,7 @@ DECODERS = 2  # requests whose files are decoded at the same time
 class Format:
     """How an image is written. quality: 0 to 100, of JPEG and WebP; PNG is lossless."""
 
-    kind: Kind = "png"
+    kind: ImageKind = "png"
     quality: int = 100
 
 

@@ -24,10 +24,10 @@ from fastapi import Response
 from fastapi.responses import FileResponse
 
 from seqpar.serve.api import log
-from seqpar.serve.api.codec import Kind
+from seqpar.serve.api.codec import ImageKind
 from seqpar.serve.api.errors import refused
 
-Stored = Kind | Literal["mp4"]
+Stored = ImageKind | Literal["mp4"]
 NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(png|jpeg|webp|mp4)")
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LONGEST = 1 << 24  # bytes of a record: a prompt has at most 1 MB, or 6 MB with all of it escaped

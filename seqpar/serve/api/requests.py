@@ -23,7 +23,7 @@ from pydantic import (
 )
 from starlette.datastructures import UploadFile
 
-from seqpar.serve.api.codec import Format, InputFiles, Kind
+from seqpar.serve.api.codec import Format, ImageKind, InputFiles
 from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
 from seqpar.serve.api.jobs import JobSpec, Priority
 from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts, size_of
@@ -137,7 +137,7 @@ class Generation(CommonFields):
 
     n: Annotated[int, Field(ge=1, le=10, description="Number of images.")] = 1
     response_format: Literal["b64_json", "url"] = "b64_json"
-    output_format: Kind = "png"
+    output_format: ImageKind = "png"
     output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
     stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews of each image in the stream.")] = 0

@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -182,12 +181,11 @@ class Child:
     def __init__(self, command: Sequence[str]) -> None:
         words = [*BOUND, *command]
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        self._tail, self._listens = deque[str](maxlen=TAIL), threading.Event()
+        self._tail, self._ready = deque[str](maxlen=TAIL), threading.Event()
         self.url = ""
         threading.Thread(target=self._pump, daemon=True).start()
-        while not self._is_ready():
+        while not self._ready.wait(START_POLL_S):
             self.check()
-            time.sleep(START_POLL_S)
 
     def check(self) -> None:
         """Raise RuntimeError if it has exited."""
@@ -203,19 +201,16 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _is_ready(self) -> bool:
-        try:
-            return self._listens.is_set() and httpx.get(f"{self.url}/ready", trust_env=False).is_success
-        except httpx.TransportError:  # it is about to exit, or very busy
-            return False
-
     def _pump(self) -> None:
+        # pass its log on, and note where it listens and that it is ready
         for line in self._process.stderr or ():
             print(line, end="", file=sys.stderr, flush=True)
             self._tail.append(line.rstrip())
-            if not self._listens.is_set() and line.startswith("{") and json.loads(line)["event"] == "listening":
-                self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
-                self._listens.set()
+            event = json.loads(line) if line.startswith("{") and not self._ready.is_set() else {}
+            if event.get("event") == "listening":
+                self.url = f"http://127.0.0.1:{event['port']}"
+            elif event.get("event") == "ready":
+                self._ready.set()
 
 
 class RayReplica:

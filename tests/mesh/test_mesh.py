@@ -188,7 +188,7 @@ def a_preview(rank: int, mesh: Mesh) -> object:
     previews._maps["x"] = PreviewMap(torch.zeros(5, 3), 1, 8, 0.0)
     watch = previews.watch(ImageRequest("", "x", "a", partial_images=1), model, fails, fails)
     assert watch is not None
-    (index,), look = watch(4, None)
+    (index,), look = watch(None)(4)
     return look(index, torch.zeros(1, 5, 4))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -76,7 +75,7 @@ def test_pipelines_end_at_the_last_estimate_and_keep_their_bits(name: str) -> No
         assert (number, pixels) == (len(found), (20, 12))
         found.append(latents)
 
-    with estimated(pipe.scheduler, partial(watching(range, kept), pixels=(20, 12))):
+    with estimated(pipe.scheduler, watching(range, kept)((20, 12))):
         assert torch.equal(case.pictures(pipe), plain)
     assert "step" not in vars(pipe.scheduler)
     assert len(found) == len(pipe.scheduler.timesteps) - (pipe.scheduler.begin_index or 0) > 1

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ class LoadedModel:
             raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
         if self._model.switch_loras(request.loras):
             ends("lora")
-        estimates = None if watch is None else partial(watch, pixels=job.pixels)
+        estimates = None if watch is None else watch(job.pixels)
         (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates)).images
         ends("decode")
         if job.video:

@@ -18,28 +18,29 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.protocol import Estimates
 from seqpar.serve.messages import ImageRequest, Partial, ServedModel
 
 OnEstimate = Callable[[int, Tensor, tuple[int, int] | None], None]
-Watch = Callable[[int, tuple[int, int] | None], tuple[list[int], Callable[[int, Tensor], None]]]
+Watch = Callable[[tuple[int, int] | None], Callable[[int], Estimates]]  # by the size of the image
 STEPS = 8  # of a run for the fit: images are as good as finished then
 # many colours
 PROMPTS = ("a red apple and a green leaf", "a blue whale in the sea", "a yellow sun and a purple flower")
 
 
 def watching(after: Callable[[int], Collection[int]], on_estimate: OnEstimate) -> Watch:
-    """Which estimates of the clean latents a run makes, and what is done with them, by its evaluations and pixels.
+    """Which estimates of the clean latents a run makes, and what is done with them.
 
     after(count): the indices of the evaluations to estimate, of all `count`. on_estimate(number, latents, pixels):
     called on every rank with the number of the estimate, from 0; pixels: (height, width) of the image, None where only
     the pipeline knows it. Estimates change no result.
     """
 
-    def watch(evaluations: int, pixels: tuple[int, int] | None) -> tuple[list[int], Callable[[int, Tensor], None]]:
+    def estimates(pixels: tuple[int, int] | None, evaluations: int) -> Estimates:
         shown = sorted(after(evaluations))
         return shown, lambda index, latents: on_estimate(shown.index(index), latents, pixels)
 
-    return watch
+    return lambda pixels: partial(estimates, pixels)
 
 
 def evenly(most: int, count: int) -> Collection[int]:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -41,7 +42,7 @@ from seqpar.serve.messages import (
     read,
 )
 from seqpar.serve.ranks.checked import sizes_near, unit_of
-from seqpar.serve.ranks.loop import SOCKET
+from seqpar.serve.ranks.loop import SOCKET, WARM_STEPS, warm_requests
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, replica
 from tests.support.front import until
@@ -165,6 +166,21 @@ def test_other_sizes_have_as_many_pixels_as_the_models_own() -> None:
     assert sizes_near((1024, 1024), lambda size: True) == large
     assert sizes_near((1000, 1000), even) == ((1000, 1000), (1152, 864))
     assert [unit_of((1024, 1024), fits) for fits in (even, lambda size: True, lambda size: False)] == [128, 1, 1]
+
+
+def test_auto_warms_the_size_of_the_model() -> None:
+    def job(request: ImageRequest, images: object) -> None:
+        if request.size == (50, 64):
+            raise ValueError("got size 50x64")
+
+    model: Any = SimpleNamespace(name="m", prompt="a", video=None, input_images=(), job=job)
+    requests = warm_requests([model], ("auto", "64x48", "auto"))["m"]
+    assert [(request.size, request.steps, request.partial_images) for request in requests] == [
+        (None, WARM_STEPS, 1),
+        ((48, 64), WARM_STEPS, 1),
+    ]
+    with pytest.raises(ValueError, match="no served model takes --warm 64x50: got size 50x64"):
+        warm_requests([model], ("64x50",))
 
 
 def test_an_image_has_the_bits_of_the_command(driver: Driver, tmp_path: Path) -> None:
@@ -324,7 +340,6 @@ def test_loras_of_two_transformers_have_the_frames_of_the_command(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--warm", "auto", "64x50"), "no served model takes --warm 64x50: got size 50x64"),
         (("--warm", "big"), "--warm big is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),
@@ -405,8 +420,7 @@ def test_a_deadline_while_the_map_is_fitted_and_ranks_without_a_server(tmp_path:
 def test_idle_ranks_stay_alive_and_a_killed_one_ends_all(tmp_path: Path) -> None:
     """They wait for longer than the deadline of the host, which ends ranks without messages."""
     flags = "--host-deadline-s", "3", "--first-deadline-s", "3"
-    with replica(tmp_path, 2, "builtin", *flags, "--warm", "auto") as driver:
-        assert "seqpar: builtin is warm for auto after" in driver.output
+    with replica(tmp_path, 2, "builtin", *flags) as driver:
         assert all(isinstance(read(driver.line, ToServer), Alive) for _ in range(5))
         assert image(driver.ask(CAT)).any()
         os.kill(driver.ranks()[1], signal.SIGKILL)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -42,7 +41,7 @@ from seqpar.serve.messages import (
     read,
 )
 from seqpar.serve.ranks.checked import sizes_near, unit_of
-from seqpar.serve.ranks.loop import SOCKET, WARM_STEPS, warm_requests
+from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment, seqpar
 from tests.support.driver import LIMIT_S, Driver, replica
 from tests.support.front import until
@@ -60,12 +59,12 @@ INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny pipelines by name, an input image, and a folder "loras" with LoRAs for them and for builtin-text."""
+    """Tiny pipelines by name, an input image, and the folders "loras" for builtin-text and "others" for them."""
     from tests.cli.test_lora import write  # these load diffusers, after TRITON_INTERPRET is set
     from tests.cli.test_wan_loras import lightning, trained, written
     from tests.support import ltx_pipelines, pipelines
 
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras", "others")}
     for name in MODELS[:-1]:
         getattr(ltx_pipelines if name == "ltx" else pipelines, name)().save_pretrained(folders[name])
     pipelines.wan(2).save_pretrained(folders["wan"])
@@ -79,17 +78,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     other = {key: 0.1 * random(tuple(x.shape), seed).float() for seed, (key, x) in enumerate(half.items())}
     save_file(other, loras / "other.safetensors")
     # also weights that lie in one matrix
-    write(loras / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1)
-    written(loras, {"high": lightning(1), "low": lightning(2), "motion": trained(3)})
+    write(
+        folders["others"] / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1
+    )
+    written(folders["others"], {"high": lightning(1), "low": lightning(2), "motion": trained(3)})
     return folders
 
 
 @pytest.fixture(scope="module")
 def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """Two ranks with all models and LoRAs, which have run two sizes of images before they were ready."""
-    models = ("builtin", "builtin-text", *(str(folders[name]) for name in MODELS))
-    words = (*models, "--loras", str(folders["loras"]), "--warm", "56x72", "48x72")
-    with replica(tmp_path_factory.mktemp("serve"), 2, *words, start_s=300) as started:
+    """Two ranks with the built-in models and LoRAs, which have run two sizes before they were ready."""
+    words = ("builtin", "builtin-text", "--loras", str(folders["loras"]), "--warm", "auto", "48x64")
+    with replica(tmp_path_factory.mktemp("serve"), 2, *words) as started:
+        yield started
+        assert started.finish() == 0
+
+
+@pytest.fixture(scope="module")
+def others(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Two ranks with tiny pipelines of diffusers for images and videos, and their LoRAs."""
+    models = (str(folders[name]) for name in MODELS)
+    with replica(tmp_path_factory.mktemp("others"), 2, *models, "--loras", str(folders["others"])) as started:
         yield started
         assert started.finish() == 0
 
@@ -128,30 +137,20 @@ def sampled(out: Path, *words: object, prompt: str = "a red cat") -> Path:
     return out
 
 
-def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver, folders: dict[str, Path]) -> None:
-    classes, texts, *models = driver.ready.models
+def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver) -> None:
+    classes, texts = driver.ready.models
     assert (classes.name, classes.kind, classes.size) == ("builtin", "classes", (64, 64))
     assert "cat" in classes.classes
     assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
     assert classes.sizes[:3] == texts.sizes[:3] == ((64, 64), (56, 72), (72, 56))
     assert driver.ready.ranks == 2
     assert (classes.unit, texts.unit, "DDIMScheduler" in classes.schedulers) == (8, 8, True)
-    video, still = VideoFacts(16.0, 81, 4), (True, False, None)
-    facts = [(model.edits, model.needs_picture, model.video) for model in models]
-    assert facts[:4] == [still, still, (True, False, VideoFacts(25.0, 161, 2)), (True, True, video)]
     assert (classes.loras, texts.loras) == ((), ("other", "outline"))
-    names = {"high@transformer", "low@transformer_2", "motion@transformer", "motion@transformer_2"}
-    assert (set(models[4].loras), models[0].loras) == (names, ("style",))
     output = driver.output
-    assert f"LoRA {folders['loras'] / 'low.safetensors'} changes transformer_2" in output
-    warm = [
-        f"seqpar: {name} is warm for {size} " in output
-        for name in ("builtin", "builtin-text")
-        for size in ("56x72", "48x72")
-    ]
-    assert warm == [True] * 4
-    assert "wan_i2v0 is warm" not in output
-    for name, channels in (("builtin", 4), ("builtin-text", 16)):
+    warm = [line.partition(" after")[0] for line in output.splitlines() if "is warm for" in line]
+    models = ("builtin", "builtin-text")
+    assert warm == [f"seqpar: {name} is warm for {size}" for name in models for size in ("auto", "48x64")]
+    for name, channels in zip(models, (4, 16), strict=True):
         assert output.count(f"seqpar: previews of {name}: linear map of {channels} channels") == 1
     assert not driver.partial
     assert not driver.steps
@@ -166,21 +165,6 @@ def test_other_sizes_have_as_many_pixels_as_the_models_own() -> None:
     assert sizes_near((1024, 1024), lambda size: True) == large
     assert sizes_near((1000, 1000), even) == ((1000, 1000), (1152, 864))
     assert [unit_of((1024, 1024), fits) for fits in (even, lambda size: True, lambda size: False)] == [128, 1, 1]
-
-
-def test_auto_warms_the_size_of_the_model() -> None:
-    def job(request: ImageRequest, images: object) -> None:
-        if request.size == (50, 64):
-            raise ValueError("got size 50x64")
-
-    model: Any = SimpleNamespace(name="m", prompt="a", video=None, input_images=(), job=job)
-    requests = warm_requests([model], ("auto", "64x48", "auto"))["m"]
-    assert [(request.size, request.steps, request.partial_images) for request in requests] == [
-        (None, WARM_STEPS, 1),
-        ((48, 64), WARM_STEPS, 1),
-    ]
-    with pytest.raises(ValueError, match="no served model takes --warm 64x50: got size 50x64"):
-        warm_requests([model], ("64x50",))
 
 
 def test_an_image_has_the_bits_of_the_command(driver: Driver, tmp_path: Path) -> None:
@@ -224,33 +208,38 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("builtin-text", {"size": (63, 63)}, "got size 63x63, expected multiples of 8"),
     ("builtin-text", {"size": (65536, 65536)}, "the request needs "),
     ("builtin-text", {"loras": (("../outline", 1.0),)}, "got the LoRA ../outline, expected one of other, outline"),
-    ("flux", {"images": 2}, "FluxImg2ImgPipeline takes one input image, for all prompts"),
-    ("flux", {"frames": 5}, "generates images, no videos"),
-    ("flux2_klein", {"images": 1, "strength": 0.5}, "Flux2KleinPipeline takes no strength"),
-    ("wan_i2v", {}, "needs image: "),
-    ("wan_i2v", {"images": 1, "frames": 6}, "got frames 6, expected 1 more than a multiple of 4"),
 ]
 
 
 @pytest.mark.parametrize(("model", "fields", "said"), WRONG)
-def test_an_invalid_request_gets_the_reason(
-    driver: Driver, folders: dict[str, Path], model: str, fields: dict[str, Any], said: str
-) -> None:
-    order = replace(CAT, model=model)
-    if model in folders:
-        order = of(folders[model], *[INPUT] * fields.get("images", 0), steps=2)
-    fields = {name: value for name, value in fields.items() if name != "images"}
-    failed(driver.ask(replace(order, **fields)), "mistake", said)
-
-
-def test_missing_pixels_and_a_cancelled_video(driver: Driver, folders: dict[str, Path]) -> None:
-    short = folders["flux"] / "short"
-    short.write_bytes(b"123")
-    failed(driver.ask(replace(of(folders["flux"], INPUT), pixels=str(short))), "mistake")
-    failed(driver.cancel_at(of(folders["ltx"], size=(32, 64), steps=900, frames=5), 1), "cancelled")
+def test_an_invalid_request_gets_the_reason(driver: Driver, model: str, fields: dict[str, Any], said: str) -> None:
+    failed(driver.ask(replace(CAT, model=model, **fields)), "mistake", said)
 
 
 # edits and videos ----------------------------------------------------------------------------------------------------
+
+
+def test_pipelines_report_what_they_take_and_refuse_the_rest(others: Driver, folders: dict[str, Path]) -> None:
+    models, image_model = others.ready.models, (True, False, None)
+    facts = [(model.edits, model.needs_picture, model.video) for model in models[:4]]
+    videos = [(True, False, VideoFacts(25.0, 161, 2)), (True, True, VideoFacts(16.0, 81, 4))]
+    assert facts == [image_model, image_model, *videos]
+    names = {"high@transformer", "low@transformer_2", "motion@transformer", "motion@transformer_2"}
+    assert (set(models[4].loras), models[0].loras) == (names, ("style",))
+    assert f"LoRA {folders['others'] / 'low.safetensors'} changes transformer_2" in others.output
+    rows: list[tuple[str, int, dict[str, Any], str]] = [
+        ("flux", 2, {}, "FluxImg2ImgPipeline takes one input image, for all prompts"),
+        ("flux", 0, {"frames": 5}, "generates images, no videos"),
+        ("flux2_klein", 1, {"strength": 0.5}, "Flux2KleinPipeline takes no strength"),
+        ("wan_i2v", 0, {}, "needs image: "),
+        ("wan_i2v", 1, {"frames": 6}, "got frames 6, expected 1 more than a multiple of 4"),
+    ]
+    for name, images, fields, said in rows:
+        failed(others.ask(of(folders[name], *[INPUT] * images, steps=2, **fields)), "mistake", said)
+    short = folders["flux"] / "short"
+    short.write_bytes(b"123")
+    failed(others.ask(replace(of(folders["flux"], INPUT), pixels=str(short))), "mistake")
+    failed(others.cancel_at(of(folders["ltx"], size=(32, 64), steps=900, frames=5), 1), "cancelled")
 
 
 @pytest.mark.parametrize(
@@ -261,25 +250,25 @@ def test_missing_pixels_and_a_cancelled_video(driver: Driver, folders: dict[str,
     ],
 )
 def test_an_edit_has_the_bits_of_the_command(
-    driver: Driver, folders: dict[str, Path], tmp_path: Path, name: str, fields: dict[str, Any], flags: list[object]
+    others: Driver, folders: dict[str, Path], tmp_path: Path, name: str, fields: dict[str, Any], flags: list[object]
 ) -> None:
     folder = folders[name]
     text = of(folder, size=(24, 32), steps=fields["steps"])
-    before, edited = image(driver.ask(text)), image(driver.ask(of(folder, INPUT, **fields)))
+    before, edited = image(others.ask(text)), image(others.ask(of(folder, INPUT, **fields)))
     inputs = "--model", folder, "--image", folders["flux"] / "input.png"
     assert np.array_equal(edited, np.asarray(Image.open(sampled(tmp_path / "x.png", *inputs, *flags))))
-    assert not np.array_equal(edited, image(driver.ask(of(folder, INPUT[::-1].copy(), **fields))))
+    assert not np.array_equal(edited, image(others.ask(of(folder, INPUT[::-1].copy(), **fields))))
     # images of prompts are as before, though another class of diffusers ran with the same parts
-    assert np.array_equal(before, image(driver.ask(of(folder, size=(24, 32), steps=fields["steps"]))))
+    assert np.array_equal(before, image(others.ask(of(folder, size=(24, 32), steps=fields["steps"]))))
 
 
 @pytest.mark.parametrize("name", ["ltx", "wan_i2v"])
 def test_a_video_has_the_frames_of_the_command(
-    driver: Driver, folders: dict[str, Path], tmp_path: Path, name: str
+    others: Driver, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     images, words = ([INPUT], ["--image", folders["flux"] / "input.png"]) if name == "wan_i2v" else ([], [])
     order = of(folders[name], *images, size=(32, 64), steps=2, frames=5, fps=8)
-    made = driver.ask(order)
+    made = others.ask(order)
     assert isinstance(made, VideoResult), made
     assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2)
     flags = ["--model", folders[name], "--size", "32x64", "--steps", 2, "--frames", 5, "--fps", 8]
@@ -287,7 +276,7 @@ def test_a_video_has_the_frames_of_the_command(
     assert ours.shape == theirs.shape == (5, 32, 64, 3)
     assert stored["pixels"] == expected["pixels"]  # before the encoder, which has other bits once in a thousand times
     assert abs(ours - theirs).mean() < 4
-    other, changed = frames(driver.ask(replace(order, seed=4)))
+    other, changed = frames(others.ask(replace(order, seed=4)))
     assert changed["pixels"] != stored["pixels"]
     assert abs(ours - other).mean() > 4
     values = stored["prompt"], stored["frames"], stored["seed"], stored["rate"], len(stored.get("images", ()))
@@ -313,25 +302,25 @@ def test_loras_have_the_bits_of_the_command_whatever_was_merged_before(
 
 
 def test_a_lora_changes_weights_that_lie_in_one_matrix(
-    driver: Driver, folders: dict[str, Path], tmp_path: Path
+    others: Driver, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     order = of(folders["flux"], steps=2, size=(16, 16))
-    plain, styled, again = (image(driver.ask(replace(order, loras=x))) for x in ((), (("style", 1.0),), ()))
+    plain, styled, again = (image(others.ask(replace(order, loras=x))) for x in ((), (("style", 1.0),), ()))
     flags = ["--model", folders["flux"], "--steps", 2, "--size", "16x16"]
-    for ours, words in ((plain, ()), (styled, ("--lora", folders["loras"] / "style.safetensors"))):
+    for ours, words in ((plain, ()), (styled, ("--lora", folders["others"] / "style.safetensors"))):
         assert np.array_equal(ours, np.asarray(Image.open(sampled(tmp_path / "x.png", *flags, *words))))
     assert np.array_equal(plain, again)
     assert not np.array_equal(plain, styled)
 
 
 def test_loras_of_two_transformers_have_the_frames_of_the_command(
-    driver: Driver, folders: dict[str, Path], tmp_path: Path
+    others: Driver, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     order = of(folders["wan"], size=(32, 32), steps=2, frames=5)
     both = ("high@transformer", 1.0), ("motion@transformer_2", 0.5)
-    plain, changed, again = (frames(driver.ask(replace(order, loras=x)))[1]["pixels"] for x in ((), both, ()))
+    plain, changed, again = (frames(others.ask(replace(order, loras=x)))[1]["pixels"] for x in ((), both, ()))
     flags = ["--model", folders["wan"], "--steps", 2, "--size", "32x32", "--frames", 5]
-    high, motion = (folders["loras"] / f"{name}.safetensors" for name in ("high", "motion"))
+    high, motion = (folders["others"] / f"{name}.safetensors" for name in ("high", "motion"))
     for ours, words in ((plain, ()), (changed, ("--lora", high, f"{motion}:0.5@transformer_2"))):
         assert frames(sampled(tmp_path / "x.mp4", *flags, *words))[1]["pixels"] == ours
     assert plain == again != changed
@@ -340,6 +329,7 @@ def test_loras_of_two_transformers_have_the_frames_of_the_command(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--warm", "auto", "64x50"), "no served model takes --warm 64x50: got size 50x64"),
         (("--warm", "big"), "--warm big is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),

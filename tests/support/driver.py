@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from seqpar.serve.messages import Answer, Cancel, Finish, ImageRequest, Partial,
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked
+from tests.support.front import until
 from tests.support.pool import server
 
 LIMIT_S = 90  # for a message: loading on a busy machine takes the longest
@@ -69,22 +71,23 @@ class Driver:
 
 
 @contextmanager
-def replica(folder: Path, ranks: int, *words: str, start_s: float = LIMIT_S) -> Iterator[Driver]:
+def replica(folder: Path, ranks: int, *words: str) -> Iterator[Driver]:
     """Start ranks with the models and flags `words`, and yield when they are ready; at the end none of them runs."""
     path = str(folder / "front")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1)
-        listening.settimeout(start_s)
+        listening.setblocking(False)
         flags, errors = ["replica", *words, "--ranks", ranks], folder / "errors"
         server()
         process = Forked(main, flags, environment() | {SOCKET: path}, folder / "output", errors)
         try:
+            until(lambda: process.poll() is not None or select.select([listening], [], [], 0)[0], LIMIT_S)
+            assert process.poll() is None, errors.read_text()
             line, _ = listening.accept()
-            line.settimeout(start_s)
+            line.settimeout(LIMIT_S)
             ready = read(line, ToServer)
             assert isinstance(ready, Ready), errors.read_text()
-            line.settimeout(LIMIT_S)
             with line:
                 yield Driver(line, process, ready, folder)
         finally:

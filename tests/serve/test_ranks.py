@@ -60,13 +60,12 @@ INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny pipelines by name, an input image, and the folders "loras" for builtin-text and "others" for them."""
-    from tests.cli.test_lora import write  # these load diffusers, after TRITON_INTERPRET is set
-    from tests.cli.test_wan_loras import lightning, trained, written
-    from tests.support import ltx_pipelines, pipelines
+    from tests.cli.loras import of_wan, write, written  # these load diffusers, after TRITON_INTERPRET is set
+    from tests.support import pipelines
 
     folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras", "others")}
     for name in MODELS[:-1]:
-        getattr(ltx_pipelines if name == "ltx" else pipelines, name)().save_pretrained(folders[name])
+        getattr(pipelines, name)().save_pretrained(folders[name])
     pipelines.wan(2).save_pretrained(folders["wan"])
     Image.fromarray(INPUT).save(folders["flux"] / "input.png")
 
@@ -81,7 +80,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write(
         folders["others"] / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp", "add_k_proj", "x_embedder"), 1
     )
-    written(folders["others"], {"high": lightning(1), "low": lightning(2), "motion": trained(3)})
+    written(
+        folders["others"],
+        {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2), "motion": of_wan("trained", 3)},
+    )
     return folders
 
 

@@ -14,21 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import diffusers
-import pytest
-from diffusers.hooks.hooks import HookRegistry
 from packaging.requirements import Requirement
-from torch import nn
 
 from tests.support.structure import ROOT, files, parsed, relative
-
-# attributes of diffusers' objects, which no import statement shows
-ATTRIBUTES = {
-    "_diffusers_hook": "a hooked module's registry",
-    "_fn_refs": "a registry's functions",
-    "_hook_order": "a registry's order",
-    "_module_ref": "a registry's module",
-    "hooks": "a registry's hooks",
-}
 
 
 def imported() -> Iterator[tuple[str, str, str]]:
@@ -59,14 +47,6 @@ def test_what_the_package_imports_from_diffusers_exists() -> None:
         assert hasattr(importlib.import_module(module), name), (
             f"diffusers {diffusers.__version__} has no {name} in {module}, which {file} imports"
         )
-
-
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
-def test_hooks_are_kept_where_the_package_looks_for_them(attribute: str) -> None:
-    module = nn.Linear(1, 1)
-    registry = HookRegistry.check_if_exists_or_initialize(module)
-    has = hasattr(module if attribute == "_diffusers_hook" else registry, attribute)
-    assert has, f"diffusers {diffusers.__version__} has no {attribute} any more, {ATTRIBUTES[attribute]}"
 
 
 def test_the_dispatcher_takes_the_arguments_of_our_backend() -> None:

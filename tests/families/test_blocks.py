@@ -31,7 +31,7 @@ from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import ShardedAttention
 from seqpar.transformer.blocks import NO_ROOM, BlockHook, FusedBlocks
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, short_truth, truth
+from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, residuals, short_truth
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
@@ -192,121 +192,104 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     assert len(launched) > 3 * len(blocks_of(tiny))
 
 
-def test_one_timestep_for_all_pictures_counts_for_each(ranks: Pool) -> None:
-    """Reference images have the timestep of the second row then, in every picture."""
-    tiny, device = MODELS["qwen_edit"], ranks.device
-    given = tiny.arguments(device)
-    given |= {"timestep": given["timestep"][:1]}
-    assert len(given["hidden_states"]) > 1
-    with StayDouble():
-        got = one_rank(tiny.build().to(device), given, True)
-    assert error(got, tiny.whole(None, given, device)) < TOLERANCE
+# Calls of other forms ------------------------------------------------------------------------------------------
 
 
-def with_reference(device: torch.device | str) -> dict[str, Any]:
+def one_timestep(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"timestep": given["timestep"][:1]}
+
+
+def with_reference(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of Z-Image Omni, whose tokens of a reference image have another timestep."""
     pictures, texts = (
         [random(shape, seed + i) for i in range(2)] for shape, seed in (((4, 1, 6, 10), 1), ((5, 24), 7))
     )
-    given = {"x": [pictures], "cap_feats": [texts], "t": torch.full((1,), 0.4).double(), "siglip_feats": [None]}
-    return moved({**given, "image_noise_mask": [[0, 1]]}, device)
+    omni = {"siglip_feats": [None], "image_noise_mask": [[0, 1]]}
+    return {"x": [pictures], "cap_feats": [texts], "t": torch.full((1,), 0.4).double(), **omni}
 
 
-def of_omni(rank: int, world: int, device: torch.device) -> Outputs:
-    body = body_of(MODELS["z_image"].build().to(device), world, device, "ulysses", fused=True)
-    return called(body, with_reference(device))
+KNOWN = CUTS["HunyuanVideoTransformer3DModel"]
+MASKLESS = Cuts(KNOWN.places, dict.fromkeys(KNOWN.attention, Joint(("image", "text"))), local=KNOWN.local)
+Z_IMAGE = MODELS["z_image"]
+# model, what is changed in its arguments, and what is printed where diffusers' own blocks compute
+CALLS: dict[str, tuple[Tiny, Callable[[dict[str, Any]], dict[str, Any]], str | None]] = {
+    # reference images have the timestep of the second row then, in every picture
+    "one timestep for all pictures": (MODELS["qwen_edit"], one_timestep, None),
+    "one timestep for all videos": (MODELS["cogvideox"], one_timestep, None),
+    # whose texts differ in their lengths: each has its own rotary rows
+    "three pictures": (replace(Z_IMAGE, batch=3), dict, None),
+    "one picture": (replace(Z_IMAGE, batch=1), dict, None),
+    "two timesteps": (Z_IMAGE, with_reference, "because its tokens have one of two timesteps"),
+    # the input that a block has left for the next one is not used: the next one is given another tensor
+    "residuals of a ControlNet": (
+        MODELS["qwen"],
+        lambda given: {**given, "controlnet_block_samples": residuals(80, 2)(1)},
+        None,
+    ),
+    "options for attention": (
+        MODELS["qwen"],
+        lambda given: {**given, "attention_kwargs": {"attention_mask": None}},
+        "because attention has the arguments attention_mask",
+    ),
+    # by a user's cuts, which name no mask, attention takes the mask that blocks are given
+    "a mask of the blocks": (MODELS["hunyuan"], dict, None),
+}
 
 
-def test_pictures_with_two_timesteps_are_computed_by_diffusers_own(
-    ranks: Pool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    wanted = MODELS["z_image"].whole(arguments=with_reference(ranks.device), device=ranks.device)
-    for world in (2, 1):
-        for outputs in ranks.run(world, of_omni):
-            assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
-    assert capfd.readouterr().out.count("because its tokens have one of two timesteps") >= 1
+def of_other_form(rank: int, world: int, device: torch.device, name: str) -> Outputs:
+    tiny, change, _ = CALLS[name]
+    cuts = MASKLESS if name == "a mask of the blocks" else None
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
+    return called(body, moved(change(tiny.arguments()), device))
 
 
-FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+@cache
+def true_form(name: str, device: str) -> Outputs:
+    tiny, change, _ = CALLS[name]
+    return tuple(x.cpu() for x in tiny.whole(None, moved(change(tiny.arguments()), device), device))
+
+
+@pytest.mark.parametrize(("world", "name"), [(2 + index % 2, name) for index, name in enumerate(CALLS)])
+def test_calls_of_other_forms_are_right(ranks: Pool, capfd: pytest.CaptureFixture[str], world: int, name: str) -> None:
+    for outputs in [*ranks.run(world, of_other_form, name), *ranks.run(1, of_other_form, name)]:
+        assert error(outputs, true_form(name, ranks.device)) < TOLERANCE
+    assert (CALLS[name][-1] or "") in capfd.readouterr().out
+
+
+def any_of_this_shape(self: BlockHook, x: Tensor) -> Tensor | None:
+    left = self._state.handed.values() if self._state.active else ()
+    return next((h for _, h, _ in left if h.shape == x.shape), None)
+
+
+# the call of another form in which a fault shows
+FAULTS: dict[str, tuple[str, object, str, Callable[[Any], Any]]] = {
     "a mask that is not passed on": (
+        "three pictures",
         ShardedAttention,
         "of_streams",
         lambda own: lambda self, streams, beside=None, mask=None: own(self, streams, beside),
     ),
     "the first picture's rotary rows": (
+        "three pictures",
         z_image,
         "by_head",
         lambda own: lambda q, k, cos, sin: own(q, k, cos[:1], sin[:1]),
     ),
-    "a branch without its norm": (z_image, "_branch_norm", lambda own: lambda norm: None),
+    "a branch without its norm": ("three pictures", z_image, "_branch_norm", lambda own: lambda norm: None),
+    "an input made of another tensor": (
+        "residuals of a ControlNet",
+        BlockHook,
+        "handed",
+        lambda own: any_of_this_shape,
+    ),
 }
 
 
-def of_pictures(rank: int, world: int, device: torch.device, batch: int) -> Outputs:
-    """Return the outputs of Z-Image for so many pictures, whose texts differ in their lengths."""
-    tiny = replace(MODELS["z_image"], batch=batch)
-    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
-    return called(body, tiny.arguments(device))
-
-
-@pytest.mark.parametrize(("world", "batch"), [(3, 1), (2, 3), (1, 3)])
-def test_pictures_have_rotary_rows_of_their_own(ranks: Pool, world: int, batch: int) -> None:
-    wanted = replace(MODELS["z_image"], batch=batch).whole(device=ranks.device)
-    for outputs in ranks.run(world, of_pictures, batch):
-        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    place, name, change = FAULTS[fault]
-    monkeypatch.setattr(place, name, change(getattr(place, name)))
-    got = of_pictures(0, 1, torch.device("cpu"), 2)
-    assert error(got, truth("z_image", "cpu")) > VISIBLE
-
-
-def with_cuts_without_masks(rank: int, world: int, device: torch.device) -> Outputs:
-    """Return the outputs of HunyuanVideo by a user's cuts, whose attention takes the mask that blocks are given."""
-    tiny, known = MODELS["hunyuan"], CUTS["HunyuanVideoTransformer3DModel"]
-    cuts = Cuts(known.places, dict.fromkeys(known.attention, Joint(("image", "text"))), local=known.local)
-    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True, cuts=cuts)
-    return called(body, tiny.arguments(device))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mask_that_blocks_are_given_counts(ranks: Pool, world: int) -> None:
-    for outputs in ranks.run(world, with_cuts_without_masks):
-        assert error(outputs, truth("hunyuan", ranks.device)) < TOLERANCE
-
-
-def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
-    tiny = MODELS["qwen"]
-    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
-    return called(body, residuals(device))
-
-
-def residuals(device: torch.device | str) -> dict[str, Any]:
-    given = MODELS["qwen"].arguments(device)
-    width = MODELS["qwen"].build().inner_dim
-    shape = (*given["hidden_states"].shape[:2], width)
-    return {**given, "controlnet_block_samples": [random(shape, 20 + i).to(device) for i in range(2)]}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_is_added_between_blocks_counts(ranks: Pool, world: int) -> None:
-    """The input that a block has left for the next one is not used, because the next one is given another tensor."""
-    wanted = MODELS["qwen"].whole(arguments=residuals(ranks.device), device=ranks.device)
-    for outputs in ranks.run(world, with_residuals):
-        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
-
-
-def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def any_of_this_shape(self: BlockHook, x: Tensor) -> Tensor | None:
-        left = self._state.handed.values() if self._state.active else ()
-        return next((h for _, h, _ in left if h.shape == x.shape), None)
-
-    monkeypatch.setattr(BlockHook, "handed", any_of_this_shape)
-    given = residuals("cpu")
-    assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
+def test_negative_control_a_fault_shows(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    name, place, function, change = FAULTS[fault]
+    monkeypatch.setattr(place, function, change(getattr(place, function)))
+    assert error(of_other_form(0, 1, torch.device("cpu"), name), true_form(name, "cpu")) > VISIBLE
 
 
 def with_a_block_skipped(
@@ -350,42 +333,6 @@ def test_other_blocks_of_stable_diffusion_3_are_left_to_diffusers_own(norm: str,
     got = called(body, tiny.arguments(device))
     assert error(got, tiny.whole()) < TOLERANCE
     assert body.sharded.texts()["computation"].endswith(f"2 by its own modules, because {why}")
-
-
-def test_weights_stay_diffusers_own() -> None:
-    """State dict and addresses stay as they are called; what is written in place, or replaced, is what computes."""
-    module, device = MODELS["qwen"].build(), torch.device("cpu")
-    before = {name: x.clone() for name, x in module.state_dict().items()}
-    body = body_of(module, 1, device, "ulysses", fused=True)
-    attention: Any = module.transformer_blocks[1].attn
-    assert adopt.joined([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]) is not None
-    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
-    attention.to_k.weight.mul_(-1.5)
-    attention.add_v_proj = torch.nn.Linear(attention.add_v_proj.in_features, attention.add_v_proj.out_features)
-    attention.add_v_proj.double().requires_grad_(False)
-    got = called(body, MODELS["qwen"].arguments(device))
-    assert body.sharded.texts()["computation"] == "2 blocks by fused kernels"
-    body.release()
-    assert error(got, MODELS["qwen"].whole(module)) < TOLERANCE
-    assert error(got, truth("qwen", "cpu")) > VISIBLE
-
-
-def with_options(device: torch.device | str) -> dict[str, Any]:
-    return {**MODELS["qwen"].arguments(device), "attention_kwargs": {"attention_mask": None}}
-
-
-def declined(rank: int, world: int, device: torch.device) -> Outputs:
-    body = body_of(MODELS["qwen"].build().to(device), world, device, "ulysses", fused=True)
-    return called(body, with_options(device))
-
-
-def test_what_a_function_does_not_take_is_computed_by_diffusers_own(
-    ranks: Pool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for world in (2, 1):
-        for outputs in ranks.run(world, declined):
-            assert error(outputs, truth("qwen", ranks.device)) < TOLERANCE
-    assert capfd.readouterr().out.count("because attention has the arguments attention_mask") >= 1
 
 
 STORY = ("load", "one", "both", "a call's scale", "scale", "disable", "enable", "delete", "unload")
@@ -481,15 +428,6 @@ def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
     assert families_page.written() == families_page.PAGE.read_text()
     assert {file for file, *_ in families_page.FAMILIES} == FILES_WITH_BLOCKS
-
-
-def test_one_timestep_of_cogvideox_is_that_of_every_video(ranks: Pool) -> None:
-    tiny, device = MODELS["cogvideox"], ranks.device
-    arguments = tiny.arguments(device)
-    arguments["timestep"] = arguments["timestep"][:1]
-    wanted = tiny.whole(None, arguments, device)
-    body = body_of(tiny.build().to(device), 1, torch.device(device), fused=True)
-    assert error(called(body, arguments), wanted) < TOLERANCE
 
 
 def test_flux_3_reads_the_modulation_of_a_stream_once(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,16 +239,9 @@ def test_a_call_has_the_forms_of_the_transformers_own() -> None:
 # The module stays in place -------------------------------------------------------------------------------------
 
 
-def small() -> Any:
-    return seqpar.parallelize(pipelines.flux().transformer, Mesh.single(), native=False)
-
-
 def test_the_module_stays_diffusers_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    module = small()
-    assert (
-        capfd.readouterr().out
-        == "seqpar: FluxTransformer2DModel runs on one rank (by its own modules; attention sdpa)\n"
-    )
+    module = seqpar.parallelize(pipelines.flux().transformer, Mesh.single())  # by fused blocks
+    assert capfd.readouterr().out.startswith("seqpar: FluxTransformer2DModel runs on one rank (")
     assert type(module).__name__ == "FluxTransformer2DModel"
     assert module.config.num_layers == module.config["num_layers"] == 2
     assert (module.dtype, module.device.type) == (torch.float64, "cpu")
@@ -294,27 +287,30 @@ def test_what_would_break_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[
     assert torch.equal(copy.deepcopy(module)(**given).sample, truth)
 
 
-def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> None:
-    module = pipelines.flux().transformer
-    with pytest.raises(ValueError, match="got AutoencoderKL, which has no known cuts of its tokens"):
-        seqpar.parallelize(pipelines.decoder(0), Mesh.single())
-    with pytest.raises(ValueError, match="without transformer or transformer_2, expected a diffusers"):
-        seqpar.parallelize({}, Mesh.single())
-    with pytest.raises(ValueError, match="got strategy 'other', expected one of"):
-        seqpar.parallelize(module, Mesh.single(), strategy="other")
-    assert "forward" not in vars(module)
-
-
 # Mistakes of users ---------------------------------------------------------------------------------------------
 
 SIZE = {"height": 16, "width": 16, "max_sequence_length": 16, "output_type": "pt"}
 
 
-def test_a_compiled_transformer_is_refused_with_what_to_do() -> None:
-    pipe = pipelines.flux()
-    pipe.transformer = torch.compile(pipe.transformer)
-    with pytest.raises(ValueError, match=r"the transformer is compiled\. Load the model without torch\.compile"):
-        seqpar.parallelize(pipe, Mesh.single())
+def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> None:
+    pipe, compiled, parallel = pipelines.flux(), pipelines.flux(), pipelines.flux()
+    compiled.transformer = torch.compile(compiled.transformer)
+    seqpar.parallelize(parallel, Mesh.single())
+    sharing = FluxImg2ImgPipeline(**parallel.components)
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (compiled, {}, r"the transformer is compiled\. Load the model without torch\.compile"),
+        (sharing, {}, r"a pipeline that shares it \(from_pipe\) can be called as it is"),
+        (pipelines.decoder(0), {}, "got AutoencoderKL, which has no known cuts of its tokens"),
+        ({}, {}, "without transformer or transformer_2, expected a diffusers"),
+        (pipe.transformer, {"strategy": "other"}, "got strategy 'other', expected one of"),
+        (pipelines.sd3(), {"cfg": 1}, "got cfg=1, expected True or False"),
+    ]
+    for thing, options, words in refused:
+        with pytest.raises(ValueError, match=words):
+            seqpar.parallelize(thing, Mesh.single(), **options)
+    assert "forward" not in vars(pipe.transformer)
+    with pytest.raises(ValueError, match=r"pickled; call seqpar\.release first"):
+        pickle.dumps(parallel)
 
 
 def test_a_transformer_that_is_compiled_as_a_whole_afterwards_is_called_as_it_is() -> None:
@@ -323,16 +319,6 @@ def test_a_transformer_that_is_compiled_as_a_whole_afterwards_is_called_as_it_is
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     pipe("a cat", num_inference_steps=2, **SIZE)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
-def test_pickles_shared_transformers_and_layouts_that_contradict_are_refused() -> None:
-    pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
-    with pytest.raises(ValueError, match=r"pickled; call seqpar\.release first"):
-        pickle.dumps(pipe)
-    with pytest.raises(ValueError, match=r"a pipeline that shares it \(from_pipe\) can be called as it is"):
-        seqpar.parallelize(FluxImg2ImgPipeline(**pipe.components), Mesh.single())
-    with pytest.raises(ValueError, match="got cfg=1, expected True or False"):
-        seqpar.parallelize(pipelines.sd3(), Mesh.single(), cfg=1)
 
 
 def stopping_early(pipe: Any, step: int, t: Any, given: dict[str, Any]) -> dict[str, Any]:

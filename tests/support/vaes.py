@@ -23,96 +23,49 @@ class Case:
     timestep: bool = False
 
 
-_DOWN, _UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
-_KL = {
-    "block_out_channels": (8, 16, 8),
-    "down_block_types": (_DOWN,) * 3,
-    "up_block_types": (_UP,) * 3,
-    "norm_num_groups": 4,
+_KL = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+_KL |= {"block_out_channels": (8, 16, 8), "norm_num_groups": 4}
+_LTX = {
+    **{"latent_channels": 4, "patch_size": 2, "decoder_layers_per_block": (1, 1, 1)},
+    **{"decoder_block_out_channels": (8, 16), "decoder_inject_noise": (False,) * 3},
 }
-_LTX = {"latent_channels": 4, "patch_size": 2}
 _WAN = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "temperal_downsample": [False, True], "num_res_blocks": 1}
+_WAN_22 = {
+    **{**_WAN, "decoder_base_dim": 8, "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2},
+    **{"scale_factor_spatial": 8, "scale_factor_temporal": 2},
+}
+_HUNYUAN = {
+    **{"latent_channels": 4, "block_out_channels": (4, 8, 8), "layers_per_block": 1, "norm_num_groups": 4},
+    **{"down_block_types": ("HunyuanVideoDownBlock3D",) * 3, "up_block_types": ("HunyuanVideoUpBlock3D",) * 3},
+    "spatial_compression_ratio": 4,
+}
+_LTX_09 = {
+    **{**_LTX, "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2},
+    **{"layers_per_block": (1, 1, 1), "spatio_temporal_scaling": (True, False), "downsample_type": ("conv",) * 2},
+    **{
+        "decoder_spatio_temporal_scaling": (True, False),
+        "upsample_residual": (False,) * 2,
+        "upsample_factor": (1,) * 2,
+    },
+}
+_LTX_095 = {
+    **{**_LTX, "block_out_channels": (8, 8, 16, 16), "down_block_types": ("LTXVideo095DownBlock3D",) * 3},
+    **{"layers_per_block": (1, 1, 1, 1), "spatio_temporal_scaling": (True,) * 3},
+    **{"downsample_type": ("spatial", "temporal", "spatiotemporal"), "decoder_spatio_temporal_scaling": (True,) * 2},
+    **{"upsample_residual": (True,) * 2, "upsample_factor": (2,) * 2, "timestep_conditioning": True},
+    "spatial_compression_ratio": 8,
+}
+# more frames than this are decoded in parts, which are blended
+_PARTS = (("tile_sample_min_num_frames", 8), ("tile_sample_stride_num_frames", 4))
 CASES = {
     "kl": Case("AutoencoderKL", _KL, (4,), (3,), 4),
     "flux 2": Case("AutoencoderKLFlux2", {**_KL, "latent_channels": 4}, (4,), (3,), 4),
     "wan": Case("AutoencoderKLWan", {**_WAN, "scale_factor_spatial": 4, "scale_factor_temporal": 2}, (4, 3), (3, 9), 4),
-    "wan 2.2": Case(
-        "AutoencoderKLWan",
-        {
-            **_WAN,
-            "decoder_base_dim": 8,
-            "is_residual": True,
-            "in_channels": 12,
-            "out_channels": 12,
-            "patch_size": 2,
-            "scale_factor_spatial": 8,
-            "scale_factor_temporal": 2,
-        },
-        (4, 2),
-        (3, 5),
-        8,
-    ),
+    "wan 2.2": Case("AutoencoderKLWan", _WAN_22, (4, 2), (3, 5), 8),
     "qwen": Case("AutoencoderKLQwenImage", _WAN, (4, 1), (3, 1), 4),
-    "hunyuan": Case(
-        "AutoencoderKLHunyuanVideo",
-        {
-            "latent_channels": 4,
-            "block_out_channels": (4, 8, 8),
-            "down_block_types": ("HunyuanVideoDownBlock3D",) * 3,
-            "up_block_types": ("HunyuanVideoUpBlock3D",) * 3,
-            "layers_per_block": 1,
-            "norm_num_groups": 4,
-            "spatial_compression_ratio": 4,
-        },
-        (4, 4),
-        (3, 9),
-        4,
-        # more frames than this are decoded in parts, which are blended
-        (("tile_sample_min_num_frames", 8), ("tile_sample_stride_num_frames", 4)),
-    ),
-    "ltx": Case(
-        "AutoencoderKLLTXVideo",
-        {
-            **_LTX,
-            "block_out_channels": (8, 16),
-            "decoder_block_out_channels": (8, 16),
-            "down_block_types": ("LTXVideoDownBlock3D",) * 2,
-            "layers_per_block": (1, 1, 1),
-            "decoder_layers_per_block": (1, 1, 1),
-            "spatio_temporal_scaling": (True, False),
-            "decoder_spatio_temporal_scaling": (True, False),
-            "decoder_inject_noise": (False,) * 3,
-            "downsample_type": ("conv",) * 2,
-            "upsample_residual": (False,) * 2,
-            "upsample_factor": (1,) * 2,
-        },
-        (4, 2),
-        (3, 3),
-        4,
-    ),
-    "ltx 0.9.5": Case(
-        "AutoencoderKLLTXVideo",
-        {
-            **_LTX,
-            "block_out_channels": (8, 8, 16, 16),
-            "decoder_block_out_channels": (8, 16),
-            "down_block_types": ("LTXVideo095DownBlock3D",) * 3,
-            "layers_per_block": (1, 1, 1, 1),
-            "decoder_layers_per_block": (1, 1, 1),
-            "spatio_temporal_scaling": (True,) * 3,
-            "decoder_spatio_temporal_scaling": (True,) * 2,
-            "decoder_inject_noise": (False,) * 3,
-            "downsample_type": ("spatial", "temporal", "spatiotemporal"),
-            "upsample_residual": (True,) * 2,
-            "upsample_factor": (2,) * 2,
-            "timestep_conditioning": True,
-            "spatial_compression_ratio": 8,
-        },
-        (4, 2),
-        (3, 5),
-        8,
-        timestep=True,
-    ),
+    "hunyuan": Case("AutoencoderKLHunyuanVideo", _HUNYUAN, (4, 4), (3, 9), 4, _PARTS),
+    "ltx": Case("AutoencoderKLLTXVideo", _LTX_09, (4, 2), (3, 3), 4),
+    "ltx 0.9.5": Case("AutoencoderKLLTXVideo", _LTX_095, (4, 2), (3, 5), 8, timestep=True),
 }
 
 

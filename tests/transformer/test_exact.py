@@ -109,14 +109,20 @@ def drawn(rank: int, world: int, device: torch.device, name: str, axes: dict[str
     return pictures, made
 
 
-@pytest.mark.parametrize("name", ["flux, true guidance", "sd3", "wan", "qwen-image"])
-def test_pipelines_in_exact_mode_have_one_ranks_bits(cpu_ranks: Pool, name: str) -> None:
+LAYOUTS = ((2, None, "ulysses 2"), (3, None, "ulysses 3"), (2, {"cfg": 2}, "cfg 2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("flux, true guidance", LAYOUTS), ("sd3", LAYOUTS[2:]), ("wan", LAYOUTS[1:2]), ("qwen-image", LAYOUTS[:1])],
+)
+def test_pipelines_in_exact_mode_have_one_ranks_bits(cpu_ranks: Pool, name: str, layouts: tuple[Any, ...]) -> None:
     """Where the planner decides, all ranks share the tokens: the rows of guidance's branches are not split."""
     wanted, _ = drawn(0, 1, CPU, name, None)
-    for world, axes, made in ((2, None, "ulysses 2"), (3, None, "ulysses 3"), (2, {"cfg": 2}, "cfg 2")):
+    for world, axes, planned in layouts:
         for pictures, mesh in cpu_ranks.run(world, drawn, name, axes):
             assert torch.equal(pictures, wanted)
-            assert mesh == made
+            assert mesh == planned
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:

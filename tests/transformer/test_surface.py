@@ -213,10 +213,6 @@ def subclass(module: Any) -> None:
     module.__class__ = type("TeaFlux", (FluxTransformer2DModel,), members)
 
 
-def remove_forward(module: Any) -> None:
-    del module.forward
-
-
 def restored(work: Callable[[], Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FluxTransformer2DModel, "forward", FluxTransformer2DModel.forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Encoded:
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class SequenceModel(nn.Module):
+class SequenceModel(nn.Module, ABC):
     """Base class of diffusion transformers over streams of tokens; a model knows nothing about ranks.
 
     The loop calls `encode` once per run, `modulate` once for each step and distinct prompt (before the steps), and
@@ -80,26 +81,27 @@ class SequenceModel(nn.Module):
         """Encode R prompts for a whole run; by default, all of the prompt is passed to `modulate`."""
         return Encoded(pooled=prompt)
 
+    @abstractmethod
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The prompt of the unconditional branch, if the caller gives none."""
-        raise NotImplementedError
 
     def check_prompt(self, prompt: Mapping[str, Tensor]) -> None:
         """Raise ValueError for invalid values of a prompt; this may wait for the device."""
 
     # Evaluations ---------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
         """The position rows (L, ...) of all tokens of each stream that has positions.
 
         size: (frames,) height and width of the first stream's latent. lengths: tokens of each stream of `STREAMS`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
         """Compute everything that depends only on timestep and pooled prompt, for R rows, in fp32 (or fp64)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
@@ -108,7 +110,6 @@ class SequenceModel(nn.Module):
         conditioning: the tensors of `modulate` with a row for each batch row. A prediction has the order of `patchify`
         and may be wider than the state, with variances last.
         """
-        raise NotImplementedError
 
 
 def rows(condition: Condition, index_B: Tensor) -> dict[str, Tensor]:

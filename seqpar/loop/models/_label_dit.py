@@ -5,6 +5,7 @@ A model adds its block, its positions and `forward_tokens`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,9 +42,9 @@ class LabelDiT(SequenceModel):
         self.final_modulation = nn.Linear(c, 2 * width)
         self.final = nn.Linear(width, config.out_channels * area)
 
+    @abstractmethod
     def positions(self, *size: int) -> Tensor:
         """The position rows (L, ...) of all tokens of a latent of this height and width."""
-        raise NotImplementedError
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
         return {"image": self.positions(*size)}

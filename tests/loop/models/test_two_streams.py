@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -13,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler
-from seqpar.attention._streams import given
-from seqpar.kernels.prepare import prepare
 from seqpar.loop.blueprint import Blueprint
 from seqpar.loop.interface import Prompt, SequenceModel
 from seqpar.loop.request import Request
 from seqpar.loop.run import Run, begin
-from seqpar.types.protocols import Stream
+from seqpar.verifying.own_loop import ByFormula
 from tests.graphs.test_distributed import local
 from tests.support.meshes import EXACT, mesh_for, random
 from tests.support.meshes import LAYOUTS as STRATEGIES
@@ -105,32 +101,6 @@ def test_in_exact_mode_latents_have_one_ranks_bits(cpu_ranks: Pool, world: int) 
             assert torch.equal(got, wanted) is on, layout
 
 
-class Plain:
-    """Attention of whole streams, written out."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Callable[[], None] | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        assert mask_BL is None
-        assert beside is None
-        assert only is None
-        made = [given(stream) for stream in streams]
-        pairs = [prepare(x.q, x.k, x.prepare) for x in made]
-        q, k = (torch.cat([pair[part] for pair in pairs], dim=1).transpose(1, 2) for part in (0, 1))
-        v = torch.cat([x.v for x in made], dim=1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        return out.split([x.tokens for x in made], dim=1)
-
-
 def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
     """The prediction for each image alone."""
     made, length = [], prompt["text"].shape[1]
@@ -140,7 +110,7 @@ def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
         streams = {"text": encoded.streams["text"], "image": model.patchify(noise()[image : image + 1])}
         positions = model.stream_positions((6, 6), {"text": length, "image": 9})
         conditioning = model.modulate(t[None], **encoded.pooled)
-        made.append(model.forward_tokens(streams, positions, conditioning, Plain(length + 9))["image"])
+        made.append(model.forward_tokens(streams, positions, conditioning, ByFormula(length + 9))["image"])
     return torch.cat(made)
 
 

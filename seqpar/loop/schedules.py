@@ -145,21 +145,6 @@ class Schedule:
     residual: float
 
 
-@dataclass(frozen=True)
-class Record:
-    """The recorded run of a scheduler on the vectors.
-
-    scales: S factors of the model's input. states: S + 1. outputs: S. draws: all noise draws. drawn: the number of
-    draws before the first step and after each step, S + 1.
-    """
-
-    scales: Sequence[float]
-    states: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    draws: Sequence[Tensor]
-    drawn: Sequence[int]
-
-
 class Recorder(TorchFunctionMode):
     """Keeps vectors in fp64 where a scheduler casts them, and hands out known vectors where it draws noise.
 
@@ -202,27 +187,7 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
     options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
     Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
     """
-    record = play(scheduler, options, begin)
-    rows, width = [], (1, 1)
-    for index in reversed(range(len(record.outputs))):  # many weights fit the short history of the first steps
-        row = solve(record, index, width)
-        width = max(width[0], len(row[0])), max(width[1], len(row[1]))
-        rows.insert(0, row)
-    noise = torch.zeros(len(rows), len(record.draws), dtype=torch.float64)
-    for index, row in enumerate(rows):
-        noise[index, record.drawn[index + 1] - len(row[2]) : record.drawn[index + 1]] = row[2]
-    return Schedule(
-        torch.tensor(record.scales, dtype=torch.float64),
-        pad_sequence([row[0] for row in rows], batch_first=True),
-        pad_sequence([row[1] for row in rows], batch_first=True),
-        noise,
-        drawn_dtypes(scheduler, options, begin) if record.draws else (),
-        max(row[3] for row in rows),
-    )
-
-
-def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
-    """Step a copy of the scheduler through its schedule on random vectors and record it."""
+    # 1. a copy of the scheduler runs on random vectors; before each step, `drawn` is the number of draws so far
     generator = torch.Generator().manual_seed(0)
     scales, states, drawn, recorder = [], [vector(generator)], [0], Recorder(generator)
     outputs = [vector(generator) for _ in scheduler.timesteps[begin:]]  # not in the recorder, which would record them
@@ -231,7 +196,23 @@ def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
             scales.append(scale_of(seen, states[-1]))
             states.append(state)
             drawn.append(len(recorder.draws))
-    return Record(scales, states, outputs, recorder.draws, drawn)
+
+    # 2. weights of each step, the last first, because many weights fit the short history of the first steps
+    draws, rows, width = recorder.draws, [], (1, 1)
+    noise = torch.zeros(len(outputs), len(draws), dtype=torch.float64)
+    for index in reversed(range(len(outputs))):
+        state_row, output_row, noise_row, residual = solve(states, outputs, draws, drawn, index, width)
+        width = max(width[0], len(state_row)), max(width[1], len(output_row))
+        rows.insert(0, (state_row, output_row, residual))
+        noise[index, drawn[index + 1] - len(noise_row) : drawn[index + 1]] = noise_row
+    return Schedule(
+        torch.tensor(scales, dtype=torch.float64),
+        pad_sequence([row for row, _, _ in rows], batch_first=True),
+        pad_sequence([row for _, row, _ in rows], batch_first=True),
+        noise,
+        drawn_dtypes(scheduler, options, begin) if draws else (),
+        max(residual for _, _, residual in rows),
+    )
 
 
 def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
@@ -279,7 +260,14 @@ def stepped(
         yield seen, state
 
 
-def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
+def solve(
+    states: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    draws: Sequence[Tensor],
+    drawn: Sequence[int],
+    index: int,
+    width: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor, float]:
     """(state weights, output weights, noise weights, residual) of one step, with the shortest history that fits.
 
     width: the numbers of states and outputs that other rows need; a history within these is tried first.
@@ -289,15 +277,11 @@ def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, T
     most = min(MOST, index + 1)
     sizes = [(p, q) for p in range(1, most + 1) for q in range(1, most + 1)]
     sizes.sort(key=lambda size: (max(size[0], width[0]) + max(size[1], width[1]), sum(size), size))
-    for draws in {1: None, most: None}:
-        first = record.drawn[index + 1 - draws]
+    for steps in {1: None, most: None}:  # whose draws enter
+        noise = draws[drawn[index + 1 - steps] : drawn[index + 1]]
         for p, q in sizes:
-            columns = [
-                *(record.states[index - j] for j in range(p)),
-                *(record.outputs[index - j] for j in range(q)),
-                *record.draws[first : record.drawn[index + 1]],
-            ]
-            weights, residual = fit(columns, record.states[index + 1])
+            columns = [*(states[index - j] for j in range(p)), *(outputs[index - j] for j in range(q)), *noise]
+            weights, residual = fit(columns, states[index + 1])
             best = min(best, residual)
             if residual <= ENOUGH:
                 fits.append((weights[:p], weights[p : p + q], weights[p + q :], residual))

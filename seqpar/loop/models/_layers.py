@@ -80,8 +80,8 @@ def layers(
     ours, theirs: prefixes of all names.
     """
     sources = {}
-    for name, sources_of in names.items():
-        keys = (sources_of,) if isinstance(sources_of, str) else sources_of
+    for name, source in names.items():
+        keys = (source,) if isinstance(source, str) else source
         for kind in kinds:
             whole = tuple(f"{theirs}{key}.{kind}" for key in keys)
             sources[f"{ours}{name}.{kind}"] = TensorSource(whole) if len(keys) == 1 else TensorSource(whole, _rows)

@@ -82,17 +82,8 @@ class DistributedDiT(nn.Module):
         super().__init__()
 
         # 1. the same valid names on every rank
-        def checked() -> tuple[Mesh | None, Preferences]:
-            check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
-            check_names(strategy, local, transport)
-            own, named = named_mesh(mesh, Preferences(strategy=strategy, local=local, transport=transport))
-            if plan is not None and named != Preferences():
-                raise ValueError(
-                    "a plan contains mesh, strategy, local and transport; pass either the plan or these names"
-                )
-            return own, named
-
-        own, preferences = _ranks_of(mesh, plan).on_all_ranks(checked)
+        names = Preferences(strategy=strategy, local=local, transport=transport)
+        own, preferences = _ranks_of(mesh, plan).on_all_ranks(lambda: _checked(mesh, names, plan))
 
         # 2. the plan and its mesh
         unloaded = isinstance(model, Blueprint)
@@ -136,9 +127,10 @@ class DistributedDiT(nn.Module):
         loaded, if something does not fit.
         """
 
-        def located() -> Blueprint:
+        def located() -> Blueprint:  # which may download, so that all other arguments are checked before
             check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
             check_dtype(dtype)
+            _checked(mesh, Preferences(strategy=strategy, local=local, transport=transport), plan)
             return locate(path)
 
         blueprint = _ranks_of(mesh, plan).on_all_ranks(located)
@@ -352,3 +344,12 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         except ValueError as error:
             reasons[name] = str(error)
     return {f"use of {name}": why for name, why in reasons.items()}
+
+
+def _checked(mesh: Mesh | str | None, names: Preferences, plan: object) -> tuple[Mesh | None, Preferences]:
+    check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
+    check_names(names.strategy, names.local, names.transport)
+    own, preferences = named_mesh(mesh, names)
+    if plan is not None and preferences != Preferences():
+        raise ValueError("a plan contains mesh, strategy, local and transport; pass either the plan or these names")
+    return own, preferences

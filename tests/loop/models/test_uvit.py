@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from seqpar.transports.collective import gather
 from tests.graphs.test_distributed import local
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
 from tests.support.uvit import MISTAKES, Outputs, original, original_state, weights
@@ -170,8 +170,8 @@ def error(got: Outputs, want: Outputs) -> float:
 
 # every strategy by every transport, on one world after the other
 ROWS: dict[int, list[Row]] = {1: [("ulysses", TRANSPORTS[0], False)], 2: [], 3: [], 4: []}
-for (i, strategy), (j, transport) in product(enumerate(LAYOUTS), enumerate(TRANSPORTS)):
-    ROWS[2 + (i + j) % 3].append((strategy, transport, False))
+for case in covering(LAYOUTS, TRANSPORTS, turns=(2, 3, 4)):
+    ROWS[case.values[2]].append((*case.values[:2], False))
 ROWS[2] += [(strategy, "collective", True) for strategy in ("ulysses", "kv_first")]
 
 

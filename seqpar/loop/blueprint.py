@@ -81,7 +81,7 @@ def locate(name: str | Path | Blueprint) -> Blueprint:
     if path is not None:
         return replace(_blueprint(*open_model(path)), path=path)
     preset, presets = preset_of(name), {known: module for module in _modules() for known in module.PRESETS}
-    if preset not in presets:
+    if preset is None or preset not in presets:
         raise ValueError(f"got the preset {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
     return Blueprint(preset, presets[preset], presets[preset].PRESETS[preset])
 

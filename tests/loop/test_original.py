@@ -135,7 +135,7 @@ def test_noise_in_chunks_restarts_and_further_steps_change_no_bit(monkeypatch: p
     dit = engine(1, torch.device(DEVICE), ALONE, LEARNED)
 
     def latents(sampler: Sampler, seed: int) -> Tensor:
-        how = settings(LEARNED) | {"generator": torch.Generator().manual_seed(seed)}
+        how: dict[str, Any] = settings(LEARNED) | {"generator": torch.Generator().manual_seed(seed)}
         return sampler(learned(), noise(), {"class_labels": torch.tensor(LABELS[:2])}, **how)
 
     with Sampler(dit) as sampler:

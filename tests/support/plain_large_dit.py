@@ -35,7 +35,7 @@ class PlainAttention(nn.Module):
         v = self.wv(x).unflatten(-1, (self.kv_heads, self.dim))
         if self.kv_heads < self.heads:
             k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=2) for y in (k, v))
-        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.wo(out.transpose(1, 2).flatten(2))
 
 

@@ -217,9 +217,9 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
         return None
     read = schemas.checked("a DiT config", config, Fields)
     names = {f.name for f in fields(Config)} & {*Fields.__struct_fields__}
-    values = {name: value for name in names if (value := getattr(read, name)) is not None}
+    values: dict[str, Any] = {name: value for name in names if (value := getattr(read, name)) is not None}
     values.setdefault("out_channels", values.get("in_channels", Config.in_channels))
-    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": read.norm_eps}
+    theirs: dict[str, Any] = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": read.norm_eps}
     found = Config(**theirs | values | {"num_classes": read.num_embeds_ada_norm})
     if found.width % 4 or found.sample_size % found.patch_size:
         sizes = f"width {found.width}, sample_size {found.sample_size} and patch_size {found.patch_size}"

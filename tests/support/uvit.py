@@ -6,17 +6,15 @@ Source: arXiv 2303.06555. It is plain torch in one process, with mistakes on pur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
 from torch import Tensor
 
 from tests.support.meshes import random
-from tests.support.published import original_uvit
 
-TEXT_TOKENS, TEXT_WIDTH, CLIP_WIDTH = 77, 6, 5
+TEXT_TOKENS = 77
 Outputs = dict[str, Tensor]
 Mistake = Literal[
     "none", "skips in order", "positions off by one", "no data type", "norm before the sum", "timesteps swapped"
@@ -33,20 +31,34 @@ def weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def diffusers_uvit(heads: int, dim: int, layers: int, version_1: bool, text_tokens: int) -> Any:
-    """Diffusers' module in fp64 for patches of 2 x 2 on a latent of 8 x 8, with the weights of `weights`."""
-    sizes: dict[str, Any] = {"num_attention_heads": heads, "attention_head_dim": dim, "num_layers": layers}
-    sizes |= {"num_text_tokens": text_tokens, "text_dim": TEXT_WIDTH, "clip_img_dim": CLIP_WIDTH, "in_channels": 4}
-    others: dict[str, Any] = {"activation_fn": "gelu", "use_data_type_embedding": version_1, "out_channels": 4}
-    model: Any = UniDiffuserModel(**sizes, sample_size=8, patch_size=2, **others)
-    model = model.double().requires_grad_(False).eval()
-    model.load_state_dict(weights(model.state_dict()))
-    return model
-
-
 def original_state(heads: int, half: int, version_1: bool) -> dict[str, Tensor]:
-    """Random weights with the names and shapes of an original file."""
-    return weights(original_uvit(diffusers_uvit(heads, 64, 2 * half, version_1, TEXT_TOKENS)))
+    """Return random weights with the names and shapes of an original file: patches of 2 x 2 on a latent of 8 x 8."""
+    width = 64 * heads
+    linear = {
+        "text_embed": (width, 6),
+        "text_out": (6, width),
+        "clip_img_embed": (width, 5),
+        "clip_img_out": (5, width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (width, 4, 2, 2),
+        "patch_embed.proj.bias": (width,),
+    }
+    shapes |= {"pos_embed": (1, 3 + TEXT_TOKENS + 16, width), "norm.weight": (width,), "norm.bias": (width,)}
+    if version_1:
+        shapes |= {"pos_embed_token": (1, 1, width), "token_embedding.weight": (2, width)}
+    linear |= {"decoder_pred": (16, width)}
+    blocks = [f"in_blocks.{i}" for i in range(half)] + ["mid_block"] + [f"out_blocks.{i}" for i in range(half)]
+    for block in blocks:
+        shapes[f"{block}.attn.qkv.weight"] = (3 * width, width)
+        for norm in ("norm1", "norm2", "norm3")[not block.startswith("out") :]:
+            shapes |= {f"{block}.{norm}.weight": (width,), f"{block}.{norm}.bias": (width,)}
+        linear |= {f"{block}.attn.proj": (width, width), f"{block}.mlp.fc1": (4 * width, width)}
+        linear |= {f"{block}.mlp.fc2": (width, 4 * width)}
+        linear |= {f"{block}.skip_linear": (width, 2 * width)} if block.startswith("out") else {}
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return weights({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
 def original(w: Mapping[str, Tensor], given: Mapping[str, Tensor], mistake: Mistake = "none") -> Outputs:

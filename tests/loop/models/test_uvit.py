@@ -41,10 +41,10 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
-from tests.support.uvit import CLIP_WIDTH, MISTAKES, TEXT_WIDTH, Outputs, diffusers_uvit, original, original_state
+from tests.support.uvit import MISTAKES, Outputs, original, original_state, weights
 
 TOLERANCE, VISIBLE = bound(1e-12), 1e-3
-TEXT = 7  # few text tokens, so that ranks have different numbers of them
+TEXT, TEXT_WIDTH, CLIP_WIDTH = 7, 6, 5  # few text tokens, so that ranks have different numbers of them
 STREAMS = ("image", "clip", "text")
 # heads, layers, whether it is version 1, batch rows: heads do not divide by the ranks, and five layers are four and one
 CASES: dict[uvit.Mode, tuple[int, int, bool, int]] = {"text2img": (3, 4, False, 1), "joint": (5, 5, True, 3)}
@@ -52,7 +52,13 @@ CASES: dict[uvit.Mode, tuple[int, int, bool, int]] = {"text2img": (3, 4, False, 
 
 @cache
 def theirs(heads: int, layers: int, version_1: bool) -> Any:
-    return diffusers_uvit(heads, 8, layers, version_1, TEXT)
+    sizes = {"num_attention_heads": heads, "attention_head_dim": 8, "num_layers": layers, "num_text_tokens": TEXT}
+    sizes |= {"text_dim": TEXT_WIDTH, "clip_img_dim": CLIP_WIDTH, "in_channels": 4, "out_channels": 4}
+    others: dict[str, Any] = {"activation_fn": "gelu", "use_data_type_embedding": version_1}
+    model: Any = UniDiffuserModel(**sizes, sample_size=8, patch_size=2, **others)
+    model = model.double().requires_grad_(False).eval()
+    model.load_state_dict(weights(model.state_dict()))
+    return model
 
 
 def inputs(

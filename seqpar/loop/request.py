@@ -78,8 +78,6 @@ def check_settings(dit: DistributedDiT, settings: Mapping[str, Any]) -> None:
         for name, required in known.items():
             if required and name not in settings:
                 raise ValueError(f"got no {name}=, expected {expected[name]}")
-        if "segments" in settings:
-            raise ValueError("segments= is not supported; run pipelines with two transformers by seqpar.parallelize")
         for name in settings.keys() - known:
             near = get_close_matches(name, known, 1)
             raise ValueError(f"got {name}=, expected {f'{near[0]}=' if near else ', '.join(known)}")

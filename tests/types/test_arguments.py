@@ -44,7 +44,6 @@ SAMPLE: list[tuple[str, list[Any], str]] = [
     ("schedule", [None, 5, {"x": 1}, {"sigmas": [1.0]}], "got schedule"),
     ("negative", [5, {"class_labels": 3}, labels(CLASSES + 1)], "got (negative|class_labels)"),
     ("drawn", [None, 5, {"x": None}], "got drawn"),
-    ("segments", [None, {1: 5}], "segments= is not supported; run pipelines with two transformers by"),
     ("on_step", [None, 5], "got on_step="),
     ("graph", ["x", 1], "got graph="),
     ("scheduler", [None, "DDIMScheduler", type(scheduler()), object()], "got scheduler="),

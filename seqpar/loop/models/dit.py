@@ -220,7 +220,8 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     values: dict[str, Any] = {name: value for name in names if (value := getattr(read, name)) is not None}
     values.setdefault("out_channels", values.get("in_channels", Config.in_channels))
     theirs: dict[str, Any] = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": read.norm_eps}
-    found = Config(**theirs | values | {"num_classes": read.num_embeds_ada_norm})
+    values["num_classes"] = read.num_embeds_ada_norm
+    found = Config(**theirs | values)
     if found.width % 4 or found.sample_size % found.patch_size:
         sizes = f"width {found.width}, sample_size {found.sample_size} and patch_size {found.patch_size}"
         raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")

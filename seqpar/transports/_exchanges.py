@@ -38,12 +38,6 @@ class HeadLayout:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"got {self.heads} query and {self.kv_heads} key-value heads, expected a multiple")
 
-    @staticmethod
-    def of(tokens: tuple[int, ...], q_BlHD: Tensor, k_BlGD: Tensor) -> HeadLayout:
-        """Return the layout for these queries and keys, tokens[r] tokens on rank r."""
-        batch, _, heads, dim = q_BlHD.shape
-        return HeadLayout(batch, tokens, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
-
     def kv_slice(self, rank: int) -> slice:
         return Shard(self.kv_heads, len(self.tokens)).slice(rank)
 

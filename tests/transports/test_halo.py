@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random as rng
 import time
 from typing import Any
 
@@ -17,13 +16,9 @@ from seqpar.transports._contract import load
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
+from tests.transports.test_moves import late
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.complex64)
-
-
-def late(rank: int, round_: int) -> None:
-    if round_ < 8:
-        time.sleep(rng.Random(rank * 100 + round_).random() * 0.01)
 
 
 def shape_of(pair: int, way: int, round_: int) -> tuple[int, ...]:
@@ -86,9 +81,11 @@ def swapped(rank: int, world: int, device: torch.device, name: str, dtype: torch
                 view.copy_(truth)
             given[slot] = view
             kept.append((whole, expected))
-        late(rank, round_)
+        if round_ < 8:
+            late(rank, round_)
         halo.swap(*given)
-        late(rank, round_ + 1)
+        if round_ < 8:
+            late(rank, round_ + 1)
         wrong += sum(not torch.equal(whole, expected) for whole, expected in kept)
     transport.check()
     transport.release()
@@ -120,24 +117,26 @@ def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, 
 def refused(rank: int, world: int, device: torch.device, name: str) -> list[str]:
     """Return the errors of swaps and halos that cannot be, which move nothing and leave the halo as it was."""
     axis, transport = make_mesh(device, ring=world, cfg=1).ring, load(name).Transport()
-    like = torch.zeros(5, device=device)
-    halo, told = transport.halo(axis, 4, like), []
-    places = (None, like[:4], None, like[1:]) if rank == 0 else (like[:4], None, like[1:], None)
+    like, errors = torch.zeros(5, device=device), []
+    halo = transport.halo(axis, 4, like)
+
+    def swap(outgoing: Tensor, incoming: Tensor) -> None:
+        halo.swap(*((None, outgoing, None, incoming) if rank == 0 else (outgoing, None, incoming, None)))
+
     for wrong in (like, like[:4].double(), like[:4].view(1, 1, 1, 2, 2, 1)):
         with pytest.raises(ValueError, match="make a halo for the largest block") as caught:
-            halo.swap(*(wrong if place is not None else None for place in places))
-        told.append(str(caught.value))
-    with pytest.raises(ValueError, match="has no such neighbour") as caught:
+            swap(wrong, wrong)
+        errors.append(str(caught.value))
+    with pytest.raises(ValueError, match="has no such neighbour"):
         halo.swap(like[:4], like[:4], None, None)
-    told.append(str(caught.value))
     for capacity, dtype in ((-1, torch.float32), (1, torch.complex128), (1 << 30, torch.bfloat16)):
         with pytest.raises(ValueError, match="expected 0 to"):
             transport.halo(axis, capacity, like.to(dtype))
-    sent, got = torch.full((2,), 5.0 + rank, device=device), torch.zeros(2, device=device)
-    halo.swap(*((None, sent, None, got) if rank == 0 else (sent, None, got, None)))
+    got = torch.zeros(2, device=device)
+    swap(torch.full((2,), 5.0 + rank, device=device), got)
     assert got.tolist() == [6.0 - rank] * 2
     transport.check()
-    return told[:3]
+    return errors
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -230,7 +229,7 @@ def captured(rank: int, world: int, device: torch.device, name: str, swaps: int)
         padded.fill_(-1.0)
         for number, x in enumerate(padded):
             x[..., 1:5, :] = 100.0 * round_ + 10 * number + rank
-        late(rank, round_)
+        late(rank, round_ % 8)
         graph.replay() if round_ % 3 else all_swaps()
         wrong += sum(not right(x, 100.0 * round_ + 10 * number + rank) for number, x in enumerate(padded))
     transport.check()

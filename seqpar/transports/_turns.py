@@ -116,26 +116,22 @@ def _checked(check: Callable[[], None], made: Any, method: str, *args: Any, **kw
     return getattr(made, method)(*args, **kwargs)
 
 
-class _Blocks:
-    def __init__(self, made: Rotation) -> None:
-        self.made, self.blocks = made, iter(())
-
-    def begin(self) -> None:
-        self.blocks = self.made.rotate()
-
-    def finish(self) -> None:
-        blocks, self.blocks = self.blocks, iter(())
-        for _ in blocks:
-            pass
-
-
 class RotationInTurn:
     """A checked `Rotation`. made: the unchecked one of the transport."""
 
     def __init__(self, made: Rotation, owner: Owner, device: torch.device) -> None:
-        self.made, self._reading = made, _Blocks(made)
-        calls = {"outbox": made.outbox, "rotate": self._reading.begin, END: self._reading.finish}
-        self._turns = Turns(owner, "a ring", device, calls)
+        reading: list[Iterator[tuple[int, Tensor]]] = [iter(())]
+
+        def begin() -> None:
+            reading[0] = made.rotate()
+
+        def finish() -> None:
+            blocks, reading[0] = reading[0], iter(())
+            for _ in blocks:
+                pass
+
+        self.made, self._reading, self._begin = made, reading, begin
+        self._turns = Turns(owner, "a ring", device, {"outbox": made.outbox, "rotate": begin, END: finish})
 
     def outbox(self) -> Tensor:
         self._turns.take("outbox")
@@ -143,14 +139,14 @@ class RotationInTurn:
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
         self._turns.take("rotate")  # checked at the call; a generator would check only when its first block is read
-        self._reading.begin()
-        return self._all(self._reading.blocks)
+        self._begin()
+        return self._all(self._reading[0])
 
     def _all(self, blocks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         # not `yield from`, which would close `blocks` if the caller stops early; `abandon` must still pass them on
         for block in blocks:  # noqa: UP028
             yield block
-        if blocks is self._reading.blocks:  # `abandon` has not replaced them
+        if blocks is self._reading[0]:  # `abandon` has not replaced them
             self._turns.take(END)
 
 

@@ -21,7 +21,7 @@ import seqpar.transports
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.watch import LostRankError, Watch
 from seqpar.transports._exchanges import Gather, Halo, HeadLayout, KeyValues, Rotation, ToHeads, ToTokens
-from seqpar.transports._turns import HaloInTurn, InTurn, NoNeighbours, RotationInTurn, TurnError, Turns
+from seqpar.transports._turns import HaloInTurn, InTurn, RotationInTurn, TurnError, Turns
 from seqpar.types.plugins import plugin, plugins
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
@@ -138,7 +138,7 @@ class Transport:
             )
         self.watch = self.watch or axis.watch
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            exchange = self._halo(axis, capacity, like) if axis.size > 1 else NoNeighbours()
+            exchange = self._halo(axis, capacity, like) if axis.size > 1 else None
         return HaloInTurn(exchange, self, axis, capacity, like)
 
     def abandon(self) -> None:

@@ -150,17 +150,10 @@ class RotationInTurn:
             self._turns.take(END)
 
 
-class NoNeighbours:
-    """The `Halo` of an axis of one rank."""
-
-    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Do nothing; all four are None."""
-
-
 class HaloInTurn:
-    """A checked `Halo`, whose only call can come at any time until release; its arguments are checked."""
+    """A checked `Halo`, None on an axis of one rank. Its only call can come at any time until release."""
 
-    def __init__(self, made: Halo, owner: Owner, axis: Axis, capacity: int, like: Tensor) -> None:
+    def __init__(self, made: Halo | None, owner: Owner, axis: Axis, capacity: int, like: Tensor) -> None:
         self.made, self._capacity, self._kind = made, capacity, (like.dtype, like.device)
         self._ends = axis.rank == 0, axis.rank == axis.size - 1
         self._turns = Turns(owner, "a halo", like.device, {"swap": lambda: None})
@@ -169,7 +162,8 @@ class HaloInTurn:
         self._check(0, first, before)
         self._check(1, last, after)
         self._turns.take("swap")
-        self.made.swap(first, last, before, after)
+        if self.made is not None:
+            self.made.swap(first, last, before, after)
 
     def _check(self, side: int, outgoing: Tensor | None, incoming: Tensor | None) -> None:
         for block in (outgoing, incoming):

@@ -162,9 +162,7 @@ def _rendezvous() -> _Rendezvous:
 
 
 def _alone(axis: Axis) -> dist.ProcessGroup:
-    assert axis.group is not None
-    me = dist.get_process_group_ranks(axis.group)[axis.rank]
-    group = dist.new_group([me], backend="gloo", use_local_synchronization=True)
+    group = dist.new_group([axis.ranks[axis.rank]], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels.flags import Late
@@ -51,7 +50,7 @@ def why_not_tried(axis: Axis, device: torch.device) -> str | None:
     Collective, with the same result on all ranks of the axis. The test exchanges one number per rank, because access
     over some buses lacks what flags need. It runs once for each axis and device.
     """
-    key = tuple(_world_rank(axis, rank) for rank in range(axis.size)) if axis.group else (axis.rank,), device
+    key = axis.ranks or (axis.rank,), device
     if key not in _ANSWERS:
         _ANSWERS[key] = trial(axis, device)
     return _ANSWERS[key]
@@ -161,10 +160,10 @@ class Transport(_contract.Transport):
             time.sleep(SETTLE_S)
         number, behind, count = record.seen.tolist()
         axis, what, exchange = self._record.made[(number - 1) // 2]
-        peers = exchange.all_flags[(number - 1) % 2].ranks
-        late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
+        peers, ranks = exchange.all_flags[(number - 1) % 2].ranks, axis.ranks or tuple(range(axis.size))
+        late = [ranks[peer] for bit, peer in enumerate(peers) if behind >> bit & 1]
         return (
-            f"rank {_world_rank(axis, axis.rank)}: timed out after {self._record.deadline_s:g} s waiting for rank "
+            f"rank {ranks[axis.rank]}: timed out after {self._record.deadline_s:g} s waiting for rank "
             f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}): it crashed or hangs. See its "
             f"output."
         )
@@ -192,10 +191,6 @@ class Transport(_contract.Transport):
             self._record.begin(device, self.watch)
         assert self._record.late is not None
         return self._record.late, 2 * self._record.count
-
-
-def _world_rank(axis: Axis, rank: int) -> int:
-    return rank if axis.group is None else dist.get_process_group_ranks(axis.group)[rank]
 
 
 def _shown(layout: HeadLayout) -> str:

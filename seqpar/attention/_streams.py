@@ -86,21 +86,20 @@ def project(
     return room_BlHD
 
 
-def heads_of(stream: Stream) -> tuple[int, int]:
-    return (stream.q.shape[2], stream.k.shape[2]) if isinstance(stream, Given) else (stream.heads, stream.kv_heads)
-
-
 def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor) -> HeadLayout:
     """Return the layout of an exchange of these streams. `sizes`: tokens of each rank; `k_BlGD`: keys of any stream.
 
     Raises `ValueError` if the streams have different numbers of heads.
     """
-    counts = {heads_of(stream) for stream in streams}
+    counts = {
+        (stream.q.shape[2], stream.k.shape[2]) if isinstance(stream, Given) else (stream.heads, stream.kv_heads)
+        for stream in streams
+    }
     if len(counts) != 1:
         raise ValueError(
             f"got streams with heads (query, key-value) {sorted(counts)}, expected the same in all streams"
         )
-    heads, groups = heads_of(streams[0])
+    ((heads, groups),) = counts
     batch, _, _, dim = k_BlGD.shape
     return HeadLayout(batch, sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
 

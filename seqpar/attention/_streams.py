@@ -33,6 +33,7 @@ class Sends(Protocol):
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None, beside: Beside | None, /
     ) -> tuple[Tensor, Tensor]:
         """Return what the Core returns; run `beside` after the first sends have started, before waiting for others."""
+        ...
 
 
 def given(stream: Stream) -> Given:

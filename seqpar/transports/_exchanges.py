@@ -56,6 +56,7 @@ class ToHeads(Protocol):
     @property
     def flags(self) -> Flags | None:
         """Flags that the writing kernel may raise and wait for; `deliver(met=True)` must follow. None if it may not."""
+        ...
 
     def outboxes(self) -> Outboxes: ...
 
@@ -67,6 +68,7 @@ class ToHeads(Protocol):
 
         met: whether the kernel that wrote has already raised `flags` and waited for the other ranks.
         """
+        ...
 
 
 class ToTokens(Protocol):
@@ -79,6 +81,7 @@ class ToTokens(Protocol):
 
     def deliver(self, met: bool = False) -> Tensor:
         """Return the output (B, l, H, D); valid until the next call. met: as in `ToHeads`."""
+        ...
 
 
 class KeyValues(Protocol):
@@ -102,6 +105,7 @@ class KeyValues(Protocol):
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, l, H, D) of local tokens, k and v (B, L, G, D) of all; as in `ToHeads`."""
+        ...
 
 
 class Rotation(Protocol):
@@ -115,6 +119,7 @@ class Rotation(Protocol):
         owner: the rank on the axis that wrote the block. Read a block before you ask for the next, and iterate to the
         end: only then may the rotation start again.
         """
+        ...
 
 
 class Gather(Protocol):
@@ -124,6 +129,7 @@ class Gather(Protocol):
 
     def deliver(self) -> Tensor:
         """Return all blocks, concatenated in the order of the ranks; valid until `outbox` is written again."""
+        ...
 
 
 class Halo(Protocol):

@@ -139,7 +139,7 @@ def moved_to(stream: Projected, device: torch.device) -> Projected:
 
 def tokens_of(case: Case, world: int) -> Tokens:
     shards = tuple(Shard(tokens, world) for tokens in case.tokens)
-    return JointShard(shards) if len(shards) > 1 else shards[0]
+    return JointShard(shards) if case.tokens[1:] else shards[0]
 
 
 def streams_of(

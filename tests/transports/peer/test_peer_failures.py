@@ -173,8 +173,8 @@ def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, 
         if how == "kernel":
             flags.launch(moves._made[0][2].all_flags[0], True, True)
         elif how == "kernel that writes":
-            mine = (x[:, Shard(FEW[1], world).slice(rank)] for x in payload(FEW, 0, device))
-            prepare.launch_into(*mine, Prepare(), into.outboxes(), into.flags)
+            q, k, v = (x[:, Shard(FEW[1], world).slice(rank)] for x in payload(FEW, 0, device))
+            prepare.launch_into(q, k, v, Prepare(), into.outboxes(), into.flags)
         else:
             into.deliver()
     try:

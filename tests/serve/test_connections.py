@@ -15,10 +15,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
-from seqpar.serve.api import log, server
+from seqpar.serve.api import gate, log, server
 from seqpar.serve.api.connections import HEAD_BYTES, IDLE_S, STALLED_S, Connections, allow_files, listening
+from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.server import HttpServer, http_server
 from tests.support.front import LIMIT_S, Running, running, until
 
@@ -229,6 +231,18 @@ server.Connections = functools.partial(server.Connections, head_s={5 * SOON_S})
                 client.close()
         until(lambda: any(event.get("count") for event in front.events))
         assert len(front.events) < 40
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_S", 0.01)
+
+    async def receive() -> Message:
+        await asyncio.sleep(0.001)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    with pytest.raises(ProblemError, match=r"did not arrive within 0\.01 s; retry") as error:
+        asyncio.run(gate.read_body((gate.JSON,), Headers({"content-type": gate.JSON}), receive))
+    assert error.value.problem.status == 408
 
 
 def test_connections_need_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,15 +164,6 @@ def test_other_sizes_have_as_many_pixels_as_the_models_own() -> None:
     assert [unit_of((1024, 1024), fits) for fits in (even, lambda size: True, lambda size: False)] == [128, 1, 1]
 
 
-def test_an_image_has_the_bits_of_the_command(driver: Driver, tmp_path: Path) -> None:
-    """Height comes first."""
-    tall = image(driver.ask(replace(FROG, size=(64, 48))))
-    assert tall.shape == (64, 48, 3)
-    file = sampled(tmp_path / "frog.png", "--steps", "6", "--size", "64x48", prompt=FROG.prompt)
-    assert np.array_equal(tall, np.asarray(Image.open(file)))
-    assert not np.array_equal(tall, image(driver.ask(replace(FROG, size=(64, 48), seed=4))))
-
-
 @pytest.mark.parametrize("order", [FROG, CAT], ids=["a pipeline of diffusers", "our loop"])
 def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, order: ImageRequest) -> None:
     """The model, and a scheduler of another name that was used for a time, stay as they were.
@@ -284,16 +275,20 @@ def test_a_video_has_the_frames_of_the_command(
 def test_loras_have_the_bits_of_the_command_whatever_was_merged_before(
     driver: Driver, folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    order = replace(FROG, size=(64, 48))  # height comes first
     sets = ("none", "two", "one", "one", "none", "weak", "two", "none")
-    answers = [(name, driver.ask(replace(FROG, loras=SETS[name]))) for name in sets]
+    answers = [(name, driver.ask(replace(order, loras=SETS[name]))) for name in sets]
     images = {name: image(answer) for name, answer in answers}
     assert all(np.array_equal(image(answer), images[name]) for name, answer in answers)
     switched = [isinstance(answer, ImageResult) and "lora" in answer.parts_s for _, answer in answers]
     assert switched == [False, True, True, False, True, True, True, True]
     assert all(not np.array_equal(images[a], images[b]) for a in SETS for b in SETS if a != b)
     loras = [f"{folders['loras'] / lora}.safetensors:{scale}" for lora, scale in SETS["two"]]
-    file = sampled(tmp_path / "two.png", "--steps", "6", "--lora", *loras, prompt=FROG.prompt)
-    assert np.array_equal(images["two"], np.asarray(Image.open(file)))
+    flags = "--steps", "6", "--size", "64x48"
+    for name, words in (("none", ()), ("two", ("--lora", *loras))):
+        file = sampled(tmp_path / f"{name}.png", *flags, *words, prompt=FROG.prompt)
+        assert np.array_equal(images[name], np.asarray(Image.open(file)))
+    assert not np.array_equal(images["none"], image(driver.ask(replace(order, seed=4))))
 
 
 def test_a_lora_changes_weights_that_lie_in_one_matrix(
@@ -476,8 +471,8 @@ def test_a_signal_to_an_idle_server_ends_all_within_seconds(
 
 def test_a_rank_that_does_not_end_its_step_exits_without_a_server(tmp_path: Path) -> None:
     path = str(tmp_path / "front")
-    work = "import threading\nfrom seqpar.serve.ranks.link import ServerLink\n"
-    work += f"ServerLink({path!r}, 0.1)\nthreading.Event().wait()"
+    work = "import threading\nfrom seqpar.serve.ranks import link\nlink.ALONE_S = 0.1\n"
+    work += f"link.ServerLink({path!r})\nthreading.Event().wait()"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1)

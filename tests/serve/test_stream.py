@@ -15,6 +15,7 @@ import pytest
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent
 from PIL import Image
 
+from seqpar.serve.api import images
 from seqpar.serve.api.gate import GENERATIONS
 from seqpar.serve.api.images import COMMENT, events, listen
 from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
@@ -137,14 +138,15 @@ def test_an_image_that_is_retried_sends_no_preview_twice(tmp_path: Path) -> None
     assert all_events[-1]["type"] == "image_generation.completed"
 
 
-def test_a_quiet_stream_has_comments() -> None:
+def test_a_quiet_stream_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsers skip them."""
+    monkeypatch.setattr(images, "QUIET_S", 0.001)
 
     async def first_bytes() -> list[bytes]:
         queue = Queue(1, 1.0, Speeds(), lambda job: None)
         spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", spec)
-        stream = events(queue, job, listen(job), "image_edit", with_steps=True, quiet_s=0.001)
+        stream = events(queue, job, listen(job), "image_edit", with_steps=True)
         parts = [await anext(stream) for _ in range(3)]
         queue.cancel(job, "enough")
         return [*parts, *[part async for part in stream]]

@@ -77,7 +77,6 @@ class Gate:
     name: str
     keys: ApiKeys | None
     hosts: frozenset[str]
-    body_s: float = BODY_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or refuse it; every response has the request's id."""
@@ -99,7 +98,7 @@ class Gate:
             if scope["method"] == "POST" and scope["path"] in BODIES:
                 kinds = BODIES[scope["path"]]
                 # no name for the body, up to 50 MB, which would keep it until the request is answered
-                receive = replayed(await read_body(kinds, Headers(scope=scope), receive, self.body_s), receive)
+                receive = replayed(await read_body(kinds, Headers(scope=scope), receive), receive)
         except ProblemError as error:
             await error.problem.response()(scope, receive, send_with_id)
             return
@@ -129,7 +128,7 @@ class Gate:
         return name
 
 
-async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive, within_s: float = BODY_S) -> bytes:
+async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive) -> bytes:
     """Read the body of a request; ProblemError for another type, or too many bytes.
 
     A body that is too long is refused before the rest is read, by its stated length or by what has arrived.
@@ -143,7 +142,7 @@ async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive, wi
     _check_length(int(stated) if stated.isdecimal() else 0, longest)
     body, more = bytearray(), True
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(BODY_S):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":  # the client reads no answer
@@ -152,7 +151,7 @@ async def read_body(kinds: Sequence[str], headers: Headers, receive: Receive, wi
                 more = message.get("more_body", False)
                 _check_length(len(body), longest)
     except TimeoutError as error:
-        raise refused(408, "timeout", f"the body did not arrive within {within_s:g} s; retry") from error
+        raise refused(408, "timeout", f"the body did not arrive within {BODY_S:g} s; retry") from error
     return bytes(body)
 
 

@@ -133,18 +133,13 @@ def listen(job: ServerJob) -> asyncio.Queue[JobEvent]:
 
 
 async def events(
-    queue: Queue,
-    job: ServerJob,
-    arriving: asyncio.Queue[JobEvent],
-    prefix: str,
-    with_steps: bool,
-    quiet_s: float = QUIET_S,
+    queue: Queue, job: ServerJob, arriving: asyncio.Queue[JobEvent], prefix: str, with_steps: bool
 ) -> AsyncIterator[bytes]:
     """Yield the events of a job until it ends. prefix: of the types of images. with_steps: also queue and steps."""
     last_place, previews = None, set[tuple[int, int]]()  # an image that is retried has the same previews again
     while True:
         try:
-            async with asyncio.timeout(quiet_s):
+            async with asyncio.timeout(QUIET_S):
                 event = await arriving.get()
         except TimeoutError:
             yield COMMENT

@@ -22,8 +22,7 @@ ALONE_S = 60.0  # for ranks to exit on their own after the server has disconnect
 class ServerLink:
     """The connection of rank 0 with the API server at the Unix socket `path`. OSError if nothing listens there."""
 
-    def __init__(self, path: str, alone_s: float = ALONE_S) -> None:
-        self._alone_s = alone_s
+    def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._requests = queue.SimpleQueue[tuple[ImageRequest, float] | Finish]()
@@ -76,7 +75,7 @@ class ServerLink:
                     self._requests.put((message, time.monotonic()) if isinstance(message, ImageRequest) else message)
         self._disconnected.set()
         self._requests.put(Finish())
-        time.sleep(self._alone_s)  # a process that exits takes this thread with it
+        time.sleep(ALONE_S)  # a process that exits takes this thread with it
         os._exit(1)
 
     def _write(self) -> None:

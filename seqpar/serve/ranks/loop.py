@@ -138,11 +138,7 @@ class Served:
 
 
 def run(
-    names: Sequence[str],
-    dtype: torch.dtype | None,
-    deadlines: Deadlines,
-    loras: Path | None = None,
-    sizes: Sequence[str] = (),
+    names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, loras: Path | None, sizes: Sequence[str]
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
@@ -170,12 +166,10 @@ def run(
         link.close()
 
 
-def checked(
-    names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora] | None = None
-) -> list[CheckedModel]:
+def checked(names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora]) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
-    models = [CheckedModel.of(name, dtype, mesh, loras or {}) for name in dict.fromkeys(names)]
-    mesh.on_all_ranks(lambda: check_all_fit(loras or {}, [model.loras for model in models]))
+    models = [CheckedModel.of(name, dtype, mesh, loras) for name in dict.fromkeys(names)]
+    mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
     if mesh.is_main:
         for name, lines in notes.items():

@@ -31,62 +31,63 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autoca
 WORLDS = {"wan_like_lengths": (3, 3, 3, 3)}  # as many tokens of the text as a rank has of the video
 
 
+Way = tuple[str, str, bool]
+"""A strategy, a transport, and whether it is exact mode."""
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
 def _cases() -> list[Any]:
-    """Return (model, strategy, ranks, transport, exact) for each model by each strategy."""
-    cases = []
+    """Return (model, ranks, ways): each model by each strategy, in one job for each number of ranks."""
+    cases: dict[tuple[str, int], list[Way]] = {}
     for (turn, name), (index, strategy) in product(enumerate(SPLIT), enumerate(LAYOUTS)):
         heads = MODELS[name].config.get("num_attention_heads", MODELS[name].config.get("n_heads"))
         kv_heads = next((MODELS[name].config[key] for key in KV_HEADS if key in MODELS[name].config), heads)
         worlds = WORLDS.get(name, (2, 3, 4, 2, 3, 1))
         world = worlds[(turn + index) % len(worlds)]
-        if refused(strategy, world, heads, kv_heads) is not None:
-            continue
-        exact = strategy in EXACT and turn // 2 % 2 == 1
-        transport = TRANSPORTS[(turn + index // 2) % len(TRANSPORTS)]
-        what = f"{name}-{strategy}-{world}-{transport}{'-exact' if exact else ''}"
-        cases.append(pytest.param(name, strategy, world, transport, exact, id=what))
-    return cases
+        if refused(strategy, world, heads, kv_heads) is None:
+            exact = strategy in EXACT and turn // 2 % 2 == 1
+            transport = TRANSPORTS[(turn + index // 2) % len(TRANSPORTS)]
+            cases.setdefault((name, world), []).append((strategy, transport, exact))
+    return [pytest.param(*case, tuple(ways), id=f"{case[0]}-{case[1]}") for case, ways in cases.items()]
 
 
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 CASES = _cases()
 
 
 def computed(
-    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, exact: bool
-) -> list[tuple[Outputs, list[str]]]:
+    rank: int, world: int, device: torch.device, name: str, ways: tuple[Way, ...]
+) -> dict[tuple[Way, bool], tuple[Outputs, list[str]]]:
     """Return outputs and called functions: by diffusers' own blocks, and by fused ones where the family has some.
 
     The second of two calls counts, which uses the same buffers.
     """
-    results = []
-    for fused in (False, True)[: 1 + (name in FUSED)]:
+    results, module = {}, MODELS[name].build().to(device)
+    for way, fused in product(ways, (False, True)[: 1 + (name in FUSED)]):
+        strategy, transport, exact = way
         with counted() as calls:
-            body = body_of(
-                MODELS[name].build().to(device), world, device, strategy, transport, fused=fused, exact=exact
-            )
+            body = body_of(module, world, device, strategy, transport, fused=fused, exact=exact)
             called(body, MODELS[name].arguments(device))
-            results.append((called(body, MODELS[name].arguments(device)), list(calls)))
+            calls.clear()
+            results[way, fused] = called(body, MODELS[name].arguments(device)), list(calls)
+            body.release()
     return results
 
 
-@pytest.mark.parametrize(("name", "strategy", "world", "transport", "exact"), CASES)
-def test_a_family_computes_what_diffusers_does(
-    ranks: Pool, name: str, strategy: str, world: int, transport: str, exact: bool
-) -> None:
-    for results in ranks.run(world, computed, name, strategy, transport, exact):
-        for fused, (outputs, calls) in enumerate(results):
-            assert error(outputs, truth(name, ranks.device)) < TOLERANCE
-            assert sorted(calls) == sorted(2 * blocks_named(name) * fused)
+@pytest.mark.parametrize(("name", "world", "ways"), CASES)
+def test_a_family_computes_what_diffusers_does(ranks: Pool, name: str, world: int, ways: tuple[Way, ...]) -> None:
+    for results in ranks.run(world, computed, name, ways):
+        for (way, fused), (outputs, calls) in results.items():
+            assert error(outputs, truth(name, ranks.device)) < TOLERANCE, (way, fused)
+            assert sorted(calls) == sorted(blocks_named(name) * fused), (way, fused)
 
 
 def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> None:
-    cases = [case.values for case in CASES]
+    cases = [(name, world, *way) for name, world, ways in (case.values for case in CASES) for way in ways]  # pyright: ignore
     assert set(CUTS) - {"QwenImage21Transformer2DModel"} <= {MODELS[str(name)].kind for name, *_ in cases}
-    assert {world for _, _, world, _, _ in cases} == {1, 2, 3, 4}
+    assert {world for _, world, *_ in cases} == {1, 2, 3, 4}
     for strategy in LAYOUTS:
-        of_strategy = [case for case in cases if case[1] == strategy]
-        assert {2, 3, 4} <= {case[2] for case in of_strategy}
+        of_strategy = [case for case in cases if case[2] == strategy]
+        assert {2, 3, 4} <= {case[1] for case in of_strategy}
         assert {case[3] for case in of_strategy} == set(TRANSPORTS)
         assert {bool(case[4]) for case in of_strategy} == ({False, True} if strategy in EXACT else {False})
 

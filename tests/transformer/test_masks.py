@@ -470,7 +470,8 @@ def test_padding_is_weighed_or_masked_as_torch_adds_a_mask(ranks: Pool, world: i
     Kinds follow each other whose tensors have the same shapes, so that a call is not taken for one of another kind.
     """
     merges = strategy not in EXACT
-    answers = ranks.run(world, weighed, strategy, tuple(ZEROS), fused)
+    kinds = ("alike", "unlike", "in both", "bool") if merges else tuple(ZEROS)
+    answers = ranks.run(world, weighed, strategy, kinds, fused)
     for results, _ in answers:
         for kind, (wrong, padding, masked) in results.items():
             assert wrong < TOLERANCE, kind

@@ -508,5 +508,12 @@ MODELS = {
     ),
     "krea2": Tiny("Krea2Transformer2DModel", KREA2, KREA2_CALL, batch=3),
     "h3": Tiny("MiniMaxH3Transformer3DModel", H3, h3),  # by diffusers' own plan
+    # more channels in than out, as in fill pipelines, and no guidance, as in schnell
+    "flux_fill": Tiny(
+        "FluxTransformer2DModel",
+        {**FLUX, "in_channels": 16, "out_channels": 8, "guidance_embeds": False},
+        but(FLUX_CALL, "guidance", hidden_states=drawn(1, 15, 16)),
+        batch=3,
+    ),
 }
 SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

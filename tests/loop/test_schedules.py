@@ -16,7 +16,6 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from docs.tools.schedulers_page import missing, page, row
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.loading.schedulers import respace, spaced, steps_locally
 from seqpar.loop import steppers
@@ -232,20 +231,21 @@ def test_variances_and_settings_that_do_not_fit_are_refused(sched: Any, settings
 
 # docs/schedulers.md --------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text().splitlines()
-
 
 def test_the_page_is_what_the_installed_diffusers_does() -> None:
     """It was made with the packages of all classes; `NEEDS` names every class that diffusers replaces without its."""
+    from docs.tools.schedulers_page import missing, page  # here: copies of the tree with planted faults have no docs
+
+    committed = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text().splitlines()
     names = {name for name in dir(diffusers) if name.endswith("Scheduler")}
     assert {name for name in names if ".dummy_" in getattr(diffusers, name).__module__} == missing()
-    assert not any("is not in diffusers here" in line for line in PAGE)
-    if f"diffusers {diffusers.__version__} " not in PAGE[2]:
+    assert not any("is not in diffusers here" in line for line in committed)
+    if f"diffusers {diffusers.__version__} " not in committed[2]:
         pytest.skip(f"the page was made with another diffusers than {diffusers.__version__}")
-    assert {line.split("|")[1].strip() for line in PAGE if "Scheduler |" in line} == names
+    assert {line.split("|")[1].strip() for line in committed if "Scheduler |" in line} == names
     installed = [
         [line for line in lines if not line.startswith("|") or line.split("|")[1].strip() not in missing()]
-        for lines in (page().splitlines(), PAGE)
+        for lines in (page().splitlines(), committed)
     ]
     assert installed[0] == installed[1]
 
@@ -262,6 +262,8 @@ def test_the_page_is_what_the_installed_diffusers_does() -> None:
     ],
 )
 def test_lines_of_any_diffusers(name: str, stepped: tuple[str, str]) -> None:
+    from docs.tools.schedulers_page import row
+
     kind, why = row(name, {})
     assert kind == stepped[0]
     assert why == stepped[1] or kind == "refused"

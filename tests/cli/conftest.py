@@ -12,7 +12,6 @@ import torch
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process sees no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

@@ -25,7 +25,6 @@ FORMATS = ("peft", "lightning", "trained", "distilled", "musubi")
 
 
 def written(folder: Path, names: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Path]:
-    """Write LoRAs, and return their files by their names."""
     for name, tensors in names.items():
         save_file({key: x.clone() for key, x in tensors.items()}, folder / f"{name}.safetensors", {"format": "pt"})
     return {name: folder / f"{name}.safetensors" for name in names}
@@ -49,7 +48,6 @@ def write(path: Path, kind: str, layers: Sequence[str], seed: int, encoder: bool
 
 
 def of_flux(folder: Path) -> dict[str, Path]:
-    """Write two LoRAs of FLUX.1, one of another model, and damaged ones."""
     found = {
         "style": write(folder / "style.safetensors", "flux", ("to_q", "to_out.0", "proj_mlp"), 1, encoder=True),
         "other": write(folder / "other.safetensors", "flux", ("add_k_proj", "x_embedder"), 2),

@@ -52,7 +52,6 @@ def _forked(
 
 
 def ranks_of(process: int) -> list[int]:
-    """The process ids of the ranks that a command has started."""
     return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 

@@ -30,7 +30,6 @@ def shown(rank: int, world: int, device: torch.device, args: Args) -> tuple[str,
 
 
 def refused(model: object, out: Path, **flags: Any) -> str:
-    """The message in which a run of two steps ends."""
     with pytest.raises((ValueError, FloatingPointError)) as error:  # (the caller looks at the message)
         run(Args(str(model), **{"steps": 2, "size": "24x32", "out": out, **flags}))
     return str(error.value)
@@ -43,7 +42,6 @@ def pixels(path: Path) -> np.ndarray:
 
 
 def parameters(path: Path) -> dict[str, Any]:
-    """The parameters in a picture's metadata."""
     with Image.open(path) as picture:
         return json.loads(picture.info["seqpar"])
 

@@ -59,7 +59,6 @@ def test_pictures_show_what_the_prompt_says_and_are_diffusers_own(ranks: Pool, t
 
 
 def colours(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean colours of the middle and of the four corners."""
     edges = slice(4), slice(-4, None)
     corners = [picture[rows, columns] for rows in edges for columns in edges]
     return picture[24:40, 24:40].mean((0, 1)), np.stack(corners).mean((0, 1, 2))

@@ -41,7 +41,6 @@ def of_rank_0(rank: int, world: int, device: torch.device, args: Args) -> tuple[
 
 
 def ordered(folder: Path, tmp_path: Path, count: int = 1, **flags: Any) -> Args:
-    """The flags of a run that begins with pictures, which are written."""
     paths = [tmp_path / f"in-{number}.png" for number in range(count)]
     for number, path in enumerate(paths):
         picture(100 * number).save(path)
@@ -110,7 +109,6 @@ def test_a_picture_becomes_a_video_whose_metadata_holds_every_parameter(
 
 
 def asked(**changes: Any) -> GenerationRequest:
-    """A request, with so many images."""
     images = (Picture("p", picture()),) * changes.pop("images", 0)
     return GenerationRequest("x", torch.float32, prompts=("a",), images=images, **changes)
 

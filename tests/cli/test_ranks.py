@@ -37,7 +37,6 @@ MISTAKE, BUG, LATER = (
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether these processes end within some seconds."""
     end = time.monotonic() + 20
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -53,7 +52,6 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds ranks in /proc")
 def test_ctrl_c_ends_all_ranks_with_one_line(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """See `tests/faults` for other signals."""
     temporary = tmp_path_factory.mktemp("temporary")
     with running(tmp_path, temporary) as (process, pids):
         assert len(pids) == 2
@@ -162,7 +160,6 @@ def test_reports_come_back_whole() -> None:
 
 
 def limited() -> None:
-    """A rank that can write no file, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     main()
 

@@ -47,10 +47,7 @@ def pause(*_: object) -> None:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Pauses where the command's own module is imported."""
-
     def find_spec(self, name: str, *_: object) -> None:
-        """Pause at this name."""
         if name == "seqpar.cli.main":
             try:
                 pause()
@@ -59,7 +56,6 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def paused() -> None:
-    """`seqpar`, or a rank, in whose phase it pauses."""
     phase, agents = os.environ[PHASE], "TORCHELASTIC_RUN_ID" in os.environ
     is_starter = "--ranks" in sys.argv and "RANK" not in os.environ
     counted = Progress.__call__
@@ -143,7 +139,6 @@ def test_under_torchrun_a_signal_leaves_nothing_and_ranks_say_one_line(tmp_path:
 
 @contextmanager
 def handler(wanted: Any) -> Iterator[None]:
-    """Let SIGINT be handled in this way."""
     before = signal.signal(signal.SIGINT, wanted)
     try:
         yield
@@ -173,7 +168,6 @@ def test_all_ranks_end_after_the_same_step(ranks: Pool, world: int, reached: int
 
 
 def ignored(rank: int, world: int, device: torch.device) -> bool:
-    """Return whether a handler of someone else stays, and decides."""
     with handler(signal.SIG_IGN), stoppable(Args(), Mesh.from_env(device=device)) as boundary:
         os.kill(os.getpid(), signal.SIGINT)
         boundary()

@@ -58,15 +58,12 @@ def sample_there() -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """A host's agent, and the files of what it and its ranks print."""
-
     process: Forked
     output: Path
     errors: Path
 
 
 def rendezvous() -> int:
-    """Return a free port for agents to meet, where they may have hostnames of their own."""
     if subprocess.run(("unshare", "--uts", "true"), check=False, capture_output=True).returncode:
         pytest.skip("a process may not have a hostname of its own here")
     with socket.socket() as free:
@@ -76,7 +73,6 @@ def rendezvous() -> int:
 
 @contextmanager
 def two_hosts(folder: Path, ranks: int, *flags: object) -> Iterator[tuple[Host, Host]]:
-    """Start `launch/sample.py` with so many ranks on each of two hosts."""
     port, every = rendezvous(), list[Host]()
     server()
     for number in range(2):
@@ -159,7 +155,6 @@ def test_gpus_of_two_hosts_make_the_picture_of_one_hosts_gpus(tmp_path: Path, st
 
 
 def latents(told: str) -> str:
-    """Return the digest of the latents that rank 0 prints."""
     (found,) = re.findall(r"latents (\w{16})", told)
     return found
 

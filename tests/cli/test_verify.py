@@ -17,7 +17,6 @@ from tests.verifying.faults import Fault, ending, lost_shard, none
 
 
 def printed(rank: int, world: int, device: torch.device, args: VerifyArgs, fault: Fault) -> tuple[str, str]:
-    """Return what rank prints, and the error with which it ends."""
     return ending(rank, fault, lambda: run_verify(args))
 
 

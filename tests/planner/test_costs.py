@@ -145,7 +145,6 @@ def spied(rank: int, world: int, device: torch.device, strategy: str, case: tupl
 
 
 def kept(thing: Any, found: dict[int, int]) -> dict[int, int]:
-    """Add the storage of each tensor that an object holds to `found`, with its bytes, and return it."""
     if isinstance(thing, Tensor):
         found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     elif isinstance(thing, dict | list | tuple):

@@ -33,7 +33,6 @@ def shown(plan: Plan) -> tuple[Any, ...]:
 
 
 def launched(rank: int, world: int, device: torch.device, folder: str) -> list[tuple[Any, ...]]:
-    """Return the launcher's plan for one guided picture, and the library's plan for the same model."""
     args = Args(model="builtin", classes=("0",), guidance=4.0, dtype="fp32", out=Path(folder) / "x.png")
     ranks = Mesh.joined(device)
     job = check(args, ranks)

@@ -140,7 +140,6 @@ def named(events: list[dict[str, Any]], start: str) -> list[dict[str, Any]]:
 
 
 def adds_up(profile: Profile, folder: Path) -> None:
-    """Check that blocks and steps add up to the time of the run."""
     assert len(profile.steps) == MEASURED
     assert {row.block for row in profile.rows} >= {OUTSIDE, "Block 0", "Block 1", "Block 2"}
     for rank in (0, 1):
@@ -184,7 +183,6 @@ def test_the_files_are_traces_a_table_and_numbers(ranks: Pool, tmp_path: Path) -
 
 
 def of_a_pipeline(rank: int, world: int, device: torch.device) -> tuple[Profile, int]:
-    """Return the profile of calls of a pipeline, and how many calls its transformer made in all."""
     pipe, calls = flux().to(device, torch.float32), list[int]()
     seqpar.parallelize(pipe, mesh_for("ulysses", world, device), strategy="kv_gather")
     pipe.transformer.register_forward_hook(lambda *call: calls.append(1))
@@ -215,7 +213,6 @@ def test_blocks_of_a_replayed_graph_are_known(ranks: Pool, world: int) -> None:
 
 
 def registered() -> int:
-    """Return how many hooks of all modules there are."""
     return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
 
 

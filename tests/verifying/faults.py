@@ -39,7 +39,6 @@ Fault = Callable[[pytest.MonkeyPatch, int], None]
 
 
 def after(patch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..., Any]) -> None:
-    """Let a function return `changed(its result, *its arguments)`."""
     true = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **named: changed(true(*args, **named), *args))
 
@@ -60,7 +59,6 @@ def none(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def is_last(rank: int) -> bool:
-    """Return whether this is the last of several ranks, on which a fault is planted."""
     group: Any = dist.group.WORLD
     return group is not None and rank == group.size() - 1 > 0
 

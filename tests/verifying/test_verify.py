@@ -72,7 +72,6 @@ Layout = tuple[str, int, str]
 
 
 def labels(rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, config: Any = None) -> Any:
-    """Return a pipeline of the built-in model, or of a tiny Large-DiT with this config, without a decoder."""
     strategy, cfg, transport = layout
     files = Files.locate("builtin") if config is None else Files(Blueprint("tiny", large_dit, config), None, None, {})
     model = files.blueprint.build(dtype, device) if config is None else ours(config, device).to(dtype)
@@ -88,7 +87,6 @@ def evaluations_of(fault: Fault) -> int:
 def verified(
     rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, fault: Fault, tiny: bool = False
 ) -> str:
-    """Return what is found; every rank must find the same."""
     pipeline, verdicts = labels(rank, world, device, layout, dtype, TINY if tiny else None), list[Verdict]()
     size = (48, 48) if tiny else LABELS["size"]  # the tiny model takes multiples of 16, these are 9 tokens
     asked = {**LABELS, "size": size, "evaluations": evaluations_of(fault)}
@@ -276,7 +274,6 @@ def test_pipelines_are_verified_and_left_as_they_were(
 
 
 def padded_text(rank: int, world: int, device: torch.device, name: str) -> tuple[int, int]:
-    """Return how many evaluations, and outputs of blocks in each, hold for a transformer whose texts are padded."""
     tiny = MODELS[name]
     module = tiny.build().to(device)
     mesh = mesh_for("ulysses", world, device)
@@ -400,7 +397,6 @@ def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
 
 
 def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault) -> tuple[str, str]:
-    """Return what `seqpar sample --verify` prints, and how it ends."""
     layout: Any = {"mesh": "cfg=1", "strategy": "ulysses", "transport": "collective"}
     args = Args(classes=("cat",), steps=2, size="40", **layout, verify=True, out=out)
     return ending(rank, fault, lambda: run(args))

@@ -85,8 +85,6 @@ def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:
 
 
 def overflow(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the model overflow, also on one rank alone."""
-
     def overflowing(verdict_of: Any, dit: DistributedDiT, *args: Any) -> Any:
         dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
         return verdict_of(dit, *args)
@@ -95,8 +93,6 @@ def overflow(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def refused(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the run of two ranks end in an error."""
-
     def refusing(verdict_of: Any, dit: DistributedDiT, *args: Any) -> Any:
         if dit.mesh.world.size > 1:
             raise ValueError("got what does not fit")

@@ -51,7 +51,6 @@ def test_what_ranks_of_another_version_import_needs_nothing_of_this_version() ->
 
 
 def timers(rank: int, world: int, device: torch.device) -> dict[str, tuple[float, str]]:
-    """Return the ms and the bits of every work with tiny models."""
     setting = Setting(seqpar, device, world, small=True)
     words = {"call": ("qwen-image", "cfg"), "step": ("dit-s/8", "4", "strategy=ring", "ring=2"), "unidiffuser": ()}
     words |= {"decode": ("64",), "picture": ("64", "2")}

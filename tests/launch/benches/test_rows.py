@@ -32,14 +32,12 @@ Line = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def cpus() -> Iterator[Pool]:
-    """Return ranks on the CPU, also on a machine with GPUs, where benches use models of their real sizes."""
     pool = Pool("cpu")
     yield pool
     pool.close()
 
 
 def run(rank: int, world: int, device: torch.device, words: tuple[str, ...]) -> None:
-    """Run `launch/bench.py WORDS` on this rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench.py", *words])
         bench.run(rank)
@@ -47,8 +45,6 @@ def run(rank: int, world: int, device: torch.device, words: tuple[str, ...]) -> 
 
 @pytest.fixture
 def benched(cpus: Pool, tmp_path: Path) -> Callable[..., list[Line]]:
-    """Return a function that runs a bench on two ranks and returns its lines."""
-
     def lines_of(*words: str) -> list[Line]:
         out = tmp_path / "lines.jsonl"
         cpus.run(2, run, (*words, "--out", str(out)))

@@ -369,7 +369,7 @@ FAULTS = (
         "seqpar/profiling/ranks.py",
         "last = max(same, key=lambda rank: same[rank].start)",
         "last = min(same, key=lambda rank: same[rank].start)",
-        "tests/profiling/test_waits.py::test_a_collective_waits_for_the_last_rank_and_then_exchanges",
+        "tests/profiling/test_ranks.py::test_a_collective_waits_for_the_last_rank_and_then_exchanges",
         "waiting counts as an exposed exchange",
     ),
     Fault(
@@ -377,7 +377,7 @@ FAULTS = (
         "seqpar/profiling/ranks.py",
         "found.append(base - ahead)",
         "found.append(base + ahead)",
-        "tests/profiling/test_waits.py::test_traces_of_all_ranks_are_one_trace_on_one_clock",
+        "tests/profiling/test_ranks.py::test_traces_of_all_ranks_are_one_trace_on_one_clock",
         "ranks are on different clocks",
     ),
     Fault(

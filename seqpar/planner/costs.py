@@ -17,12 +17,8 @@ from seqpar.types.plugins import plugin, plugins
 
 
 def facts_of(strategy: str) -> StrategyFacts:
-    """The `FACTS` of a strategy's file; raise `ValueError` if the file or its `FACTS` is missing."""
-    facts = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
-    if not isinstance(facts, StrategyFacts):
-        expected = "a seqpar.types.facts.StrategyFacts in its file"
-        raise ValueError(f"got strategy {strategy!r} without FACTS, expected {expected}")
-    return facts
+    """The `FACTS` of a strategy's file; ValueError if there is no such strategy."""
+    return plugin(seqpar.attention, strategy, "strategy").FACTS
 
 
 def strategies() -> dict[str, StrategyFacts]:

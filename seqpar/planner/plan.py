@@ -136,10 +136,7 @@ def for_library(
 
 def work_of(config: Any) -> Work:
     """The `Work` of a model, from the `work(config)` of the file that defines the config's class."""
-    file = sys.modules[type(config).__module__]
-    if not hasattr(file, "work"):
-        raise ValueError(f"{file.__name__} has no `work(config)`, which the planner requires of a model's file")
-    return file.work(config)
+    return sys.modules[type(config).__module__].work(config)
 
 
 def rank(work: Work, load: Load, machine: Machine, preferences: Preferences, dtype: torch.dtype) -> Ranking:

@@ -113,11 +113,6 @@ def test_a_plan_for_another_mesh_is_refused_on_every_rank(ranks: Pool) -> None:
     assert ranks.run(2, another_mesh) == [told] * 2
 
 
-def test_a_model_without_work_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has no `work\(config\)`, which the planner requires"):
-        work_of(Preferences())
-
-
 def test_a_plan_for_a_known_load_differs_from_one_for_the_models_own_size() -> None:
     """Negative control of the first test: another load leads to another plan."""
     files, ranks = Files.locate("builtin"), Mesh.single()

@@ -128,8 +128,6 @@ def check_profile(args: Args, job: Job, ranks: Mesh) -> None:
     from seqpar.profiling.record import steps_before, steps_needed, too_few
 
     check_whole("--profile-steps", args.profile_steps, 1, MOST_STEPS)
-    if args.profile_out.exists() and not args.profile_out.is_dir():
-        raise ValueError(f"got --profile-out {args.profile_out}, which is a file, expected a folder to write to")
     check_writable(args.profile_out / "profile.txt", ".txt")
     if ranks.device.type == "cpu" and args.transport == "peer":
         raise ValueError(

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -197,9 +196,3 @@ def test_an_exchange_is_hidden_while_something_computes_and_exposed_after_it() -
 
 def test_an_empty_window_has_no_columns() -> None:
     assert columns([Interval(0, 6, "products")], 3, 3) == {}
-
-
-@pytest.mark.parametrize("factor", [0.5, 2])
-def test_columns_are_scaled_as_a_whole(factor: float) -> None:
-    found = Columns(1, 2, 3, 4, 5, 6, 7) * factor
-    assert (found.wall, found.hidden) == (21 * factor, 7 * factor)

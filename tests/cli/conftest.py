@@ -23,8 +23,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def folder(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)
-        made = {"schnell": lambda: pipelines.flux(False), "wan22": lambda: pipelines.wan(2)}
-        made.get(name, getattr(pipelines, name, None))().save_pretrained(path)
+        variants = {"schnell": lambda: pipelines.flux(False), "wan22": lambda: pipelines.wan(2)}
+        pipe = variants[name]() if name in variants else getattr(pipelines, name)()
+        pipe.save_pretrained(path)
         return path
 
     return folder

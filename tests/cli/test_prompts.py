@@ -53,10 +53,10 @@ def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
 def test_several_prompts_are_numbered_files_on_every_axis_and_guidance_is_true(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    made = {"size": "24x32", "steps": 2, "seed": 3, "dtype": "fp32"}
-    guided = {"negative_prompt": "blurry", "true_guidance": 3.0, "repeat": 2}
-    plain = Args(str(folders("schnell")), prompt=("a red cat", "the sea"), **made)  # pyright: ignore[reportArgumentType]
-    for mesh, more in (("cfg=2", guided), ("ulysses=2", {}), ("data=2", {})):
+    made: dict[str, Any] = {"size": "24x32", "steps": 2, "seed": 3, "dtype": "fp32"}
+    guided: dict[str, Any] = {"negative_prompt": "blurry", "true_guidance": 3.0, "repeat": 2}
+    plain = Args(str(folders("schnell")), prompt=("a red cat", "the sea"), **made)
+    for mesh, more in {"cfg=2": guided, "ulysses=2": {}, "data=2": {}}.items():
         out = tmp_path / mesh / "x.png"
         args = replace(plain, mesh=mesh, out=out, **more)
         (told, bars), (other, silent) = ranks.run(2, shown, args)
@@ -100,15 +100,15 @@ def test_a_preset_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, na
 
 
 def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, flags = folders("sd3"), {"negative_prompt": "blurry", "guidance": 3.0, "out": tmp_path / "x.png"}
-    args = replace(tyro.cli(Args, args=["--model", str(folder), *FLAGS]), **flags)
-    (out, bars), other = ranks.run(2, shown, args)
-    assert "in StableDiffusion3Pipeline, guidance 3\n" in out
-    assert "ms per step" in out
+    folder, out = folders("sd3"), tmp_path / "x.png"
+    args = tyro.cli(Args, args=["--model", str(folder), *FLAGS, "--negative-prompt", "blurry", "--guidance", "3"])
+    (told, bars), other = ranks.run(2, shown, replace(args, out=out))
+    assert "in StableDiffusion3Pipeline, guidance 3\n" in told
+    assert "ms per step" in told
     assert "2/2" in bars
     assert other == ("", "")
     truth = theirs(folder, negative_prompt="blurry", guidance_scale=3.0, **SIZE)
-    assert abs(pixels(tmp_path / "x.png") - truth).max() <= SAME
+    assert abs(pixels(out) - truth).max() <= SAME
 
 
 def test_frames_of_a_text_are_a_video(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:

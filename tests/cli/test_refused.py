@@ -171,7 +171,11 @@ OF_PROMPTS = [
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=named)
 def test_of_the_built_in_model(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     profiles = any(name.startswith("profile") for name in flags)
-    given = {"out": tmp_path / "new" / "x.png", **({"profile_out": tmp_path / "p"} if profiles else {}), **flags}
+    given: dict[str, Any] = {
+        "out": tmp_path / "new" / "x.png",
+        **({"profile_out": tmp_path / "p"} if profiles else {}),
+        **flags,
+    }
     started = time.process_time()
     error, printed = told(0, 1, torch.device("cpu"), (ProfileArgs if profiles else Args)(**given))
     assert time.process_time() - started < 5  # whatever the numbers are
@@ -217,7 +221,7 @@ def test_of_a_pipeline(
     flags: dict[str, Any],
     message: str,
 ) -> None:
-    given = {"steps": 2, "size": "24x32", "out": tmp_path / "x.png", **flags}
+    given: dict[str, Any] = {"steps": 2, "size": "24x32", "out": tmp_path / "x.png", **flags}
     for lora in flags.get("lora", ()):
         file, colon, scale = lora.partition(":")
         given["lora"] = (f"{loras.get(file, file)}{colon}{scale}",)

@@ -13,7 +13,7 @@ import numpy as np
 from seqpar.cli.args import Args, ProfileArgs
 from seqpar.cli.exits import stoppable
 from seqpar.cli.job import check_decoding, checked, dry_run, named, outputs, parse_size, preferences_of
-from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, summary
+from seqpar.cli.summary import Bar, Progress, listed, measured, parameters, say, summary
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
@@ -36,7 +36,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
     args = named(args)
     job = checked(args, ranks)
     if args.dry_run is not None:
-        _say(ranks, ranks.share(ranks.on_all_ranks(lambda: dry_run(args, job, ranks, hosts, explained)), str))
+        say(ranks, ranks.share(ranks.on_all_ranks(lambda: dry_run(args, job, ranks, hosts, explained)), str))
         return
     plan = make(job.work, job.load, job.request.dtype, ranks, preferences_of(args))
     ranks.on_all_ranks(lambda: (check_profile(args, job, ranks), check_decoding(job, ranks)))
@@ -47,7 +47,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
         model = job.load_model(ranks, plan, vae=args.vae, on_encode=encoded.add)
     loaded = time.perf_counter() - started
     with model:
-        _say(ranks, summary(args, model, job))
+        say(ranks, summary(args, model, job))
         if args.verify:
             from seqpar.verifying.verify import EVALUATIONS, verify
 
@@ -62,7 +62,7 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
             _write(paths, job, result, parameters(args, model, job) | facts)
     speed = measured(per_step, loaded, time.perf_counter() - started)
     count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
-    _say(ranks, f"{listed(paths)}: {count}, {speed}, {result.digest_of} {digest}")
+    say(ranks, f"{listed(paths)}: {count}, {speed}, {result.digest_of} {digest}")
 
 
 def _generate(args: Args, plan: Plan, model: Model, job: Job, ranks: Mesh) -> tuple[Result, float | None]:
@@ -111,11 +111,6 @@ def _size(args: Args, image: Any) -> dict[str, int]:
         shown = ", ".join(f"{count} {name}" for name, count in size.items())
         print(f"seqpar: output size differs from the request: {shown}", flush=True)
     return size
-
-
-def _say(mesh: Mesh, text: str) -> None:
-    if mesh.is_main:
-        print(text, flush=True)
 
 
 # Profiles: other runs import nothing of them ------------------------------------------------------------------------

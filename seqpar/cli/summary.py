@@ -94,6 +94,11 @@ class Progress(Bar):
         return spent / (len(marks) - 1)
 
 
+def say(mesh: Mesh, text: str) -> None:
+    if mesh.is_main:
+        print(text, flush=True)
+
+
 def summary(args: Args, model: Model, job: Job) -> str:
     mesh, plan = model.mesh, model.plan
     lines = [

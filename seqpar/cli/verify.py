@@ -10,7 +10,7 @@ import torch
 
 from seqpar.cli.args import Args, Options, VerifyArgs
 from seqpar.cli.job import DTYPES, check, preferences_of
-from seqpar.cli.summary import versions
+from seqpar.cli.summary import say, versions
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
@@ -38,7 +38,7 @@ def run_verify(args: VerifyArgs) -> None:
     )
     listed, left_out = ways(ranks, counts, mesh_of, preferences, job.work, job.load)
     head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
-    _say(ranks, head)
+    say(ranks, head)
     rows = list[Row]()
     for dtype in dtypes:
         model, request = loaded(job, dtype, ranks)
@@ -47,7 +47,7 @@ def run_verify(args: VerifyArgs) -> None:
     if all(row.skipped for row in rows):
         failures.append("nothing was compared")
     verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
-    _say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
+    say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
     if ranks.is_main:
         _write(args, rows)
     if failures:
@@ -107,8 +107,3 @@ def _write(args: VerifyArgs, rows: Sequence[Row]) -> None:
     facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
     with written(args.out) as path:
         path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
-
-
-def _say(ranks: Mesh, text: str) -> None:
-    if ranks.is_main:
-        print(text, flush=True)

@@ -288,7 +288,7 @@ SMALL = {
 
 def placed(file: Path, text: str = "", transformers: int = 2) -> list[str | None]:
     model = THEIRS.WanTransformer3DModel, pipelines.wan().transformer.config
-    models = dict.fromkeys(("transformer", "transformer_2")[:transformers], model)
+    models: Any = dict.fromkeys(("transformer", "transformer_2")[:transformers], model)
     return [each.transformer for each in check([parse(f"{file}{text}")], THEIRS.WanPipeline, models)]
 
 

@@ -38,20 +38,6 @@ class Affine(NamedTuple):
     shift_C: Tensor | None = None
 
 
-class Runs(NamedTuple):
-    """The places of a tensor (N, C, ...) as memory holds them: `number` runs of `length` places each.
-
-    The strides count elements: of samples, of channels, of runs, and of neighbouring places in a run.
-    """
-
-    number: int
-    length: int
-    sample: int
-    channel: int
-    run: int
-    place: int
-
-
 # shapes that tests check: samples, channels, groups, places
 CASES: tuple[dict[str, Any], ...] = (
     {"shape": (1, 32, 8, 8), "groups": 32},
@@ -133,11 +119,13 @@ def dense(x_NC: Tensor) -> tuple[Tensor, bool]:
     return (x_NC.contiguous(), True) if last is None else (x_NC, last)
 
 
-def runs(x_NC: Tensor) -> Runs:
-    """Return the runs of a tensor (N, C, ...); raise `ValueError` if its strides allow no two levels of places."""
-    sizes, strides = list(x_NC.shape[2:]), list(x_NC.stride()[2:])
+def runs(x_NC: Tensor) -> tuple[int, int, int, int]:
+    """Return the number and the length of a tensor's runs of places, (N, C, ...), as memory holds them.
+
+    Then the strides of runs and of neighbouring places in a run. ValueError if strides allow no two levels of places.
+    """
     levels: list[list[int]] = []  # from the innermost: length and stride
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+    for size, stride in zip(reversed(x_NC.shape[2:]), reversed(x_NC.stride()[2:]), strict=True):
         if levels and (size == 1 or stride == levels[-1][0] * levels[-1][1]):
             levels[-1][0] *= size
         elif levels and levels[-1][0] == 1:
@@ -147,8 +135,8 @@ def runs(x_NC: Tensor) -> Runs:
     if len(levels) > 2:
         shape, steps = tuple(x_NC.shape), x_NC.stride()
         raise ValueError(f"got an output {shape} of strides {steps}, expected gaps along one dim of its places")
-    (length, place), (count, run) = (*levels, [1, 0])[:2]
-    return Runs(count, length, x_NC.stride(0), x_NC.stride(1), run, place)
+    (length, place), (number, run) = (*levels, [1, 0])[:2]
+    return number, length, run, place
 
 
 def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
@@ -200,25 +188,25 @@ def launch_normalise(
         raise ValueError(f"got an output {shape}, expected {tuple(x_NC.shape)}, {x_NC.dtype} and (N, G, 3)")
     if not out.numel():
         return out
-    at = runs(out)
-    if (at.place if last else at.channel) != 1 and (at.length > 1 or not last):
+    (number, length, run, place), (sample, channel) = runs(out), out.stride()[:2]
+    if (place if last else channel) != 1 and (length > 1 or not last):
         raise ValueError(f"got an output of strides {out.stride()}, expected the memory format of {x_NC.stride()}")
     tensors = x_NC, moments_NG3.contiguous(), affine.weight_C, affine.bias_C, out, affine.eps
     constants: dict[str, Any] = {"EACH": channels // groups, "SILU": silu, "MACHINE": compiled(pixels_kernel)}
     constants["enable_fp_fusion"] = True
     if last:
-        block = min(4096, max(128, triton.next_power_of_2(at.length)))
-        blocks, strides = triton.cdiv(at.length, block), (at.sample, at.channel, at.run)
-        grid = (samples * channels * at.number * blocks,)
+        block = min(4096, max(128, triton.next_power_of_2(length)))
+        blocks, strides = triton.cdiv(length, block), (sample, channel, run)
+        grid = (samples * channels * number * blocks,)
         constants |= {"BLOCK": block, "num_warps": max(1, block // 1024)}
-        planes_kernel[grid](*tensors, channels, at.number, at.length, blocks, *strides, **constants)
+        planes_kernel[grid](*tensors, channels, number, length, blocks, *strides, **constants)
     else:
         width = triton.next_power_of_2(channels)
         rows, tiles = max(1, 4096 // width), 4
-        blocks, strides = triton.cdiv(at.length, rows * tiles), (at.sample, at.run, at.place)
+        blocks, strides = triton.cdiv(length, rows * tiles), (sample, run, place)
         constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
-        sizes = at.number, at.length, blocks
-        pixels_kernel[(samples * at.number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
+        sizes = number, length, blocks
+        pixels_kernel[(samples * number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
     return out
 
 

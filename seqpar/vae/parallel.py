@@ -7,7 +7,7 @@ statistics of all strips, and attention all keys.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,32 +46,11 @@ class ParallelVAE:
         If `why_whole` has a reason, every rank decodes full latents, and rank 0 prints the reason once. Tiling
         (`use_tiling`) is off while strips are decoded, because tiles leave seams; rank 0 prints that, too.
         """
-        cut = self._cut(z, encode=False)
-        if cut is None:
-            return self._own("decode")(z, *args, **kwargs)
-        strip, decode = self._take(cut, z), self._unwrapped("decode")
-        with self._on_strips(cut):
-            result = decode(strip, *args, **kwargs)
-        sample = _whole(cut, result[0])
-        if isinstance(result, tuple):
-            return (sample, *result[1:])
-        result.sample = sample
-        return result
+        return self._compute("decode", z, args, kwargs)
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `vae.encode` for full images (N, C, ..., H, W), full on every rank, as `decode` does."""
-        cut = self._cut(x, encode=True)
-        if cut is None:
-            return self._own("encode")(x, *args, **kwargs)
-        strip, encode = self._take(cut, x, self._factor), self._unwrapped("encode")
-        with self._on_strips(cut):
-            result = encode(strip, *args, **kwargs)
-        posterior = result[0]
-        whole = type(posterior)(_whole(cut, posterior.parameters), deterministic=posterior.deterministic)
-        if isinstance(result, tuple):
-            return (whole, *result[1:])
-        result.latent_dist = whole
-        return result
+        return self._compute("encode", x, args, kwargs)
 
     def why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return why latents (or, with `encode`, images) of this shape are not cut into strips, or None."""
@@ -90,25 +69,42 @@ class ParallelVAE:
             self._restore()
             self._restore = None
 
-    def _cut(self, whole: Tensor, encode: bool) -> Cut | None:
+    def _compute(self, name: str, whole: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled() and whole.requires_grad:
             raise ValueError("The VAE's input requires grad, but strips support inference only; use torch.no_grad()")
-        reason = self.why_whole(whole.shape, encode)
-        if reason is not None:
-            self._say(f"the VAE {'encodes' if encode else 'decodes'} whole images on every rank, because {reason}")
-            return None
-        factor = self._factor if encode else 1
-        return Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
+        encode, method = name == "encode", getattr(type(self._vae), name)  # the instance's may be replaced
+        factor, reason = self._factor if encode else 1, self.why_whole(whole.shape, encode)
+        cut = Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
+        if reason is not None or cut is None:
+            self._say(f"the VAE {name}s whole images on every rank, because {reason}")
+            return method(self._vae, whole, *args, **kwargs)
 
-    def _take(self, cut: Cut, whole: Tensor, factor: int = 1) -> Tensor:
+        # this rank's strip, by the method inside of diffusers' hook around it, which `_on_strips` runs
         strip = cut.take(whole, factor)
-        return strip if self._restore is None else pixels_last(strip)
+        strip = strip if self._restore is None else pixels_last(strip)
+        with self._on_strips(cut):
+            result = inspect.unwrap(method)(self._vae, strip, *args, **kwargs)
+
+        # the strips of all ranks
+        output = result[0]
+        local = (output.parameters if encode else output).contiguous()
+        if cut.axis.size > 1:
+            local = gather(local, cut.axis, cut.shares(local.shape[cut.dim]), dim=local.ndim + cut.dim).contiguous()
+        joined = type(output)(local, deterministic=output.deterministic) if encode else local
+        if isinstance(result, tuple):
+            return (joined, *result[1:])
+        setattr(result, "latent_dist" if encode else "sample", joined)
+        return result
 
     @contextmanager
     def _on_strips(self, cut: Cut) -> Iterator[None]:
         """While it is entered, the VAE's modules compute this rank's strip."""
         self._transport.abandon()
-        self._arrive()
+        # diffusers' `apply_forward_hook` runs this hook around decode and encode, here outside `StripMode`: that of
+        # `enable_model_cpu_offload` moves the weights to the device
+        hook: Any = getattr(self._vae, "_hf_hook", None)
+        if hasattr(hook, "pre_forward"):
+            hook.pre_forward(self._vae)
         tiled = getattr(self._vae, "use_tiling", False)
         if tiled:
             self._say("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
@@ -121,30 +117,7 @@ class ParallelVAE:
             if tiled:
                 self._vae.use_tiling = True
 
-    def _arrive(self) -> None:
-        """Run the hook that diffusers' `apply_forward_hook` runs around decode and encode, outside `StripMode`.
-
-        The hook of `enable_model_cpu_offload` moves the weights to the device.
-        """
-        hook: Any = getattr(self._vae, "_hf_hook", None)
-        if hasattr(hook, "pre_forward"):
-            hook.pre_forward(self._vae)
-
-    def _unwrapped(self, method: str) -> Callable[..., Any]:
-        """Return a method of the VAE's class, inside of diffusers' hook around it (`_arrive`)."""
-        return inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
-
-    def _own(self, method: str) -> Callable[..., Any]:
-        """Return a method of the VAE's class, also where the instance's was replaced."""
-        return getattr(type(self._vae), method).__get__(self._vae)
-
     def _say(self, message: str) -> None:
         if self._main and message not in self._printed:
             self._printed.add(message)
             print(f"seqpar: {message}", flush=True)
-
-
-def _whole(cut: Cut, strip: Tensor) -> Tensor:
-    if cut.axis.size == 1:
-        return strip.contiguous()
-    return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

@@ -15,7 +15,7 @@ from seqpar.loop.run import begin
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.transports.collective import gather
-from tests.support.meshes import LAYOUTS, counted_calls, mesh_for, random
+from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pairs import covering
 from tests.support.pool import Pool
@@ -127,22 +127,6 @@ def test_inputs_without_a_row_an_image_are_one_error_on_every_rank(ranks: Pool) 
     first, second = ranks.run(2, rows_of)
     assert first == second
     assert first[0] == "got class_labels of shape (1,), expected 3 rows, one per image"
-
-
-def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
-    mesh = make_mesh(device, cfg=1)
-    dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device), "collective")
-    x, t, y = latents(2, (6, 6), device)
-    tokens = dit.model.patchify(x)
-    attend, conditioning = dit.keeper.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
-    positions = dit.model.positions(6, 6)  # pyright: ignore
-    mine = slice(0, 5) if rank == 0 else slice(5, 9)
-    streams, rows = {"image": tokens[:, mine]}, {"image": positions[mine]}
-    return counted_calls(lambda: dit.model.forward_tokens(streams, rows, conditioning, attend))
-
-
-def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
-    assert ranks.run(2, calls_per_block) == [{"all_to_all_single": 2}] * 2
 
 
 def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ NARROW = {
     "tokens": {4},  # those of the merge among them
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
+    "ddpm": {2, 4, 8},
     "multistep": {2, 4, 8},  # the same
     "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
@@ -37,6 +38,7 @@ Facts = dict[str, Any]
 def compiled() -> dict[str, list[Facts]]:
     """Compile all kernels in a new process, because Triton chooses between compiler and interpreter at import."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["SEQPAR_TEST_DEVICE"] = "cpu:0"  # tests on "cpu" set TRITON_INTERPRET
     env["PYTHONPATH"] = str(ROOT) + os.pathsep + env.get("PYTHONPATH", "")
     command = [sys.executable, "-m", "tests.support.offline"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

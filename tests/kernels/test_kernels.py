@@ -171,7 +171,7 @@ KERNELS["post_norm, no branch"] = replace(
 
 def projected(case: Case, dtype: torch.dtype, halves: int = 1) -> Tensor:
     """Return rows of a wider projection, with some large values."""
-    shape = case["batch"], case["tokens"], halves * case["width"] + 8
+    shape = case["batch"], case["tokens"], halves * case["width"] + 16
     return (3 * random(shape, 0, DEVICE, dtype))[..., : halves * case["width"]]
 
 

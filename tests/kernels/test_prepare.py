@@ -51,7 +51,7 @@ Case = dict[str, int]
 def project(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v as views of one fused projection that has further columns."""
     batch, tokens, heads, groups, dim = case.values()
-    widths = (heads * dim, groups * dim, groups * dim, 8)
+    widths = (heads * dim, groups * dim, groups * dim, 16)
     packed = random((batch, tokens, sum(widths)), 0, DEVICE, dtype) + 0.5  # a mean, so that LayerNorm is not RMSNorm
     q, k, v = (x.unflatten(-1, (-1, dim)) for x in packed.split(widths, dim=-1)[:3])
     return q, k, v

@@ -1,8 +1,8 @@
 """Compiles our Triton kernels for an H100 or H200 on a machine without a GPU, and reports facts about the machine code.
 
 A launch runs as in a model, on CPU tensors, up to the point where the kernel would start; kernels are therefore
-specialised on the real alignments, strides and missing tensors. `TRITON_INTERPRET` must not be set, so
-`tests/kernels/test_compiles.py` starts this module as a process.
+specialised on the real alignments, strides and missing tensors, as the tests of kernels make them. `TRITON_INTERPRET`
+must not be set, so `tests/kernels/test_compiles.py` starts this module as a process, where the device is not "cpu".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from seqpar.kernels import (
     softmax_weights,
 )
 from seqpar.kernels import images as image_kernels
-from seqpar.kernels.adaln import BranchNorm, Gated, Norm, Summed
+from seqpar.kernels.adaln import Gated, Norm, Summed
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.loop.models import dit, large_dit, uvit
@@ -49,11 +50,13 @@ from seqpar.mesh.shard import JointShard, Shard, Tokens
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.transports import _contract
-from seqpar.types.outboxes import Outbox, Outboxes
-from seqpar.types.protocols import Attend, Prepare
+from seqpar.types.protocols import Attend
+from tests.kernels import test_merge, test_prepare, test_push, test_steps
+from tests.kernels.test_kernels import KERNELS
 
 BF16, FP32 = torch.bfloat16, torch.float32
-HIDDEN = {1152: 4608, 4096: 11008}  # feed-forward widths of DiT-XL and Large-DiT-7B
+WIDTHS = (4096, 1152)  # of Large-DiT-7B and DiT-XL
+OF_IMAGES = [name for name, kernel in KERNELS.items() if kernel.of_images and name != "group_norm"]
 Launch = Callable[[], object]
 
 
@@ -132,59 +135,43 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def launches() -> dict[str, Launch]:
-    """Return a launch of every kernel in its tile, at the widths of the 7B and DiT-XL/2."""
-    of_block = {
-        f"{name}, {width}": launch for width in (4096, 1152) for name, launch in block_kernels(8, width).items()
-    }
-    any_tokens = {
-        f"tokens, {count}, {width}": partial(lambda kernels: [launch() for launch in kernels], kernels)
-        for width in (4096, 1152)
-        for count in (7, 16)
-        for kernels in [block_kernels(count, width).values()]
-    }
-    of_images = {
-        f"{name}, {width}, {last}": partial(launch, width, last)
-        for name, (launch, sizes) in {
-            "group_norm": (group_normed, (128, 512)),
-            "channel_norm": (channel_normed, (96, 384)),
-            "upsample": (
-                lambda channels, last: image_kernels.launch_double(images(last, channels, 64, 64)),
-                (128, 384),
-            ),
-        }.items()
-        for width in sizes
-        for last in (True, False)
-    }
-    gated = Gated(rows(2, 3840, dtype=FP32), rows(2, 8, 3840), BranchNorm(rows(3840), 1e-5))
-    shift, norm = rows(2, 3840, dtype=FP32), Norm("rms", 1e-5, rows(3840))
+    """Return launches of every kernel in its tile: every row of the table of tests, and what single kernels do."""
+    images = [{"shape": (1, width, 64, 64), "last": last} for width in (96, 384) for last in (True, False)]
+    norm, index = Norm(), torch.zeros(2, 8, dtype=torch.int32)
+    summed = Summed(rows(3, 4096), rows(4096, dtype=FP32))
     return {
-        **of_block,
-        **any_tokens,
-        **{f"unaligned, {width}": partial(unaligned, width) for width in (4096, 1152)},
-        **{f"indexed, {width}": partial(indexed, width) for width in (4096, 1152)},
-        "branch norm, 3840": lambda: adaln.launch(rows(2, 8, 3840), gated, shift, shift, norm),
-        "sigmoid gate, 6144": lambda: activations.launch_gate(rows(2, 8, 6144), rows(2, 8, 6144)),
+        **{f"{name}, {width}": launch for width in WIDTHS for name, launch in of_rows(8, width).items()},
+        **{f"{name}, {case['shape'][1]}, {case['last']}": row(name, case) for name in OF_IMAGES for case in images},
+        **{f"group_norm, {width}, {last}": group_normed(width, last) for width in (128, 512) for last in (True, False)},
+        **{f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)},
+        **{
+            f"tokens, {count}, {width}": partial(lambda kernels: [launch() for launch in kernels], kernels)
+            for width, count in product(WIDTHS, (7, 16))
+            for kernels in [of_rows(count, width).values()]
+        },
+        **{
+            f"unaligned, {width}": partial(
+                lambda x, vector: adaln.launch(x, None, vector, vector, norm),
+                *(rows(2, 8, width + 1)[..., :width], rows(2, width, dtype=FP32)),
+            )
+            for width in WIDTHS
+        },
+        "indexed": lambda: adaln.launch(
+            *(rows(2, 8, 4096), Gated(summed, rows(2, 8, 4096)), summed, summed, norm), index_Bl=index
+        ),
         **{f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))},
         **{f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"},
         "outboxes, rows of images": outboxes(32, 128, rotary=(2,)),
         "outboxes, rows of heads": outboxes(32, 64, rotary=(1, 32)),
         "outboxes, meets": outboxes(32, 128, meets=True),
         **{f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))},
-        "push, 4 x 72, heads apart": pushed(4, 72, apart=True),
+        "push, 4 x 72, heads apart": pushed(4, 72, "heads apart"),
         "push, many": pushed(8, 128, tokens=2048),
         "push, meets": pushed(8, 128, meets=True),
         **{f"halo, {way} {kind}": partial(edges, way, kind) for way in ("send", "take") for kind in ("rows", "planes")},
         **{f"model, {name}": as_on_gpus(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")},
         "model, unidiffuser-v1": as_on_gpus("unidiffuser-v1"),
-        **of_images,
-        **{f"residual, {width}": partial(summed, width) for width in (128, 384)},
-        "ddim": stepped(ddim.Update(rows(25, 8, dtype=FP32), rows(25, dtype=FP32))),
-        "ddim, learned": stepped(
-            ddim.Update(
-                *(rows(250, 7, dtype=torch.float64), rows(250, dtype=FP32), 12, rows(250, 1, 16, 16, dtype=FP32)),
-                *(torch.zeros((), dtype=torch.int64), False, True),
-            )
-        ),
+        **{kind: partial(step_of, kind) for kind in test_steps.KINDS},
         **{f"multistep, {p} and {q}": partial(multistepped, p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))},
         "wide, 512": partial(wide, 4096, 512),
         "wide, 512, uneven": partial(wide, 4001, 512),
@@ -192,62 +179,59 @@ def launches() -> dict[str, Launch]:
     }
 
 
-def block_kernels(tokens: int, width: int) -> dict[str, Launch]:
-    """Return launches of the kernels of a block on 2 x `tokens` rows, with the dtypes and strides of models."""
-    hidden, heads = HIDDEN.get(width, 4 * width), 16 if width < 2048 else 32
-    gate, shift, scale = rows(2, 6, width, dtype=FP32)[:, :3].unbind(1)
-    x, branch, norm, packed = *(rows(2, tokens, width) for _ in range(2)), Norm("rms", 1e-5, rows(width)), 2 * hidden
-    q, k = rows(2, tokens, 3, heads, width // heads).unbind(2)[:2]
-    cos, sin = (rows(tokens, width // heads // 2, dtype=FP32) for _ in range(2))
-    how = Prepare("layer", False, 1e-5, *(rows(width) for _ in range(4)), cos, sin)
-    parts = [
-        part
-        for dtype in (FP32, BF16)  # the state, and what is merged into it, each with its log-sum-exp
-        for part in (rows(2, tokens, heads, width // heads, dtype=dtype), rows(2, heads, tokens, dtype=FP32))
-    ]
+def row(name: str, case: dict[str, Any]) -> Launch:
+    """Return the launch of a row of the table of tests, with the dtypes and strides that it has there."""
+    kernel = KERNELS[name]
+    return lambda: kernel.launch(*kernel.inputs(case, BF16))
+
+
+def of_rows(tokens: int, width: int) -> dict[str, Launch]:
+    """Return launches of the kernels of a block on 2 x `tokens` rows."""
+    heads = 16 if width < 2048 else 32
+    case = {"batch": 2, "tokens": tokens, "heads": heads, "kv_heads": heads, "dim": width // heads}
+    q, k, _ = test_prepare.project(case, BF16)
+    how, parts = test_prepare.preparation(case, "layer", "pairs", BF16), {**case}
+    del parts["kv_heads"]
+    merged = [x.contiguous() for dtype in (FP32, BF16) for x in test_merge.parts(parts, dtype, 1)[0]]
+    sizes = {"batch": 2, "tokens": tokens, "width": width, "pad": 0}
     return {
-        "norm + modulate": lambda: adaln.launch(x, None, shift, scale, norm),
-        "gate + residual + norm + modulate": lambda: adaln.launch(x, Gated(gate, branch), shift, scale, norm),
+        **{name: row(name, sizes) for name, kernel in KERNELS.items() if not kernel.of_images},
         "QK-norm + rotary": lambda: prepare.launch(q, k, how),
-        "SwiGLU": lambda: activations.launch_swiglu(rows(2, tokens, packed)),
-        "bias + GELU": lambda: activations.launch_gelu(rows(2, tokens, packed), rows(packed)),
-        "merge": lambda: merge.launch(*parts),
+        "merge": lambda: merge.launch(*merged),
     }
 
 
-def unaligned(width: int) -> None:
-    """Rows that do not start at multiples of 16 bytes."""
-    shift, scale = torch.zeros(2, 2, width).unbind(1)
-    adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
-
-
-def indexed(width: int) -> None:
-    """Tokens whose gate, shift and scale are rows of a table plus a row that all share."""
-    gate, shift, scale = (Summed(rows(3, width), torch.zeros(width)) for _ in range(3))
-    index = torch.zeros(2, 8, dtype=torch.int32)
-    adaln.launch(rows(2, 8, width), Gated(gate, rows(2, 8, width)), shift, scale, Norm(), index_Bl=index)
-
-
 def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv", rotary: tuple[int, ...] = ()) -> Launch:
-    """Return QK-norm and rotary into two readers' outboxes; meets: the kernel also waits for them.
+    """Return QK-norm and rotary into readers' outboxes; meets: the kernel also waits for them.
 
     rotary: for how many images and then heads there are separate rotary rows.
     """
-    views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in range(2)]
-    halves = slice(0, heads // 2), slice(heads // 2, heads)
-    boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
+    case = {"batch": 2, "tokens": 8, "heads": heads, "kv_heads": heads, "dim": dim}
     angles = torch.zeros(*rotary[:1], 8, *rotary[1:], dim // 2)
-    how = Prepare("layer", False, 1e-5, *(rows(heads * dim) for _ in range(4)), angles, angles)
-    inputs = zip("qkv", rows(2, 8, 3, heads, dim).unbind(2), strict=True)
+    how = replace(test_prepare.preparation(case, "layer", "halves", BF16), cos_lD2=angles, sin_lD2=angles)
+    inputs = zip("qkv", test_prepare.project(case, BF16), strict=True)
     q, k, v = (x if name in parts else None for name, x in inputs)
+    boxes = test_prepare.boxes(case, BF16)
     return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
 
 
-def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, tokens: int = 16) -> Launch:
-    """Return a push of attention's output to four ranks; apart: each head's tokens lie together."""
-    into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
-    out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
+def pushed(heads: int, dim: int, strides: str = "contiguous", meets: bool = False, tokens: int = 16) -> Launch:
+    """Return a push of attention's output to four ranks."""
+    case = {"batch": 2, "tokens": tokens, "heads": heads, "dim": dim}
+    into, out = Destinations(test_push.views(case, 4, BF16, 3)[0], 1), test_push.output(case, strides, BF16)
     return lambda: push.launch(out, into, four_ranks() if meets else None)
+
+
+def step_of(kind: str) -> None:
+    case = {"images": 1, "tokens": 16, "columns": 16, "outputs": 32}
+    ddim.launch(*test_steps.data(case, kind, BF16), *test_steps.counters(1, 3))
+
+
+def multistepped(states: int, outputs: int) -> None:
+    """A step of a traced scheduler; with one state and one output the state is the model's input."""
+    case = {"images": 1, "tokens": 16, "columns": 16, "outputs": 32, "P": states, "Q": outputs}
+    history, predictions, steps = test_steps.run_of({**case, "seen": int(states + outputs > 2)}, BF16)
+    multistep.launch(history, *predictions[0], steps, *test_steps.counters(0, 5))
 
 
 def edges(way: str, kind: str) -> None:
@@ -272,41 +256,21 @@ def four_ranks() -> flags.Flags:
     return flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4)))
 
 
-def images(last: bool, *shape: int) -> Tensor:
-    x = rows(1, *shape)
-    return x if last else x.to(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+def memory(x: Tensor, last: bool) -> Tensor:
+    return x if last else x.to(memory_format=torch.channels_last)
 
 
-def group_normed(channels: int, last: bool) -> None:
-    """GroupNorm into rows between a halo."""
-    x, halo = (images(last, channels, high, 64) for high in (64, 66))
-    shift = None if last else rows(channels)
-    affine = group_norm.Affine(rows(channels), rows(channels), shift_C=shift)
-    group_norm.launch_normalise(x, group_norm.launch_moments(x, 32, shift), affine, True, halo[:, :, 1:-1])
+def group_normed(channels: int, last: bool) -> Launch:
+    """Return GroupNorm into rows between a halo."""
+    x, halo = (memory(rows(1, channels, high, 64), last) for high in (64, 66))
+    affine = group_norm.Affine(rows(channels), rows(channels), shift_C=None if last else rows(channels))
+    return lambda: group_norm.launch_normalise(
+        x, group_norm.launch_moments(x, 32, affine.shift_C), affine, True, halo[:, :, 1:-1]
+    )
 
 
-def channel_normed(channels: int, last: bool) -> None:
-    image_kernels.launch_norm(images(last, channels, 2, 64, 64), rows(channels), None, True)
-
-
-def summed(channels: int) -> None:
-    image_kernels.launch_sum(*((images(False, channels, 64, 64), rows(channels)) for _ in range(2)))
-
-
-def stepped(update: ddim.Update) -> Launch:
-    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
-    return lambda: ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, update, step, step.clone())
-
-
-def multistepped(states: int, outputs: int) -> None:
-    """A step of a traced scheduler with noise; with one state and one output the state is the model's input."""
-    step, predicted = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
-    past = torch.zeros(outputs - 1, 1, 16, 16) if outputs > 1 else None
-    seen = torch.zeros(1, 16, 16) if states + outputs > 2 else None
-    state = torch.zeros(states, 1, 16, 16, dtype=FP32 if seen is None else torch.float64)
-    table = torch.zeros(25, 1 + states + outputs, dtype=torch.float64)
-    steps = multistep.Steps(table, torch.zeros(25), None, torch.zeros(25, 1, 16, 16))
-    multistep.launch(multistep.History(state, past, seen), predicted, predicted, steps, step, step.clone())
+def doubled(channels: int, last: bool) -> Launch:
+    return lambda: image_kernels.launch_double(memory(rows(1, channels, 64, 64), last))
 
 
 def as_on_gpus(name: str) -> Launch:

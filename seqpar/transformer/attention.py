@@ -189,19 +189,21 @@ class ShardedAttention:
         if joined is None:
             raise self._unknown()
         streams, sizes = joined[0], joined[1].sizes
-        if any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in splits):
-            raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
-        if len(streams) > 1 and self.state.plan.exact:
-            raise self._unclear("attention", "of several streams in exact mode, which holds their keys in its order")
-        if self.reads and "text" not in named:
-            if keys in sizes:
-                raise self._unclear("cross-attention", "to as many tokens as a rank's share")
-            return None
-        if self.reads and streams != named:
-            raise self._unclear("cross-attention", "with cuts that split text")
-        if queries != keys:
-            raise self._unclear("attention", "to other tokens than its own")
-        return joined
+        several, whole_text = len(streams) > 1, self.reads and "text" not in named
+        few = any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in splits)
+        for is_unclear, kind, what in (
+            (few, "attention", "of streams of which some, but not all, ranks have as many tokens"),
+            (several and self.state.plan.exact, "attention", "of several streams in exact mode"),
+            (whole_text and keys in sizes, "cross-attention", "to as many tokens as a rank's share"),
+            (self.reads and not whole_text and streams != named, "cross-attention", "with cuts that split text"),
+            (not whole_text and queries != keys, "attention", "to other tokens than its own"),
+        ):
+            if is_unclear:
+                raise ValueError(
+                    f"got {kind} at {self._where} {what}, expected cuts that say what it joins; write it as "
+                    f"`seqpar.families.Cuts`, whose attention is explicit, and leave text out that is read whole"
+                )
+        return None if whole_text else joined
 
     def _unknown(self) -> ValueError:
         # the same on every rank: without a number of this rank's tokens
@@ -212,12 +214,6 @@ class ShardedAttention:
         return ValueError(
             f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
             f"{lengths} were cut before it; check the cuts and the streams of its attention"
-        )
-
-    def _unclear(self, kind: str, what: str) -> ValueError:
-        return ValueError(
-            f"got {kind} at {self._where} {what}, expected cuts that say what it joins; write it as "
-            f"`seqpar.families.Cuts`, whose attention is explicit, and leave text out that is read whole"
         )
 
     def _bias(self, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor) -> Tensor | None:

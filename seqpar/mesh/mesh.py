@@ -7,11 +7,13 @@ neighbours on the `ulysses` axis are neighbours on the machine, because that axi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -322,3 +324,77 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
         if group is not None:
             watch().add(group)
     return axes
+
+
+# Groups that are made for one use and destroyed after it ----------------------------------------------------------
+
+
+BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
+
+
+class OwnedMesh:
+    """A mesh with the process groups that were made for it, which `end` destroys. Collective.
+
+    callers: a caller's mesh, whose groups stay; None makes one of these sizes. Ranks can compare small numbers on the
+    host, also where the group of a caller's mesh has NCCL alone.
+    """
+
+    def __init__(self, callers: Mesh | None, sizes: Mapping[str, int]) -> None:
+        _destroy_dropped(callers or Mesh.joined())
+        mesh = callers or Mesh.from_env(**sizes)
+        if not _has_host(mesh):
+            group: Any = dist.new_group(backend=BACKENDS)
+            mesh = replace(mesh, world=replace(mesh.world, group=group))
+        # groups that were made here: not torch's default one, nor those of the caller
+        retained = [dist.group.WORLD, *_groups_of(callers)]
+        self._groups = [group for group in _groups_of(mesh) if not any(group is other for other in retained)]
+        self.mesh = mesh
+        self._collected = finalize(self, _drop, self._groups, mesh.device.type, mesh.world.watch)
+        self._collected.atexit = False
+
+    def end(self) -> None:
+        """Destroy the groups that were made."""
+        if self._groups and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
+        self._collected.detach()
+        for group in self._groups:
+            _destroy(group)
+
+
+def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
+    # The mesh was collected without an end, at different times on the ranks. Destroying a group of NCCL waits for its
+    # other ranks, which may wait for this one, so it is left to the next mesh; so is any group that another thread
+    # collects, because the watchdog's thread must not wait.
+    at_once = device == "cpu" and threading.current_thread() is threading.main_thread()
+    for group in groups:
+        if at_once:
+            _destroy(group)
+        elif watch is not None:
+            watch.dropped[group.group_name] = group
+
+
+def _destroy_dropped(mesh: Mesh) -> None:
+    # the groups that all of their ranks have dropped; collective
+    if mesh.world.size == 1 or mesh.world.watch is None:
+        return
+    dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
+    per_rank = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
+    for name, group in sorted(dropped.items()):  # in one order on all ranks
+        if all(name in per_rank.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            _destroy(dropped.pop(name))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # torch has destroyed it with all others
+        dist.destroy_process_group(group)
+
+
+def _has_host(mesh: Mesh) -> bool:
+    return mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group)
+
+
+def _groups_of(mesh: Mesh | None) -> list[dist.ProcessGroup]:
+    axes = [] if mesh is None else [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
+    return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())

@@ -47,6 +47,7 @@ from seqpar.pipelines.arguments import (
     shown_image,
     taking_images,
 )
+from seqpar.pipelines.load import keep_fp32
 from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.pictures import digest
 from seqpar.pipelines.planning import grid_of, planned
@@ -65,7 +66,7 @@ from seqpar.planner.plan import Plan, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.blocks import expected
-from seqpar.transformer.parallelize import call_of, keep_fp32, parallelize, passing
+from seqpar.transformer.parallelize import call_of, parallelize, passing
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.vae.pipeline import VaeMode

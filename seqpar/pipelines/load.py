@@ -5,24 +5,29 @@ Unlike `from_pretrained` on every rank, it reads each file once per host and hol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor, nn
 
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
-from seqpar.loading.encoders import no_collection
+from seqpar.loading.encoders import NAMES, no_collection
 from seqpar.loading.folder import PipelineParts, parts_of_folder
 from seqpar.loading.names import resolve
+from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
-from seqpar.transformer.parallelize import choices, keep_fp32, parallelize
+from seqpar.transformer.estimate import dtype_of
+from seqpar.transformer.parallelize import calls_of, choices, parallelize
 from seqpar.types.arguments import check_kind, shown
-from seqpar.vae.pipeline import VaeMode, check_mode
+from seqpar.vae.pipeline import PREPARE, VaeMode, check_mode
 
 
 @no_collection()
@@ -64,6 +69,48 @@ def load(
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
     return pipe
+
+
+def keep_fp32(pipe: Any) -> str | None:
+    """Let a parallelized pipeline keep its state in fp32 until the release; return why it does not, or None.
+
+    Every rank must call this after `parallelize`, before the pipeline's first call.
+    """
+    modules = transformers_of(pipe)
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module) and name not in (*modules, "vae") and not name.startswith(NAMES):
+            return f"{name} may read the latents, too"
+    dtypes = {dtype_of(module) for module in modules.values()}
+    if any(dtype.itemsize != 2 for dtype in dtypes):
+        return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
+    calls = [call for _, call in calls_of(pipe)]
+    for call in calls:
+        call.narrow = dtype_of(call.sharded.module)
+    calls[0].ends.callback(_prepare_fp32(pipe))
+    return None
+
+
+def _prepare_fp32(pipe: Any) -> Callable[[], None]:
+    # converts the latents that a pipeline's loop begins with; the function that is returned undoes it
+    theirs, before = getattr(pipe, PREPARE, None), vars(pipe).get(PREPARE)
+    if theirs is None:
+        return lambda: None
+
+    @wraps(theirs)
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        latents = theirs(*args, **kwargs)
+        first, *others = latents if isinstance(latents, tuple) else (latents,)
+        first = first.to(torch.float32) if isinstance(first, Tensor) else first
+        return (first, *others) if isinstance(latents, tuple) else first
+
+    def end() -> None:
+        if vars(pipe).get(PREPARE) is prepared:  # otherwise someone has wrapped it since
+            del vars(pipe)[PREPARE]
+            if before is not None:
+                vars(pipe)[PREPARE] = before
+
+    vars(pipe)[PREPARE] = prepared
+    return end
 
 
 def checked(

@@ -6,29 +6,25 @@ config and adapters; only its `forward` is replaced (`seqpar.transformer.call`).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
-from weakref import finalize
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
 from seqpar.families._find import cuts_of, is_guided, is_known
 from seqpar.graphs.graphs import Capture, CudaCapture
+from seqpar.loading.encoders import NAMES as ENCODERS
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.schedulers import check_variances, learns_range, pass_variances
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import agree
-from seqpar.mesh.mesh import Axis, Mesh
-from seqpar.mesh.watch import Watch
+from seqpar.mesh.mesh import Mesh, OwnedMesh
 from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_images, settled
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
@@ -120,9 +116,6 @@ def planned(
     return make(work, load, dtype, ranks, preferences, mesh)
 
 
-BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
-
-
 class Handle:
     """What one `parallelize` has made, freed with its last transformer: process groups, and what `ends` undoes.
 
@@ -130,20 +123,11 @@ class Handle:
     """
 
     def __init__(self, plan: Plan, callers: Mesh | None) -> None:
-        _destroy_dropped(callers or Mesh.joined())
-        mesh = callers or Mesh.from_env(*plan.sizes.values())
-        if not _has_host(mesh):  # the comparison that each call begins with would wait for the GPU
-            group: Any = dist.new_group(backend=BACKENDS)
-            mesh = replace(mesh, world=replace(mesh.world, group=group))
-        # groups that were made here: not torch's default one, nor those of the caller
-        retained = [dist.group.WORLD, *_groups(callers)]
-        self._groups = [group for group in _groups(mesh) if not any(group is other for other in retained)]
-        self.mesh, self._users = mesh, 0
+        self._owned = OwnedMesh(callers, plan.sizes)
+        self.mesh, self._users = self._owned.mesh, 0
         self.ends = ExitStack()  # what is undone when the last transformer is released
-        self._collected = finalize(self, _drop, self._groups, mesh.device.type, mesh.world.watch)
-        self._collected.atexit = False
         try:
-            settled(plan, mesh)
+            settled(plan, self.mesh)
         except ValueError:
             self.leave()
             raise
@@ -159,55 +143,12 @@ class Handle:
         if self._users:
             return
         self.ends.close()
-        if self._groups and self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
-        self._collected.detach()
-        for group in self._groups:
-            _destroy(group)
+        self._owned.end()
 
 
 def call_of(module: nn.Module) -> ShardedCall | None:
     """Return the call of a transformer, or None if it is not parallelized."""
     return vars(module).get(CALL)  # beside `module.forward`, because users wrap that
-
-
-def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:
-    # The transformers were collected without a release, at different times on the ranks. Destroying a group of NCCL
-    # waits for its other ranks, which may wait for this one, so it is left to the next `parallelize`; so is any group
-    # that another thread collects, because the watchdog's thread must not wait.
-    at_once = device == "cpu" and threading.current_thread() is threading.main_thread()
-    for group in groups:
-        if at_once:
-            _destroy(group)
-        elif watch is not None:
-            watch.dropped[group.group_name] = group
-
-
-def _destroy_dropped(mesh: Mesh) -> None:
-    # the groups that all of their ranks have dropped; collective
-    if mesh.world.size == 1 or mesh.world.watch is None:
-        return
-    dropped, ranks = mesh.world.watch.dropped, mesh.world.ranks
-    per_rank = dict(zip(ranks, mesh.collect(sorted(dropped), list[str]), strict=True))
-    for name, group in sorted(dropped.items()):  # in one order on all ranks
-        if all(name in per_rank.get(rank, ()) for rank in dist.get_process_group_ranks(group)):
-            if mesh.device.type == "cuda":
-                torch.cuda.synchronize(mesh.device)
-            _destroy(dropped.pop(name))
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    with suppress(ValueError):  # torch has destroyed it with all others
-        dist.destroy_process_group(group)
-
-
-def _has_host(mesh: Mesh) -> bool:
-    return mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group)
-
-
-def _groups(mesh: Mesh | None) -> list[dist.ProcessGroup]:
-    axes = [] if mesh is None else [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-    return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
 
 
 @contextmanager
@@ -218,7 +159,7 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     pipeline can be called again. Every rank must do so at the same time. Raises ValueError for a pipeline that is not
     parallelized.
     """
-    calls = [call for _, call in _calls_of(pipe)]
+    calls = [call for _, call in calls_of(pipe)]
     for call in calls:
         call.boundary = boundary
     parts = [part for name, part in pipe.components.items() if name.startswith(ENCODERS)]
@@ -230,53 +171,6 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
             call.boundary = None
         for handle in handles:
             handle.remove()
-
-
-ENCODERS = ("text_encoder", "image_encoder")  # how the names of parts begin that never see the latents
-HALF = 2  # bytes of a weight that rounds the state
-PREPARES = "prepare_latents"  # the method of a pipeline that draws the noise
-
-
-def keep_fp32(pipe: Any) -> str | None:
-    """Let a parallelized pipeline keep its state in fp32 until the release; return why it does not, or None.
-
-    Every rank must call this after `parallelize`, before the pipeline's first call.
-    """
-    modules = transformers_of(pipe)
-    for name, part in pipe.components.items():
-        if isinstance(part, nn.Module) and name not in (*modules, "vae") and not name.startswith(ENCODERS):
-            return f"{name} may read the latents, too"
-    dtypes = {dtype_of(module) for module in modules.values()}
-    if any(dtype.itemsize != HALF for dtype in dtypes):
-        return f"the transformer has weights of {', '.join(sorted(map(str, dtypes)))}".replace("torch.", "")
-    calls = [call for _, call in _calls_of(pipe)]
-    for call in calls:
-        call.narrow = dtype_of(call.sharded.module)
-    calls[0].ends.callback(_prepare_fp32(pipe))
-    return None
-
-
-def _prepare_fp32(pipe: Any) -> Callable[[], None]:
-    # converts the latents that a pipeline's loop begins with; the function that is returned undoes it
-    theirs, before = getattr(pipe, PREPARES, None), vars(pipe).get(PREPARES)
-    if theirs is None:
-        return lambda: None
-
-    @wraps(theirs)
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        latents = theirs(*args, **kwargs)
-        first, *others = latents if isinstance(latents, tuple) else (latents,)
-        first = first.to(torch.float32) if isinstance(first, Tensor) else first
-        return (first, *others) if isinstance(latents, tuple) else first
-
-    def end() -> None:
-        if vars(pipe).get(PREPARES) is prepared:  # otherwise someone has wrapped it since
-            del vars(pipe)[PREPARES]
-            if before is not None:
-                vars(pipe)[PREPARES] = before
-
-    vars(pipe)[PREPARES] = prepared
-    return end
 
 
 PipeT = TypeVar("PipeT")
@@ -368,14 +262,14 @@ def refresh(pipe_or_transformer: Any) -> None:
     Call it at any time between two calls; it changes no result. The next call of a kind is captured again. Raises
     ValueError for what is not parallelized.
     """
-    for module, call in _calls_of(pipe_or_transformer):
+    for module, call in calls_of(pipe_or_transformer):
         call.settle()
         vars(module)[REFRESHES] = vars(module).get(REFRESHES, 0) + 1
 
 
 def release(pipe_or_transformer: Any) -> None:
     """Undo `parallelize`: free graphs and exchanges and restore the transformer. Collective."""
-    calls = _calls_of(pipe_or_transformer)
+    calls = calls_of(pipe_or_transformer)
     for _, call in calls:
         call.check_delivered()
     for module, call in calls:
@@ -385,7 +279,8 @@ def release(pipe_or_transformer: Any) -> None:
         call.ends.close()
 
 
-def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, ShardedCall]]:
+def calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, ShardedCall]]:
+    """Return the transformers with their calls; ValueError if one is not parallelized."""
     modules = transformers_of(pipe_or_transformer).values()
     calls = [(module, call) for module in modules if (call := call_of(module)) is not None]
     if len(calls) < len(modules):

@@ -20,7 +20,8 @@ from torch import Tensor
 import seqpar
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer.parallelize import keep_fp32, passing, transformers_of
+from seqpar.pipelines.load import keep_fp32
+from seqpar.transformer.parallelize import passing, transformers_of
 from tests.support import pipelines
 from tests.support.diffusers_tiny import moved
 from tests.support.foreign import StayDouble, in_double

@@ -29,6 +29,7 @@ from torch import nn
 
 import seqpar
 from seqpar.graphs.graphs import Graphs
+from seqpar.mesh import mesh as meshes
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import parallelize
 from seqpar.transformer.parallelize import passing
@@ -458,8 +459,8 @@ def rounds(rank: int, world: int, device: torch.device) -> list[int]:
 
     given, counts, module = mesh_for("ulysses", world, device), [], tiny().to(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "_has_host", lambda mesh: False)
-        patch.setattr(parallelize, "BACKENDS", "gloo" if device.type == "cpu" else parallelize.BACKENDS)
+        patch.setattr(meshes, "_has_host", lambda mesh: False)
+        patch.setattr(meshes, "BACKENDS", "gloo" if device.type == "cpu" else meshes.BACKENDS)
         for mesh in (given, None, given, None):
             for name in ["refuse", "_move"][: 1 + rank]:
                 with pytest.MonkeyPatch.context() as broken:

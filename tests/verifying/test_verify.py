@@ -25,8 +25,8 @@ from seqpar.loop.models import large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.classes import Files, Pipeline
+from seqpar.pipelines.load import keep_fp32
 from seqpar.planner.search import Preferences
-from seqpar.transformer.parallelize import keep_fp32
 from seqpar.verifying import compare as blocks
 from seqpar.verifying import own_loop
 from seqpar.verifying.compare import TokenShare, blocks_of

@@ -27,7 +27,7 @@ from seqpar.transformer.blocks import expected
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
 from seqpar.types.arguments import check_kind, shown
-from seqpar.vae.pipeline import PREPARE, VaeMode, check_mode
+from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
 
 
 @no_collection()
@@ -92,7 +92,7 @@ def keep_fp32(pipe: Any) -> str | None:
 
 def _prepare_fp32(pipe: Any) -> Callable[[], None]:
     # converts the latents that a pipeline's loop begins with; the function that is returned undoes it
-    theirs, before = getattr(pipe, PREPARE, None), vars(pipe).get(PREPARE)
+    theirs = getattr(pipe, PREPARE, None)
     if theirs is None:
         return lambda: None
 
@@ -103,14 +103,7 @@ def _prepare_fp32(pipe: Any) -> Callable[[], None]:
         first = first.to(torch.float32) if isinstance(first, Tensor) else first
         return (first, *others) if isinstance(latents, tuple) else first
 
-    def end() -> None:
-        if vars(pipe).get(PREPARE) is prepared:  # otherwise someone has wrapped it since
-            del vars(pipe)[PREPARE]
-            if before is not None:
-                vars(pipe)[PREPARE] = before
-
-    vars(pipe)[PREPARE] = prepared
-    return end
+    return attach(pipe, {PREPARE: prepared})
 
 
 def checked(

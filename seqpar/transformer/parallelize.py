@@ -315,22 +315,14 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
-    def uninstall() -> None:
-        for name, value in ours.items():
-            if attributes.get(name) is value:  # what users have put around ours stays
-                del attributes[name]
-                if name in before:
-                    attributes[name] = before[name]
-        call.stand_aside(before.get("forward"))
-
     # a hook, because it is called where users have replaced the forward, too
     call.ends.callback(module.register_forward_hook(call.check_reached).remove)
     ours: dict[str, Any] = {name: settling(getattr(module, name)) for name in CHANGING if hasattr(module, name)}
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
-    attributes.update(ours)
-    call.ends.callback(uninstall)
+    call.ends.callback(call.stand_aside, before.get("forward"))
+    call.ends.callback(sharing.attach(module, ours))
     return call
 
 

@@ -112,16 +112,29 @@ def _check_sizes(pipe: Any, vae: MeshVAE) -> Callable[[], None]:
     original = getattr(pipe, PREPARE, None)
     if not inspect.ismethod(original):
         return lambda: None
-    before = {name: value for name, value in vars(pipe).items() if name == PREPARE}
-    checked = vars(pipe)[PREPARE] = Checked(original, vae)
+    checked = Checked(original, vae)
+    detach = attach(pipe, {PREPARE: checked})
 
     def end() -> None:
         checked.vae = None
-        if vars(pipe).get(PREPARE) is checked:  # otherwise someone has wrapped it since
-            del vars(pipe)[PREPARE]
-            vars(pipe).update(before)
+        detach()
 
     return end
+
+
+def attach(owner: object, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Set attributes of an object; return a function that puts back what was there, but for what was wrapped since."""
+    held = vars(owner)
+    before = {name: held[name] for name in attributes if name in held}
+    held.update(attributes)
+
+    def detach() -> None:
+        for name, value in attributes.items():
+            if held.get(name) is value:
+                del held[name]
+                held.update({name: before[name]} if name in before else {})
+
+    return detach
 
 
 class Checked:

@@ -95,8 +95,15 @@ def look(module: nn.Module) -> ForeignCode:
         hooks += _hooks_on(path, part, type(part) in patched)
         if id(part) in members and type(part).__module__.partition(".")[0] not in (*LIBRARIES, home):
             hooks.append(Addition(path, f"class {type(part).__name__}", part))
-        processors += _processors_on(path, part)
-        quantised += _quantised(path, part)
+        if (processor := getattr(part, "processor", None)) is not None:
+            name = type(processor).__name__
+            known = _home(processor).startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
+            if not known or _is_patched(type(processor), "__call__"):  # it may read other rows
+                processors.append(Addition(path, f"processor {name}", processor))
+        packed = getattr(getattr(part, "_packed_params", None), "dtype", None)
+        in_blocks = type(part).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path)
+        if in_blocks and packed != torch.float16:  # with one scale for all rows and tokens of a call
+            quantised.append(Addition(path, f"dynamically quantised {type(part).__name__}", part))
     first = next(iter((*hooks, *processors, *quantised)), None)
     coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
     reasons = [*map(_reads_all_tokens, hooks), *(f"{layer}, with one scale for all tokens" for layer in quantised)]
@@ -194,25 +201,6 @@ def _set_on(module: nn.Module) -> Any:
     # of a parallelized transformer, what it had before
     call = vars(module).get(CALL)
     return vars(module).get("forward") if call is None else call.before.get("forward")
-
-
-def _processors_on(path: str, part: nn.Module) -> Iterator[Addition]:
-    # those that may read other rows: a user's own, or one of perturbed attention
-    processor = getattr(part, "processor", None)
-    if processor is None:
-        return
-    home, name = _home(processor), type(processor).__name__
-    known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
-    if not known or _is_patched(type(processor), "__call__"):
-        yield Addition(path, f"processor {name}", processor)
-
-
-def _quantised(path: str, part: nn.Module) -> Iterator[Addition]:
-    # with one scale for all rows and tokens of a call
-    if type(part).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path):
-        dtype = getattr(getattr(part, "_packed_params", None), "dtype", None)
-        if dtype != torch.float16:
-            yield Addition(path, f"dynamically quantised {type(part).__name__}", part)
 
 
 def _reads_all_tokens(addition: Addition) -> str | None:

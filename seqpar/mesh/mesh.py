@@ -341,7 +341,7 @@ class OwnedMesh:
 
     def __init__(self, callers: Mesh | None, sizes: Mapping[str, int]) -> None:
         _destroy_dropped(callers or Mesh.joined())
-        mesh = callers or Mesh.from_env(**sizes)
+        mesh = callers or Mesh.from_env(*(sizes[name] for name in AXES))
         if not _has_host(mesh):
             group: Any = dist.new_group(backend=BACKENDS)
             mesh = replace(mesh, world=replace(mesh.world, group=group))

@@ -113,7 +113,7 @@ def tile(width: int, rows: int = 1) -> Tile:
     return Tile(rows, columns, max(1, columns // 256))
 
 
-def _launch(kernel: Any, tiled: Tile, width: int, x: Tensor, *others: Tensor | None, **constants: bool) -> None:
+def _launch(kernel: Any, tiled: Tile, width: int, x: Tensor, *others: Tensor | None, **constants: int) -> None:
     # without elements nothing is launched
     batch, tokens = x.shape[:2]
     if not batch * tokens * width:

@@ -64,9 +64,9 @@ def gated_linear(
     With quack the product stays in fp32 and only the result is rounded; with cuBLAS the product is rounded, too, as
     torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
-    batch, mine, _ = x_BlE.shape
-    size = choice(x_BlE, packed_F2E) if bias_F2 is None and mine else None
-    tile = size and tile_for(size, batch * mine, mine if tokens is None else tokens)
+    batch, local, _ = x_BlE.shape
+    size = choice(x_BlE, packed_F2E) if bias_F2 is None and local else None
+    tile = size and tile_for(size, batch * local, local if tokens is None else tokens)
     if tile is None:
         return swiglu(F.linear(x_BlE, packed_F2E, bias_F2))
     return launch(x_BlE, packed_F2E, tiled=tile)
@@ -81,11 +81,11 @@ def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
     return None if tile is None or _quack.why_not() is not None else tile
 
 
-def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
+def tile_for(faster: Faster, rows: int, tokens: int) -> Tile | None:
     """Return the tile for this number of rows on a rank; None means cuBLAS and a kernel."""
-    few = next((tile for most, tile in found.few if rows <= most), None)
-    if tokens >= found.tokens:
-        return few or found.tile
+    few = next((tile for most, tile in faster.few if rows <= most), None)
+    if tokens >= faster.tokens:
+        return few or faster.tile
     # with few rows the bits of cuBLAS depend on their number anyway, except in exact mode
     return None if exact.is_on() else few
 
@@ -192,5 +192,5 @@ def bf16_parts(x_RC: Tensor) -> Tensor:
 
 
 def in_parts(wide: Tensor, weight: Tensor) -> bool:
-    given = wide.is_cuda and wide.dim() == 2 and (wide.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
-    return given and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))
+    fits = wide.is_cuda and wide.dim() == 2 and (wide.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    return fits and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))

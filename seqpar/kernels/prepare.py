@@ -329,8 +329,8 @@ def _move(
     is written, and whether rotary rows are read early.
     """
     # v (part 2) is only copied
-    NORM: tl.constexpr = "none" if PART == 2 else HOW[0]
-    ROTARY: tl.constexpr = "none" if PART == 2 else HOW[2]
+    NORM: tl.constexpr = "none" if PART == 2 else HOW[0]  # pyright: ignore[reportAssignmentType]
+    ROTARY: tl.constexpr = "none" if PART == 2 else HOW[2]  # pyright: ignore[reportAssignmentType]
     PER_HEAD: tl.constexpr = HOW[1]
     EACH: tl.constexpr = HOW[3]
     DIM: tl.constexpr = HOW[4]

@@ -39,7 +39,7 @@ def local(device: torch.device) -> str:
     return "auto" if device.type == "cpu" else "reference"
 
 
-def sharded(mesh: Mesh, strategy: str | None = "ulysses") -> DistributedDiT:
+def sharded(mesh: Mesh, strategy: str = "ulysses") -> DistributedDiT:
     return DistributedDiT(diffusers_dit().to(mesh.device), mesh, strategy, local(mesh.device))
 
 

@@ -270,7 +270,8 @@ def shifted(biases: str) -> Callable[[Case, torch.dtype], Args]:
 
 
 def total(first: Any, second: Any) -> Tensor:
-    return sum((x + vector(bias, x) for x, bias in (first, second or (0 * first[0], None))), 0 * first[0])
+    x, y = (image[0] + vector(image[1], image[0]) for image in (first, second or (0 * first[0], None)))
+    return x + y
 
 
 def grouped(case: Case, dtype: torch.dtype) -> Args:

@@ -225,8 +225,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     angles = random((1, case["tokens"], case["heads"] + 1, case["dim"] // 2), 9, DEVICE)
     with pytest.raises(ValueError, match="expected a row per head of q and of k"):
         launch(q, k, Prepare(cos_lD2=angles, sin_lD2=angles))
-    bias: dict[str, Any] = {"q_bias": torch.zeros(8)}, {"k_bias": torch.zeros(8)}
-    for given in bias:
+    biases: list[dict[str, Any]] = [{"q_bias": torch.zeros(8)}, {"k_bias": torch.zeros(8)}]
+    for given in biases:
         with pytest.raises(ValueError, match="RMSNorm has no bias"):
             Prepare("rms", True, **given)
         assert Prepare("layer", True, **given)

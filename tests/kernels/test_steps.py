@@ -187,7 +187,8 @@ def history(case: dict[str, int]) -> History:
 
 
 def copied(history: History) -> History:
-    return History(**{name: None if x is None else x.clone() for name, x in vars(history).items()})
+    values: dict[str, Any] = {name: None if x is None else x.clone() for name, x in vars(history).items()}
+    return History(**values)
 
 
 def tensors(history: History) -> list[Tensor]:

@@ -231,7 +231,8 @@ def multistepped(states: int, outputs: int) -> None:
     """A step of a traced scheduler; with one state and one output the state is the model's input."""
     case = {"images": 1, "tokens": 16, "columns": 16, "outputs": 32, "P": states, "Q": outputs}
     history, predictions, steps = test_steps.run_of({**case, "seen": int(states + outputs > 2)}, BF16)
-    multistep.launch(history, *predictions[0], steps, *test_steps.counters(0, 5))
+    cond, uncond = predictions[0]
+    multistep.launch(history, cond, uncond, steps, *test_steps.counters(0, 5))
 
 
 def edges(way: str, kind: str) -> None:

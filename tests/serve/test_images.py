@@ -24,7 +24,7 @@ from seqpar.serve.api.accept import MOST_WAITING, decode_inputs
 from seqpar.serve.api.codec import Codec, Format, InputFiles, PixelFile, encoded, pixels_in
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, GENERATIONS
-from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
+from seqpar.serve.api.jobs import JobSpec, Queue
 from seqpar.serve.messages import ImageRequest, InputImage
 from tests.support.fake_replica import pixels_of
 from tests.support.front import LIMIT_S, PIXELS, Running, file_of, opened, running, until
@@ -185,7 +185,7 @@ def test_uploads_that_wait_to_be_decoded_are_bounded(tmp_path: Path) -> None:
             return await run(*arguments)
 
         reader._decoders.run = busy  # pyright: ignore
-        server: Any = SimpleNamespace(codec=reader, queue=Queue(99, 9.0, Speeds(), lambda job: None))
+        server: Any = SimpleNamespace(codec=reader, queue=Queue(99, 9.0, lambda job: None))
         try:
             waiting = [asyncio.create_task(decode_inputs(server, [file_of()], "image")) for _ in range(MOST_WAITING)]
             await asyncio.sleep(0)
@@ -244,7 +244,7 @@ def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
         return JobSpec(order, "normal", 1, 0.1, 9.0, pixels)
 
     async def added() -> JobSpec:
-        queue = Queue(9, 9.0, Speeds(), lambda job: None)
+        queue = Queue(9, 9.0, lambda job: None)
         first = queue.add("1", "", spec())
         with pytest.raises(ProblemError, match="need 12 bytes of pixels while other jobs hold 12 of 20"):
             queue.add("2", "", spec())

@@ -18,7 +18,7 @@ from PIL import Image
 from seqpar.serve.api import images
 from seqpar.serve.api.gate import GENERATIONS
 from seqpar.serve.api.images import COMMENT, events, listen
-from seqpar.serve.api.jobs import JobSpec, Queue, Speeds
+from seqpar.serve.api.jobs import JobSpec, Queue
 from seqpar.serve.messages import ImageRequest
 from tests.support.fake_replica import pixels_of, preview_of
 from tests.support.front import Running, file_of, opened, running, until
@@ -143,7 +143,7 @@ def test_a_quiet_stream_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "QUIET_S", 0.001)
 
     async def first_bytes() -> list[bytes]:
-        queue = Queue(1, 1.0, Speeds(), lambda job: None)
+        queue = Queue(1, 1.0, lambda job: None)
         spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", spec)
         stream = events(queue, job, listen(job), "image_edit", with_steps=True)

@@ -11,7 +11,7 @@ import msgspec
 from seqpar.serve.api import log
 from seqpar.serve.api.codec import encoded
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks
-from seqpar.serve.api.jobs import ImageMade, PreviewMade, ServerJob, Speeds, Stepped
+from seqpar.serve.api.jobs import ImageMade, PreviewMade, ServerJob, Stepped
 from seqpar.serve.api.replica import RanksEndedError
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
@@ -24,7 +24,6 @@ class Dispatch:
     """The loop between the queue and the ranks."""
 
     server: ApiServer
-    speeds: Speeds
 
     async def forever(self) -> None:
         """Run requests, one at a time, until this task is cancelled."""
@@ -63,7 +62,7 @@ class Dispatch:
             self.server.queue.end(job, state, of_ranks(answer.why, answer.text))
             return
         span.parts(begun, answer.parts_s)
-        self.speeds.measured(request.model, answer.steps, answer.parts_s)
+        self.server.queue.speeds.measured(request.model, answer.steps, answer.parts_s)
         self.server.metrics.observe(answer)
         if job.ended is None:
             index = job.done_count

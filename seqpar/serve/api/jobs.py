@@ -137,8 +137,9 @@ class Speeds:
 class Queue:
     """All jobs. on_end is called once for each job, when it has ended."""
 
-    def __init__(self, bound: int, keep_s: float, speeds: Speeds, on_end: Callable[[ServerJob], None]) -> None:
-        self._bound, self._keep_s, self._speeds, self._on_end = bound, keep_s, speeds, on_end
+    def __init__(self, bound: int, keep_s: float, on_end: Callable[[ServerJob], None]) -> None:
+        self._bound, self._keep_s, self._on_end = bound, keep_s, on_end
+        self.speeds = Speeds()
         self._jobs: dict[str, ServerJob] = {}
         self._number = 0
         self.current: ServerJob | None = None  # whose request the ranks run
@@ -248,7 +249,7 @@ class Queue:
     def _rest_s(self, job: ServerJob) -> float:
         spec, images = job.spec, job.spec.count - job.done_count
         per_image, left = (
-            self._speeds.estimate(spec.request.model, steps, spec.step_s)
+            self.speeds.estimate(spec.request.model, steps, spec.step_s)
             for steps in (spec.steps, spec.steps - job.step)
         )
         return per_image * max(0, images - 1) + (left if images else 0.0)

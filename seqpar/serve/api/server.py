@@ -33,7 +33,7 @@ from seqpar.serve.api.dispatch import Dispatch
 from seqpar.serve.api.errors import Problem
 from seqpar.serve.api.files import JobFolder
 from seqpar.serve.api.gate import is_loopback, read_keys
-from seqpar.serve.api.jobs import Queue, ServerJob, Speeds
+from seqpar.serve.api.jobs import Queue, ServerJob
 from seqpar.serve.api.records import RecordWriter
 from seqpar.serve.api.replica import Ended, Replica, private_folder
 from seqpar.serve.api.state import ApiServer
@@ -102,13 +102,12 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
             if server.keeps_records:
                 writer.ended(job)
 
-        speeds, codec = Speeds(), Codec(folder)
-        queue = Queue(args.queue, args.keep_s, speeds, on_end)
+        codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end)
         replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
         metrics = Metrics(lambda: queue.length, lambda: replica.memory)
         store = shared or JobFolder(folder, *kept)
         server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()))
-        dispatch = Dispatch(server, speeds)
+        dispatch = Dispatch(server)
         http = http_server(create_app(server, keys, frozenset({args.host})), Connections(args.connections))
         writer = RecordWriter(server)
         writing = asyncio.create_task(writer.run())

@@ -104,6 +104,11 @@ class Files(_files.Files):
         """First names of all classes that have one, by number."""
         return tuple(map(self.class_name, sorted(self.labels)))
 
+    @property
+    def class_labels(self) -> tuple[str, ...]:
+        """All names of all classes, by number."""
+        return tuple(name for number in sorted(self.labels) for name in self.labels[number])
+
     def check(self, request: GenerationRequest) -> OwnJob:
         reason = "this model generates images of classes (--classes)"
         texts = {"prompt": request.prompts, "negative_prompt": request.negative}

@@ -83,7 +83,7 @@ class Source:
 
     parts: PipelineParts
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = ()
+    class_names = class_labels = ()
 
     @staticmethod
     def locate(source: Path | Preset) -> Source:

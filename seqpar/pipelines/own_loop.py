@@ -99,7 +99,7 @@ class Files:
     vae: Any = None
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = ()  # of a model of classes
+    class_names = class_labels = ()  # of a model of classes
     takes_images = needs_image = False
 
     @property

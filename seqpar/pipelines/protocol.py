@@ -98,14 +98,18 @@ Estimates = tuple[Collection[int], Callable[[int, Tensor], None]]
 class Source(Protocol):
     """The checked files of a model, before any weight is read.
 
-    takes: which field of a request says what its images show. class_names: of a model of classes. takes_images,
-    needs_image: whether it takes input images, and generates nothing without one.
+    takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
+    model of classes, and all of them. takes_images, needs_image: whether it takes input images, and generates nothing
+    without one.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
 
     @property
     def class_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def class_labels(self) -> tuple[str, ...]: ...
 
     @property
     def takes_images(self) -> bool: ...

@@ -100,7 +100,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
-    first; unit: divides the sides of every size. schedulers: names that requests may have.
+    first; unit: divides the sides of every size. schedulers, labels: names of schedulers and classes that requests may
+    have.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[int, int], ...] = ()
     unit: int = 1
     schedulers: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
     def lora(self, name: str) -> str | None:
         """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""

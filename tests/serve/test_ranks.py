@@ -138,6 +138,7 @@ def test_ready_ranks_report_their_models_and_have_warmed_up(driver: Driver) -> N
     classes, texts = driver.ready.models
     assert (classes.name, classes.kind, classes.size) == ("builtin", "classes", (64, 64))
     assert "cat" in classes.classes
+    assert {*classes.classes} <= {*classes.labels}
     assert (texts.name, texts.kind, texts.size) == ("builtin-text", "texts", (64, 64))
     assert classes.sizes[:3] == texts.sizes[:3] == ((64, 64), (56, 72), (72, 56))
     assert driver.ready.ranks == 2

@@ -219,7 +219,8 @@ def test_the_client_of_openai_raises_its_own_errors(front: Running) -> None:
     [
         ({"prompt": "cat"}, None),
         ({"prompt": "tench, Tinca tinca", "size": "64x48", "scheduler": "DDIMScheduler"}, None),
-        ({"prompt": "7", "size": "auto"}, None),
+        ({"prompt": "Tinca tinca", "size": "auto"}, None),
+        ({"prompt": "7"}, None),
         ({"prompt": "no such thing"}, "class 'no such thing' is not of model m; /v1/models lists its classes"),
         ({"prompt": "cat", "size": "65x9"}, "size 65x9 is not divisible by 8; nearest: 64x8, 72x16"),
         ({"prompt": "cat", "size": "3x8"}, "size 3x8 is not divisible by 8; nearest: 8x8, 8x16"),
@@ -227,7 +228,12 @@ def test_the_client_of_openai_raises_its_own_errors(front: Running) -> None:
     ],
 )
 def test_rules_of_the_ranks_are_checked_before_the_queue(fields: dict[str, Any], said: str | None) -> None:
-    rules: Any = {"classes": ("cat", "tench"), "unit": 8, "schedulers": ("DDIMScheduler",)}
+    rules: Any = {
+        "classes": ("cat", "tench"),
+        "labels": ("cat", "tench", "Tinca tinca"),
+        "unit": 8,
+        "schedulers": ("DDIMScheduler",),
+    }
     model = ServedModel("m", "classes", (64, 64), 4, "one rank", 0.5, **rules)
     if said is None:
         check_fields(Generation(**fields), model)

@@ -98,7 +98,7 @@ def check_fields(body: CommonFields, model: ServedModel) -> None:
         text = f"scheduler {body.scheduler!r} is not in diffusers; use a scheduler such as DDIMScheduler"
         raise refused(400, "invalid_value", text, "scheduler")
     labels = {body.prompt, *(part.strip() for part in body.prompt.split(","))}  # names of a class, or its number
-    if model.kind == "classes" and not (body.prompt.isdecimal() or labels & {*model.classes}):
+    if model.kind == "classes" and not (body.prompt.isdecimal() or labels & {*model.labels}):
         text = f"class {short(body.prompt)!r} is not of model {model.name}; /v1/models lists its classes"
         raise refused(400, "invalid_value", text, "prompt")
     size, unit = size_of(body.size), model.unit

@@ -130,6 +130,7 @@ class CheckedModel:
             sizes_near(size, fits) if self.video is None and not source.needs_image else (),
             unit_of(size, fits),
             tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
+            source.class_labels,
         )
 
 

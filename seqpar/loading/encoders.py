@@ -130,7 +130,17 @@ def begin_encoders(
     Returns a collective function that finishes loading and returns them by the names of their parts (None where there
     are none), and the bytes that rank 0 reads. fails: how an error's message begins.
     """
-    encoders, pending = mesh.on_all_ranks(lambda: _encoders(fitted)), dict[str, Callable[[], Any]]()
+
+    def known() -> dict[str, Fitted]:
+        encoders = {name: part for name, part in fitted.items() if name.startswith(NAMES) and part.model is None}
+        if not encoders:
+            return {}
+        from transformers import PreTrainedModel  # takes seconds, which models without text encoders do not need
+
+        own = {name: part for name, part in encoders.items() if issubclass(part.kind, PreTrainedModel)}
+        return {name: part for name, part in own.items() if not any(part.path.glob("*.py"))}  # else it may run programs
+
+    encoders, pending = mesh.on_all_ranks(known), dict[str, Callable[[], Any]]()
     agree(mesh, {"the encoders of the folder": [*encoders]})
 
     def begin() -> int:
@@ -163,20 +173,6 @@ def begin_encoders(
         }
 
     return finish if encoders else None, mesh.on_rank_0(begin, int)
-
-
-def _encoders(fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
-    # those of transformers without programs next to their files
-    encoders = {name: part for name, part in fitted.items() if name.startswith(NAMES) and part.model is None}
-    if not encoders:
-        return {}
-    import transformers  # takes seconds, which models without text encoders do not need
-
-    return {
-        name: part
-        for name, part in encoders.items()
-        if issubclass(part.kind, transformers.PreTrainedModel) and not any(part.path.glob("*.py"))
-    }
 
 
 def name_encoders(pipe: Any, shared: Collection[str]) -> None:

@@ -333,13 +333,12 @@ OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 
 def vae_keys(expected: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> KeyMap:
     """Return the key map of an AutoencoderKL, whose keys are `expected`; attention layers may have their old names."""
-    return KeyMap({key: TensorSource((key if key in shapes else _old_key(key, shapes),)) for key in expected})
-
-
-def _old_key(key: str, shapes: Iterable[str]) -> str:
-    match = re.fullmatch(r"(.*\.attentions\.\d+\.)(to_q|to_k|to_v|to_out\.0)(\.\w+)", key)
-    old = f"{match[1]}{OLD[match[2]]}{match[3]}" if match else key
-    return old if old in shapes else key
+    sources = dict[str, TensorSource]()
+    for key in expected:
+        match = re.fullmatch(r"(.*\.attentions\.\d+\.)(to_q|to_k|to_v|to_out\.0)(\.\w+)", key)
+        old = f"{match[1]}{OLD[match[2]]}{match[3]}" if match and key not in shapes else key
+        sources[key] = TensorSource((old if old in shapes else key,))
+    return KeyMap(sources)
 
 
 def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -55,15 +55,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """Return key -> file name of a sharded checkpoint's index; ValueError if it is none, or names other folders."""
     names = read_json(path).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(map(_is_beside, names.values())):
+    beside = re.compile(r"(?!\.{1,2}$)[^/\\\x00]+(?<!\.json)")
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) and beside.fullmatch(name) for name in names.values())
+    ):
         raise ValueError(f"got index {path}, expected a weight_map of keys to names of weight files beside it")
     return names
-
-
-def _is_beside(name: object) -> bool:
-    return (
-        isinstance(name, str) and re.fullmatch(r"[^/\\\x00]+(?<!\.json)", name) is not None and name not in (".", "..")
-    )
 
 
 class Labels(Schema, frozen=True):

@@ -191,17 +191,14 @@ class SharedEncoder:
     def _again(self, name: str, inputs: Sequence[Tensor]) -> Any:
         """Return the kept result of the next call; after the last comes the first. ValueError for another call."""
         kept = (self._kept or [])[self._next or 0 : (self._next or 0) + 1]
-        if not kept or kept[0].method != name or not _equal(kept[0].inputs, inputs):
+        same = bool(kept) and kept[0].method == name and len(kept[0].inputs) == len(inputs)
+        if not same or not all(map(torch.equal, kept[0].inputs, inputs)):
             raise ValueError(
                 f"got a call of {self._name}.{name} with another text than at first, expected the same texts: the "
                 f"encoder was freed; load the pipeline by seqpar.load"
             )
         self._next = ((self._next or 0) + 1) % len(self._kept or [])
         return restored(kept[0].result, self._outputs, iter([x.clone() for x in kept[0].tensors]))
-
-
-def _equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def failing(name: str) -> Any:

@@ -8,6 +8,7 @@ is asked for. diffusers' `from_single_file` reads and converts all weights in ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,10 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
 def _converted(
     checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
 ) -> dict[str, Later]:
-    unread: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
+    unread = dict[str, Any]()
+    for key, own in source.items():
+        like = torch.empty(checkpoint.shapes[own], dtype=checkpoint.dtypes[own], device="meta")
+        unread[key] = _later(like, partial(checkpoint.read, own))
     kind = config["_class_name"]
     try:
         converted = convert(config=config, checkpoint=unread)
@@ -131,8 +135,3 @@ def _converted(
         unknown = ", ".join(sorted(unread)[:3])
         raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(unread)} to a {kind}: {unknown}")
     return {key: later for key, later in converted.items() if later is not None}
-
-
-def _read_later(checkpoint: Checkpoint, key: str) -> Later:
-    like = torch.empty(checkpoint.shapes[key], dtype=checkpoint.dtypes[key], device="meta")
-    return _later(like, lambda: checkpoint.read(key))

@@ -66,8 +66,11 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
         with Image.open(file, formats=FORMATS) as image:
             reason = _why_not(file, image)
             if reason is None:
-                # turned first: a picture that is put on white has no metadata
-                return _on_white(ImageOps.exif_transpose(image)).convert("RGB")
+                image = ImageOps.exif_transpose(image)  # first: an image that is put on white has no metadata
+                if image.has_transparency_data:  # under which any invisible colours may lie
+                    seen = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+                return image.convert("RGB")
     except UnidentifiedImageError as error:
         expected = f"expected a picture as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise ValueError(f"got {what}, which is none, {expected}") from error
@@ -76,13 +79,6 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
             raise
         raise ValueError(f"got {what}, which is broken: {error}; save it again from its source") from error
     raise ValueError(f"got {what} {reason}")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:  # under which any invisible colours may lie
-        return image
-    seen = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
 
 
 def _why_not(file: IO[bytes], image: Image.Image) -> str | None:

@@ -425,19 +425,19 @@ class Loaded:
 
         on_image: see `MeshVAE.pictures`. mode: of this call, in place of that of `set_vae`.
         """
-        self.dit.mesh.on_all_ranks(lambda: self._check_latents(latents_NCHW, mode))
+
+        def check() -> None:
+            if mode is not None:
+                _check_mode(mode)
+            check_floats("latents", latents_NCHW)
+            channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
+            if len(shape) != 4 or 0 in shape or channels not in (None, shape[1]):
+                raise ValueError(f"got latents of shape {shape}, expected (N, {channels or 'C'}, H, W)")
+
+        self.dit.mesh.on_all_ranks(check)
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.mode if mode is None else mode)
-
-    def _check_latents(self, latents_NCHW: object, mode: str | None) -> None:
-        if mode is not None:
-            _check_mode(mode)
-        check_floats("latents", latents_NCHW)
-        assert isinstance(latents_NCHW, Tensor)
-        channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
-        if len(shape) != 4 or 0 in shape or channels not in (None, shape[1]):
-            raise ValueError(f"got latents of shape {shape}, expected (N, {channels or 'C'}, H, W)")
 
     def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
         """Raise ValueError if `count` latents (height, width) cannot be decoded. Collective."""

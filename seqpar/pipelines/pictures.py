@@ -212,11 +212,8 @@ def shared(pictures: Callable[[], Sequence[Picture]], mesh: Mesh) -> tuple[Pictu
     """Call a function on rank 0 alone, and return its pictures on every rank; if it fails, raise one error on all."""
 
     def pixels() -> dict[str, Tensor]:
-        return {f"{number:0{NUMBER}}{each.name}": _pixels(each) for number, each in enumerate(pictures())}
+        read = enumerate(pictures())
+        return {f"{number:0{NUMBER}}{x.name}": torch.from_numpy(np.array(x.image)) for number, x in read}
 
     tensors = streams_of_rank_0(mesh, pixels)
     return tuple(Picture(name[NUMBER:], Image.fromarray(x_HW3.numpy())) for name, x_HW3 in tensors.items())
-
-
-def _pixels(picture: Picture) -> Tensor:
-    return torch.from_numpy(np.array(picture.image))

@@ -135,7 +135,7 @@ ENCODERS: Any = transformers  # pyright does not see what it imports lazily
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WHOLE = ENCODERS.CLIPConfig(
-    text_config={**SIZES, "vocab_size": 14},
+    text_config={**SIZES, "vocab_size": 14, "bos_token_id": 0, "eos_token_id": 1},
     vision_config={**SIZES, "image_size": 8, "patch_size": 4},
     projection_dim=16,
 )

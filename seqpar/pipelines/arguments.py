@@ -41,7 +41,7 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
         if needs_picture(kind):
             raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
-    taking = class_of_pictures(kind, index)
+    taking: Any = class_of_pictures(kind, index)
     if taking is None:
         other = "use a model that edits images or generates videos from them"
         request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)
@@ -173,7 +173,8 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
     if request.images:
         images = [picture.image for picture in request.images]
         if request.size is not None and draws_anew(parameters):  # as pipelines do, but Z-Image
-            images = [image.resize(request.size[::-1], Image.Resampling.LANCZOS) for image in images]
+            height, width = request.size
+            images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
         arguments["image"] = images if _find.takes_several_images(name) else images[0]
     if request.fps is not None and RATE in parameters:
         arguments[RATE] = request.fps

@@ -103,7 +103,7 @@ class Pipe:
 
     def __init__(self, value: float) -> None:
         pixels = torch.full((2, 3, 4, 4), 0.5).index_fill_(0, torch.tensor(1), value)
-        self.vae = type("Vae", (), {"decode": lambda self, x, return_dict: (pixels,)})()
+        self.vae: Any = type("Vae", (), {"decode": lambda self, x, return_dict: (pixels,)})()
 
     def __call__(self, **_: Any) -> Any:
         clamped = self.vae.decode(torch.zeros(1), return_dict=False)[0].clamp(0, 1)

@@ -358,7 +358,7 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
     for name, (_, kind) in INDEX.items():
-        encoder = shared[name]
+        encoder: Any = shared[name]
         theirs = getattr(ENCODERS, kind).from_pretrained(path / name, dtype=dtype).to(device)
         assert isinstance(encoder, type(theirs))
         assert (encoder.dtype, encoder.device, encoder.training) == (theirs.dtype, theirs.device, theirs.training)
@@ -368,7 +368,9 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
         for more in ({"output_hidden_states": True}, {"return_dict": False}):
             with torch.no_grad():
                 same(encoder(ids.to(device), **more, **options), theirs(rank_0s.to(device), **more, **options))
-    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}  # the last one is a Llama
+    encoder: Any = shared["text_encoder_2"]
+    theirs = ENCODERS.LlamaForCausalLM.from_pretrained(path / "text_encoder_2", dtype=dtype).to(device)
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     same(encoder.generate(ids.to(device), **options), theirs.generate(rank_0s.to(device), **options))
     assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
     with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:

@@ -271,10 +271,15 @@ class DiffusersJob:
         pipe = self.load_pipeline(mesh, None if on_encode is None else encode)
         merging = lora_files.switched(pipe, loras) if loras else None
         mesh = settled(plan, None)
-        reason = placed(pipe, plan, mesh, VAE[vae])
+        sequence = plan.layout.sequence > 1
+        strategy = plan.strategy.name if sequence else "auto"
+        transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
+        parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=VAE[vae])
+        reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
         pipe.set_progress_bar_config(disable=hidden)
-        model = DiffusersModel(self, pipe, mesh, plan, vae, merging, reason, once=on_encode is not None)
+        once = on_encode is not None
+        model = DiffusersModel(mesh, plan, {self.kind: pipe}, pipe.scheduler, vae, merging, reason, once)
         pipe.scheduler = self.scheduler_of(pipe.scheduler)
         return model
 
@@ -332,29 +337,22 @@ class DiffusersJob:
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
+@dataclass(frozen=True)
 class DiffusersModel:
     """A parallelized pipeline on all ranks: `seqpar.pipelines.protocol.Model`.
 
-    why_rounded: why the loop's state is not fp32, or None. once: whether it generates for one job alone, so that its
-    text encoders leave memory at the first step.
+    pipes: by class; they share all parts. scheduler: the pipeline's own. why_rounded: why the loop's state is not fp32,
+    or None. once: whether it generates for one job alone, so that its text encoders leave memory at the first step.
     """
 
-    def __init__(
-        self,
-        job: DiffusersJob,
-        pipe: Any,
-        mesh: Mesh,
-        plan: Plan,
-        vae: DecodeMode,
-        merging: Any,
-        why_rounded: str | None,
-        *,
-        once: bool,
-    ) -> None:
-        self.mesh, self.plan = mesh, plan
-        self._pipes = {job.kind: pipe}  # by class; they share all parts
-        self._scheduler, self._vae, self._merging = pipe.scheduler, vae, merging
-        self._why_rounded, self._once = why_rounded, once
+    mesh: Mesh
+    plan: Plan
+    pipes: dict[Any, Any]
+    scheduler: Any
+    vae: DecodeMode
+    merging: Any
+    why_rounded: str | None
+    once: bool
 
     def __enter__(self) -> Self:
         return self
@@ -379,7 +377,7 @@ class DiffusersModel:
             notes.append(("text", f"{length.default} tokens {by}"))
         rounded = "fp32, unless the pipeline itself rounds it"
         notes.append(
-            ("state", rounded if self._why_rounded is None else f"as the pipeline keeps it: {self._why_rounded}")
+            ("state", rounded if self.why_rounded is None else f"as the pipeline keeps it: {self.why_rounded}")
         )
         call: Any = call_of(next(iter(transformers_of(pipe).values())))
         why_eager = "no GPU" if self.mesh.device.type == "cpu" else call.why_eager()
@@ -389,7 +387,7 @@ class DiffusersModel:
     def facts(self, job: DiffusersJob) -> dict[str, Any]:
         facts = {
             "scheduler": type(self._pipe(job.kind).scheduler).__name__,
-            "vae": self._vae,
+            "vae": self.vae,
             "prompts": job.arguments["prompt"],
         }
         if job.request.images:
@@ -404,13 +402,13 @@ class DiffusersModel:
         return self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
-        return self._merging is not None and self._merging.switch(tuple(loras))
+        return self.merging is not None and self.merging.switch(tuple(loras))
 
     def generate(self, job: DiffusersJob, events: Events) -> Result:
         pipe = self._pipe(job.kind)
-        if self._once:
+        if self.once:
             forget_encoders(pipe)
-        before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self._scheduler)
+        before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
         try:
             with passing(pipe, events.boundary), estimated(pipe.scheduler, events.estimates):
                 images = job.make(pipe, events, self.mesh)
@@ -420,27 +418,15 @@ class DiffusersModel:
 
     def _pipe(self, kind: Any) -> Any:
         """Return a pipeline of this class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
-        if kind not in self._pipes:
-            pipe = next(iter(self._pipes.values()))
+        if kind not in self.pipes:
+            pipe = next(iter(self.pipes.values()))
             names = inspect.signature(kind.__init__).parameters
             parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
-            self._pipes[kind] = kind(**parts)
-            self._pipes[kind].set_progress_bar_config(disable=True)
-            if self._why_rounded is None:
-                keep_fp32(self._pipes[kind])
-        return self._pipes[kind]
-
-
-def placed(pipe: Any, plan: Plan, mesh: Mesh, vae: VaeMode = "auto") -> str | None:
-    """Parallelize a loaded pipeline as planned, with its state in fp32; return why the state is not, or None.
-
-    mesh: that of the plan. Collective: call on all ranks.
-    """
-    sequence = plan.layout.sequence > 1
-    strategy = plan.strategy.name if sequence else "auto"
-    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
-    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
-    return keep_fp32(pipe)
+            self.pipes[kind] = kind(**parts)
+            self.pipes[kind].set_progress_bar_config(disable=True)
+            if self.why_rounded is None:
+                keep_fp32(self.pipes[kind])
+        return self.pipes[kind]
 
 
 def _watched_vae(

@@ -1,22 +1,33 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportPrivateUsage=false
-"""One test for each private name of `seqpar.transformer.internals`: its failure says which library has changed."""
+"""Says in one sentence what broke, when a version of a library arrives that this package was not tested with.
+
+One test is for each private name of `seqpar.transformer.internals`. A new minor version of diffusers may move what the
+package imports from it: raise the bound in pyproject.toml after the whole suite has passed.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import inspect
+import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
 import accelerate.hooks
+import diffusers
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
+from packaging.requirements import Requirement
 from peft import LoraConfig
 from torch import nn
 
 from seqpar.transformer import internals
 from tests.support.diffusers_tiny import MODELS
 from tests.support.sharded import tiny
+from tests.support.structure import ROOT, files, parsed, relative
 
 
 class Twice(ModelHook):
@@ -118,3 +129,43 @@ def test_diffusers_tells_that_scores_are_skipped() -> None:
     assert not internals.skips_scores(attention)
     apply_layer_skip(module, LayerSkipConfig([0], "transformer_blocks", False, skip_attention_scores=True))
     assert internals.skips_scores(attention)
+
+
+# Public names of diffusers -------------------------------------------------------------------------------------
+
+
+def imported() -> Iterator[tuple[str, str, str]]:
+    for path in files("seqpar"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "diffusers":
+                yield from ((relative(path), node.module or "", alias.name) for alias in node.names)
+
+
+def requirement() -> Requirement:
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return next(bound for bound in map(Requirement, project["dependencies"]) if bound.name == "diffusers")
+
+
+def test_the_installed_version_was_tested() -> None:
+    bounds, version = requirement().specifier, diffusers.__version__
+    assert any(bound.operator == "<" for bound in bounds), "diffusers has an upper bound: the last minor version tested"
+    assert bounds.contains(version, prereleases=True), (
+        f"diffusers {version} is outside of the tested versions {bounds}: run the whole suite with it, then change the "
+        f"bound in pyproject.toml"
+    )
+
+
+def test_what_the_package_imports_from_diffusers_exists() -> None:
+    names = sorted(set(imported()))
+    assert len(names) > 20
+    for file, module, name in names:
+        assert hasattr(importlib.import_module(module), name), (
+            f"diffusers {diffusers.__version__} has no {name} in {module}, which {file} imports"
+        )
+
+
+def test_the_dispatcher_takes_the_arguments_of_our_backend() -> None:
+    dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
+    wanted = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "backend", "parallel_config"}
+    missing = wanted - set(inspect.signature(dispatcher.dispatch_attention_fn).parameters)
+    assert not missing, f"diffusers {diffusers.__version__}'s dispatcher takes no {', '.join(sorted(missing))} any more"

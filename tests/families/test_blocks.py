@@ -30,7 +30,6 @@ from seqpar.kernels import adaln, prepare
 from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import ShardedAttention
 from seqpar.transformer.blocks import NO_ROOM, BlockHook, FusedBlocks
-from tests.support import families_page
 from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, moved, random, residuals, short_truth
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS
@@ -426,6 +425,8 @@ def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
 
 def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
+    from tests.support import families_page  # reads docs, which are no part of the copies with planted faults
+
     assert families_page.written() == families_page.PAGE.read_text()
     assert {file for file, *_ in families_page.FAMILIES} == FILES_WITH_BLOCKS
 

@@ -95,14 +95,12 @@ class Mesh:
         (`Deadlines()` at first). Raises ValueError if the product of the axes is not the number of processes.
         """
         device = None if device is None else Mesh.single(device).device
-        rank, world = join(device, deadlines)
+        _, world = join(device, deadlines)
         device = device or pick_device(world)
         sizes = fill(world, data, cfg, ring, ulysses, guidance)
-        if world == 1:
-            return Mesh.single(device)
-        everyone = Axis("world", rank, world, dist.group.WORLD, watch())
-        axes = {"replica": everyone, **_groups(rank, torch.arange(world).view(sizes))}
-        return Mesh(**axes, world=everyone, device=device)
+        mesh = Mesh.of_first(world, dict(zip(AXES, sizes, strict=True)), device)
+        assert mesh is not None
+        return mesh
 
     @staticmethod
     def of_first(ranks: int, sizes: Mapping[str, int], device: torch.device) -> Mesh | None:

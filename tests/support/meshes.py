@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from seqpar.local import reference, sdpa
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
 from seqpar.planner.costs import exact_strategies, facts_of, strategies
@@ -105,11 +104,6 @@ class Noted:
         for exchange in self.made:
             if hasattr(exchange, "open") and hasattr(exchange, "start_keys"):
                 exchange.outboxes = lambda exchange=exchange: exchange.open(1, False)
-
-
-def local_for(device: torch.device) -> Any:
-    """Return a local attention that computes in fp64: the flash kernel on CPUs, the reference on GPUs."""
-    return sdpa.attend if device.type == "cpu" else reference.attend
 
 
 def counted_calls(work: Callable[[], object]) -> dict[str, int]:

@@ -31,16 +31,17 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
         raise ValueError(f"got {name}={shown(value)}, expected a whole number from {least} to {most}")
 
 
-def check_real(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
-        raise ValueError(f"got {name}={shown(value)}, expected a finite number")
-
-
-def _is_finite(value: Real) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number; True and False are none."""
     try:
-        return math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number that is larger than any float
         return False
+
+
+def check_real(name: str, value: object) -> None:
+    if not is_number(value):
+        raise ValueError(f"got {name}={shown(value)}, expected a finite number")
 
 
 def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
@@ -90,21 +91,8 @@ def check_labels(name: str, labels: torch.Tensor, most: int) -> None:
     if labels.dim() != 1 or labels.dtype not in (torch.int64, torch.int32):
         dtype = str(labels.dtype).removeprefix("torch.")
         raise ValueError(f"got {name} of shape {tuple(labels.shape)}, {dtype}, expected (images,), int64")
-    if labels.numel() and not 0 <= (label := _outside(labels, most)) <= most:
+    if not labels.numel():
+        return
+    least, largest = torch.stack(labels.aminmax()).tolist()  # one synchronization with the device
+    if not 0 <= (label := least if least < 0 else largest) <= most:
         raise ValueError(f"got {name} {label}, expected 0 to {most - 1}, or {most} for no class")
-
-
-def _outside(labels: torch.Tensor, most: int) -> int:
-    """The least label if it is negative, else the largest; one synchronization with the device."""
-    least, largest = torch.stack(labels.aminmax()).tolist()
-    return least if least < 0 else largest
-
-
-def check_picture(size: object, seed: object) -> None:
-    """Raise unless size is a size in pixels (None: the default of the model) and seed is a seed."""
-    if size is not None:
-        if not isinstance(size, (tuple, list)) or len(size) != 2:
-            raise ValueError(f"got size={shown(size)}, expected (height, width) in pixels, or None")
-        for name, side in zip(("height", "width"), size, strict=True):
-            check_whole(name, side, 1, MOST_SIDE)
-    check_whole("seed", seed, -(2**63), 2**64 - 1)

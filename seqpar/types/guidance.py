@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from seqpar.types.arguments import MOST_STEPS, check_dtype, check_kind, check_picture, check_whole, shown
+from seqpar.types.arguments import MOST_SIDE, MOST_STEPS, check_dtype, check_kind, check_whole, is_number, shown
 
 
 def check_pictures(name: str, wanted: object, steps: object, guidance: object, size: object, seed: object) -> None:
     """Raise for arguments of images of other types or out of range. name: of `wanted`, classes or prompts."""
     if isinstance(wanted, (str, Mapping)) or not isinstance(wanted, Iterable):
         raise ValueError(f"got {name}={shown(wanted)}, expected a list, one entry per image")
-    check_picture(size, seed)
+    if size is not None:
+        if not isinstance(size, (tuple, list)) or len(size) != 2:
+            raise ValueError(f"got size={shown(size)}, expected (height, width) in pixels, or None")
+        for side_name, side in zip(("height", "width"), size, strict=True):
+            check_whole(side_name, side, 1, MOST_SIDE)
+    check_whole("seed", seed, -(2**63), 2**64 - 1)
     check_whole("steps", steps, 1, MOST_STEPS)
     check_kind("guidance", guidance, Guidance, expected="seqpar.Guidance(scale)")
 
@@ -49,9 +52,9 @@ class Guidance:
         if self.scales is not None and not isinstance(self.scales, tuple):
             raise ValueError(f"got guidance scales={shown(self.scales)}, expected a tuple of numbers, or None")
         for scale in (self.scale, *(self.scales or ())):
-            if not _is_number(scale):
+            if not is_number(scale):
                 raise ValueError(f"got guidance {shown(scale)}, expected a finite number; 1 or less is no guidance")
-        if not _is_number(self.rescale) or not 0 <= self.rescale <= 1:
+        if not is_number(self.rescale) or not 0 <= self.rescale <= 1:
             raise ValueError(f"got rescale {shown(self.rescale)}, expected 0 (none) to 1 (all)")
         if self.channels is not None and (isinstance(self.channels, bool) or not isinstance(self.channels, int)):
             raise ValueError(f"got guidance on channels={shown(self.channels)}, expected a whole number, or None")
@@ -67,10 +70,6 @@ class Guidance:
         if len(scales) != evaluations:
             raise ValueError(f"got {len(scales)} guidance scales, expected {evaluations}, one per evaluation")
         return torch.tensor(scales, dtype=torch.float64)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:

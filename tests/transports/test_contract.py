@@ -28,35 +28,19 @@ TURNS = {
     "gather": ("a gather", ("outbox", "deliver")),
     "halo": ("a halo", ("swap",)),
 }
+CALLABLE = {
+    "heads": (*HEADS_TURNS, "to_heads.start"),
+    **dict.fromkeys(("key_values", "overlap"), ("outboxes", "start_keys", "start_values", "start", "deliver")),
+    "ring": ("outbox", "rotate"),
+    "gather": ("outbox", "deliver"),
+}
+STARTS = (("heads", 1, "to_heads.start"), ("key_values", 1, "start"))  # which may come, between writing and `deliver`
 MISUSES = [  # kind of exchange, number of correct calls before, the call that is out of order
-    ("heads", 0, "to_tokens.outboxes"),  # only the second half is used
-    ("heads", 0, "to_tokens.deliver"),
-    ("heads", 0, "to_heads.deliver"),
-    ("heads", 0, "to_heads.start"),
-    ("heads", 1, "to_heads.outboxes"),
-    ("heads", 2, "to_heads.outboxes"),  # only the first half is used
-    ("heads", 2, "to_tokens.deliver"),
-    ("heads", 2, "to_heads.start"),
-    ("heads", 4, "to_tokens.outboxes"),
-    ("key_values", 0, "deliver"),
-    ("key_values", 0, "start"),
-    ("key_values", 1, "outboxes"),
-    ("key_values", 1, "start_keys"),  # the exchange was made without overlap
-    ("key_values", 2, "deliver"),
-    ("overlap", 1, "start"),  # the exchange was made with overlap
-    ("overlap", 1, "start_values"),
-    ("overlap", 1, "deliver"),
-    ("overlap", 2, "start_keys"),
-    ("overlap", 2, "deliver"),
-    ("overlap", 3, "start_values"),
-    ("overlap", 4, "start_keys"),
-    ("ring", 0, "rotate"),
-    ("ring", 1, "outbox"),
-    ("ring", 2, "rotate"),  # the last rotation has not ended
-    ("ring", 2, "outbox"),
-    ("gather", 0, "deliver"),
-    ("gather", 1, "outbox"),
-    ("gather", 2, "deliver"),
+    (kind, count, name)
+    for kind, names in CALLABLE.items()
+    for count in range(3 if kind == "ring" else len(TURNS[kind][1]) + 1)  # a rotation's end is not called
+    for name in names
+    if name != TURNS[kind][1][count % len(TURNS[kind][1])] and (kind, count, name) not in STARTS
 ]
 
 

@@ -24,10 +24,6 @@ class Shard:
     total: int
     parts: int
 
-    def __post_init__(self) -> None:
-        if self.parts < 1 or self.total < 0:
-            raise ValueError(f"got Shard(total={self.total}, parts={self.parts}), expected total >= 0, parts >= 1")
-
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         share, rest = divmod(self.total, self.parts)
@@ -55,8 +51,6 @@ class JointShard:
     padding: int = 0
 
     def __post_init__(self) -> None:
-        if len({stream.parts for stream in self.streams}) != 1:
-            raise ValueError(f"got streams {self.streams}, expected the same number of parts in each")
         if not 0 <= self.padding <= self.streams[0].total or self.padding == self.total:
             raise ValueError(f"got {self.padding} tokens of padding in {self.streams}, expected fewer than tokens")
 

@@ -84,7 +84,6 @@ def command(words: Sequence[str], rank: int = 0) -> None:
 
 
 def _is_start(args: Args | VerifyArgs | ReplicaArgs) -> bool:
-    """Whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
     count, world = wanted(args.gpus, args.ranks), os.environ.get("WORLD_SIZE")  # set in each rank
     asked = args.gpus is not None or args.ranks is not None
     if world is not None and asked and int(world) != count:

@@ -117,7 +117,6 @@ def _size(args: Args, image: Any) -> dict[str, int]:
 
 
 def check_profile(args: Args, job: Job, ranks: Mesh) -> None:
-    """Raise ValueError for a profile that cannot be made, before any weight is read."""
     if not isinstance(args, ProfileArgs):
         return
     from seqpar.profiling.record import steps_before, steps_needed, too_few

@@ -75,7 +75,6 @@ def _as_sample(args: VerifyArgs) -> Args:
 
 
 def _dtypes(args: VerifyArgs, device: torch.device) -> tuple[torch.dtype, ...]:
-    """The data types to compare; ValueError for those that exact mode has no kernels for."""
     if args.dtype != "auto":
         if args.exact and DTYPES[args.dtype].itemsize > 2:
             raise ValueError(f"got --exact with --dtype {args.dtype}, expected bf16 or fp16, which have such kernels")
@@ -103,7 +102,6 @@ def _head(args: VerifyArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequ
 
 
 def _write(args: VerifyArgs, rows: Sequence[Row]) -> None:
-    """Write flags, versions and rows as JSON, whole or not at all."""
     facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
     with written(args.out) as path:
         path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")

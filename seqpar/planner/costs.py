@@ -31,7 +31,6 @@ def exact_strategies() -> tuple[str, ...]:
 
 
 def why_not(strategy: str, ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """The reason why a strategy cannot run on axes of these sizes, or None if it can."""
     reason = facts_of(strategy).why_not(ring, ulysses, heads, kv_heads)
     return None if reason is None else f"got strategy {strategy} with {reason}"
 

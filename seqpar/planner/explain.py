@@ -70,8 +70,6 @@ def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
 
 
 def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
-    """The tokens from which attention has half of a step's FLOPs."""
-
     def holds(s: int) -> bool:
         cost = costs.parts(work, b, s, others)
         return cost["attention"].flops >= cost["GEMMs"].flops
@@ -80,7 +78,6 @@ def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int |
 
 
 def half_of_time(work: Work, load: Load, rates: Rates) -> int | None:
-    """The tokens from which attention is predicted to take half of a step on one GPU."""
     alone = Layout(1, 1, 1, 1, "ulysses", next(iter(rates.exchange)))
 
     def holds(s: int) -> bool:

@@ -144,7 +144,6 @@ class StepRecorder:
             hook.remove()
 
     def check(self) -> None:
-        """Raise ValueError if there were too few steps."""
         if self._done < self.needs:
             raise ValueError(too_few(self._done, self._measured, self._before))
 

@@ -118,7 +118,6 @@ def facts(profile: Profile) -> dict[str, Any]:
 
 
 def rows(profile: Profile) -> str:
-    """Every block of every step and rank as comma-separated values, in ms."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["rank", "step", "block", *TITLES])

@@ -29,7 +29,6 @@ class Rate:
 
     @property
     def least_ms(self) -> float:
-        """The ms that the work takes at the ceiling."""
         return self.amount / self.ceiling
 
     def achieved(self, columns: Columns) -> float | None:
@@ -77,8 +76,6 @@ def rates(ranking: Ranking, load: Load, layout: Layout) -> tuple[Rate, ...]:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The ms of one block in one step of one rank."""
-
     rank: int
     step: int
     block: str

@@ -48,7 +48,6 @@ WORDS: tuple[tuple[What, tuple[str, ...]], ...] = (
 
 
 def what_of(name: str) -> What:
-    """What an event of this name does."""
     lower = name.lower()
     for what, words in WORDS:
         if any(word in lower for word in words):
@@ -71,8 +70,6 @@ class Event:
 
 @dataclass(frozen=True)
 class HostSpan:
-    """A named part of the host's time."""
-
     name: str
     start: float
     end: float

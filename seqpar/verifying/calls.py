@@ -48,8 +48,6 @@ class RecordedCall:
 
 
 class _Recorder:
-    """Replaces a transformer's call, and records arguments and results."""
-
     def __init__(self, module: nn.Module, call: Any, calls: list[RecordedCall]) -> None:
         self._module, self._call, self._calls = module, call, calls
 
@@ -192,7 +190,6 @@ class _Again:
             del vars(exchanges)["attend"]
 
     def _body_of_one(self) -> None:
-        """Compute the call on this rank alone, to compare positions, masks and modulation."""
         call, state = self._call, self._call.state
         before = state.mesh, state.exchanges
         state.mesh = Mesh.single(state.mesh.device)

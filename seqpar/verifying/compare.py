@@ -286,7 +286,6 @@ def first_unequal(bits: Bits, reference: Bits) -> Place | None:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same shape, data type and bits."""
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y).to(x.device))
 
 

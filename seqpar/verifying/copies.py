@@ -170,7 +170,6 @@ def unequal(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[int, str] | None
 
 
 def _is_share(share: TokenShare, whole: Tensor, local: Tensor) -> bool:
-    """Whether `local` has the bits of this rank's share of a full tensor."""
     try:
         takes = share.takes(whole, local)
     except ValueError:

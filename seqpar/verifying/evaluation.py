@@ -97,7 +97,6 @@ class HeadCheck:
         return truth, (FACTOR * alone).clamp(min=max(FLOORS.get(dtype, 0.0), torch.finfo(dtype).eps))
 
     def compare(self, output: Tensor, truth: Tensor, accepted: Tensor, kv_heads: int) -> None:
-        """Report the first row and head over the accepted error."""
         errors = _errors(output, truth)
         for row, head in (~(errors <= accepted)).nonzero()[:1].tolist():
             wrong, most = float(errors[row, head]), float(accepted[row, head])

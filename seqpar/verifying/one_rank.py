@@ -113,7 +113,6 @@ class Conditioning:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the embeddings of the call made inside."""
         with hooked(self._layers, lambda name, output: self._outputs.append(pytree.tree_leaves(output))):
             yield
 

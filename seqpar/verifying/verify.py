@@ -110,7 +110,6 @@ def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdi
 
 
 def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evaluations: int) -> tuple[Mesh, Verdict]:
-    """The verdict on the transformer's calls of a diffusers pipeline, or on those of a transformer."""
     from seqpar.verifying import calls
 
     mesh, started = calls.mesh_of(target), time.perf_counter()

@@ -41,10 +41,10 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
         if needs_picture(kind):
             raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
-    taking: Any = class_of_pictures(kind, index)
+    taking = class_of_pictures(kind, index)
     if taking is None:
         other = "use a model that edits images or generates videos from them"
-        request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)
+        return request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)  # raises
     name = taking.__name__
     if len(request.images) > 1 and not _find.takes_several_images(name):
         request.refuse(f"{name} takes one input image, for all prompts", image=request.images)

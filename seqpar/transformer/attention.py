@@ -93,7 +93,7 @@ class ShardedAttention:
         if joined is None:
             return _local(q, k, v, mask, scale)
         q, k, v = fitting(q, k, v, scale)
-        return self._attend(*joined, (Given(q, k, v, IDENTITY),), mask)[0]
+        return self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined)[0]
 
     def of_streams(
         self,
@@ -101,28 +101,15 @@ class ShardedAttention:
         beside: Callable[[], None] | None = None,
         mask: Tensor | None = None,
         only: str | None = None,
+        joined: Joined | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over all ranks for streams in the order of the cuts, inside a sharded forward.
 
         mask: for all keys; where the cuts name masks, those count. only: the name of the one stream that is passed and
-        attends to itself. The next call may overwrite the results.
+        attends to itself. joined: the streams that the passed one joins, if not those of the cuts. The next call may
+        overwrite the results.
         """
-        names = self._streams() if only is None else (only,)
-        if not self.state.lengths.keys() >= set(names):
-            raise self._unknown()
-        tokens = self._split(names)
-        if tokens.sizes[self.state.axis.rank] != sum(stream.tokens for stream in streams):
-            raise self._unknown()
-        return self._attend(names, tokens, streams, mask, beside)
-
-    def _attend(
-        self,
-        names: Sequence[str],
-        tokens: JointShard,
-        streams: Sequence[Stream],
-        mask: Tensor | None,
-        beside: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, ...]:
+        names, tokens = joined or self._joined(streams, only)
         first = streams[0]
         if isinstance(first, Given):
             like = first.q
@@ -142,6 +129,15 @@ class ShardedAttention:
         has_one = masks.of_rank(self.state.masks[JOINED] != 0, tokens, self.state.axis.rank)
         per_stream = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
         return tuple(torch.where(*parts) for parts in zip(per_stream, outs, plain, strict=True))
+
+    def _joined(self, streams: Sequence[Stream], only: str | None) -> Joined:
+        names = self._streams() if only is None else (only,)
+        if not self.state.lengths.keys() >= set(names):
+            raise self._unknown()
+        tokens = self._split(names)
+        if tokens.sizes[self.state.axis.rank] != sum(stream.tokens for stream in streams):
+            raise self._unknown()
+        return names, tokens
 
     def _streams(self) -> tuple[str, ...]:
         # without those that this call lacks and may lack

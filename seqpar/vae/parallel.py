@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -40,18 +41,6 @@ class ParallelVAE:
         self._factor, self._printed = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
 
-    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `vae.decode` for full latents (N, C, ..., h, w), full on every rank.
-
-        If `why_whole` has a reason, every rank decodes full latents, and rank 0 prints the reason once. Tiling
-        (`use_tiling`) is off while strips are decoded, because tiles leave seams; rank 0 prints that, too.
-        """
-        return self._compute("decode", z, args, kwargs)
-
-    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `vae.encode` for full images (N, C, ..., H, W), full on every rank, as `decode` does."""
-        return self._compute("encode", x, args, kwargs)
-
     def why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return why latents (or, with `encode`, images) of this shape are not cut into strips, or None."""
         rows, columns = shape[-2:]
@@ -69,7 +58,7 @@ class ParallelVAE:
             self._restore()
             self._restore = None
 
-    def _compute(self, name: str, whole: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, name: str, whole: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and whole.requires_grad:
             raise ValueError("The VAE's input requires grad, but strips support inference only; use torch.no_grad()")
         encode, method = name == "encode", getattr(type(self._vae), name)  # the instance's may be replaced
@@ -95,6 +84,15 @@ class ParallelVAE:
             return (joined, *result[1:])
         setattr(result, "latent_dist" if encode else "sample", joined)
         return result
+
+    decode = partialmethod(_compute, "decode")
+    """Return the result of `vae.decode` for full latents (N, C, ..., h, w), full on every rank.
+
+    If `why_whole` has a reason, every rank decodes full latents, and rank 0 prints the reason once. Tiling
+    (`use_tiling`) is off while strips are decoded, because tiles leave seams; rank 0 prints that, too.
+    """
+    encode = partialmethod(_compute, "encode")
+    """Return the result of `vae.encode` for full images (N, C, ..., H, W), full on every rank, as `decode` does."""
 
     @contextmanager
     def _on_strips(self, cut: Cut) -> Iterator[None]:

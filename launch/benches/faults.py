@@ -143,8 +143,8 @@ COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "messa
 # torchrun ends with 1, and with its own report; what one of all lines says:
 UNDER_TORCHRUN = {
     "rank 1 killed": "Signal 9",
-    "rank 1 stopped in a step": "error: rank 0 waited .* rank 1",
-    "rank 0 stopped in a step": "rank 1: error: rank 1 waited .* rank 0",
+    "rank 1 stopped in a step": "error: rank 0: timed out .* rank 1",
+    "rank 0 stopped in a step": "error: rank 1: timed out .* rank 0",
     "rank 1 raises": "^rank 1: error: a bug: .*planted bug",
     "Ctrl-C in a step": "^stopped",
 }

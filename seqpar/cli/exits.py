@@ -130,7 +130,8 @@ def line_of(error: BaseException) -> str:
 
 
 def of_rank(rank: int, text: str) -> str:
-    return text if rank == 0 else f"rank {rank}: {text}"
+    prefix = f"rank {rank}: "  # a lost rank's message has it already
+    return text if rank == 0 or text.startswith(f"error: {prefix}") else prefix + text
 
 
 def shortened(text: str, longest: int) -> str:

@@ -25,7 +25,7 @@ from seqpar.kernels.linear import why_not_faster
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import ShardedAttention
-from seqpar.transformer.foreign import BY_TOKEN, Addition
+from seqpar.transformer.foreign import BY_TOKEN, Addition, is_patched
 from seqpar.transformer.forward import CallState
 
 
@@ -97,6 +97,8 @@ def differences(module: Any) -> Iterator[tuple[str, str]]:
                 yield path, f"{path}.{key} is {now!r} and not {value!r}"
         if type(current := getattr(part, "processor", None)) is not processor:
             yield path, f"an attention processor is a {type(current).__name__}"
+        elif current is not None and is_patched(processor, "__call__"):
+            yield path, f"{processor.__name__}.__call__ is replaced"
 
 
 def expected(module: Any) -> Mapping[str, Built]:

@@ -88,7 +88,7 @@ class ForeignCode:
 def look(module: nn.Module) -> ForeignCode:
     """Return third-party code on a transformer and its submodules; this takes milliseconds."""
     hooks, processors, quantised = list[Addition](), list[Addition](), list[Addition]()
-    patched = {kind for kind in set(map(type, module.modules())) if _is_patched(kind, "forward")}
+    patched = {kind for kind in set(map(type, module.modules())) if is_patched(kind, "forward")}
     home, lists = type(module).__module__.partition(".")[0], block_lists(module)
     members = {id(child) for _, blocks in lists for child in blocks.children()}
     for path, part in module.named_modules():
@@ -98,7 +98,7 @@ def look(module: nn.Module) -> ForeignCode:
         if (processor := getattr(part, "processor", None)) is not None:
             name = type(processor).__name__
             known = _home(processor).startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
-            if not known or _is_patched(type(processor), "__call__"):  # it may read other rows
+            if not known or is_patched(type(processor), "__call__"):  # it may read other rows
                 processors.append(Addition(path, f"processor {name}", processor))
         packed = getattr(getattr(part, "_packed_params", None), "dtype", None)
         in_blocks = type(part).__module__.startswith(DYNAMIC) and ("blocks" in path or "layers" in path)
@@ -188,7 +188,7 @@ def is_offloaded(module: nn.Module, inside: bool = True) -> bool:
     return any((hook := accelerate_hook(part)) is not None and moves_weights(hook, part) for part in parts)
 
 
-def _is_patched(kind: type, method: str) -> bool:
+def is_patched(kind: type, method: str) -> bool:
     # put onto a class by another package than the class's: a wrapper copies the names of what it wraps, but not the
     # globals
     code: Any = getattr(kind, method)

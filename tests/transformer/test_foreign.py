@@ -518,20 +518,21 @@ def test_on_one_rank_nothing_is_split_and_all_is_right(ranks: Pool) -> None:
         assert max(answer.errors) < TOLERANCE, which
 
 
-def patched(rank: int, world: int, device: torch.device) -> tuple[list[str], float]:
+def patched(rank: int, world: int, device: torch.device, native: bool) -> tuple[list[str], float]:
     """Return the messages where a class of diffusers computes by hand, before and after, and the error at the end."""
     tiny, mesh = MODELS["wan"], mesh_for("ulysses", world, device)
     arguments, (early, late) = tiny.arguments(device), (tiny.build().to(device) for _ in range(2))
-    outputs(seqpar.parallelize(late, mesh, native=False), arguments)
+    outputs(seqpar.parallelize(late, mesh, native=native), arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WanAttnProcessor, "__call__", lambda self, *args, **kwargs: by_hand(*args, **kwargs))
-        messages = [raised(lambda: outputs(seqpar.parallelize(early, mesh, native=False), arguments))]
+        messages = [raised(lambda: outputs(seqpar.parallelize(early, mesh, native=native), arguments))]
         messages.append(raised(lambda: outputs(late, arguments)))
     return messages, error(outputs(late, arguments), tiny.whole(None, arguments, device))
 
 
-def test_a_class_of_diffusers_that_a_user_changed_is_refused_until_it_is_changed_back(ranks: Pool) -> None:
-    for messages, last in ranks.run(2, patched):
+@pytest.mark.parametrize("native", [True, False])
+def test_a_class_of_diffusers_that_a_user_changed_is_refused_until_changed_back(ranks: Pool, native: bool) -> None:
+    for messages, last in ranks.run(2, patched, native):
         assert messages == [messages[0]] * 2
         assert messages[0].startswith(unreached("WanAttention", "WanAttnProcessor"))
         assert last < TOLERANCE

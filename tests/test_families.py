@@ -175,7 +175,7 @@ def test_the_command_spawns_ranks_that_prove_a_class() -> None:
 
 def test_a_class_without_a_file_of_its_own_and_an_unknown_name() -> None:
     assert _prove.kinds_of("pixart") == ["PixArtTransformer2DModel", "DiTTransformer2DModel"]
-    assert _prove.kinds_of("MiniMaxH3Transformer3DModel") == ["MiniMaxH3Transformer3DModel"]
+    assert _prove.kinds_of("HeliosTransformer3DModel") == ["HeliosTransformer3DModel"]
     with pytest.raises(ValueError, match=r"unknown is no family and no transformer with cuts; families: .*wan"):
         _prove.kinds_of("unknown")
 

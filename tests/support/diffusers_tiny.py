@@ -204,7 +204,7 @@ def z_image(batch: int) -> Inputs:
     }
 
 
-def h3(batch: int) -> Inputs:
+def minimax_h3(batch: int) -> Inputs:
     """Return a call of MiniMax-H3: one packed sequence of 7 tokens of text, 5 of sound and 15 of video, in turn."""
     order, places = torch.randperm(27, generator=torch.Generator().manual_seed(5)), torch.arange(27)
     text, sound, video = (part.sort().values for part in order.split([7, 5, 15]))
@@ -412,7 +412,7 @@ KREA2 = sizes(
     num_refiner_text_blocks=2,
     axes_dims_rope=(4, 4, 4),
 )
-H3 = sizes(
+MINIMAX_H3 = sizes(
     8,
     2,
     hidden_size=24,
@@ -507,7 +507,7 @@ MODELS = {
         MOCHI_CALL,
     ),
     "krea2": Tiny("Krea2Transformer2DModel", KREA2, KREA2_CALL, batch=3),
-    "h3": Tiny("MiniMaxH3Transformer3DModel", H3, h3),  # by diffusers' own plan
+    "minimax_h3": Tiny("MiniMaxH3Transformer3DModel", MINIMAX_H3, minimax_h3),
     # more channels in than out, as in fill pipelines, and no guidance, as in schnell
     "flux_fill": Tiny(
         "FluxTransformer2DModel",

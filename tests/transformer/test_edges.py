@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._find import CUTS, cuts_of
+from seqpar.families._masks import Prepared
 from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Axis
 from seqpar.transformer.forward import CallState
@@ -125,6 +126,18 @@ def test_weights_of_layers_are_whole_where_there_are_as_many_as_rows() -> None:
         form, _ = cut_rows(form_of(dict(whole)), [Axis("cfg", rank, 2)])
         assert torch.equal(form.tensors["control_hidden_states_scale"], whole["control_hidden_states_scale"])
         assert torch.equal(form.tensors["control_hidden_states"], whole["control_hidden_states"][rows])
+
+
+def test_timesteps_of_a_packed_sequence_are_whole_where_there_are_as_many_as_rows() -> None:
+    """Each row of MiniMax-H3's batch has tokens of both timesteps."""
+    whole = MODELS["minimax_h3"].arguments()
+    call = Prepared(dict(whole), 1, True, lambda *_: 0)
+    assert CUTS["MiniMaxH3Transformer3DModel"].prepare is not None
+    CUTS["MiniMaxH3Transformer3DModel"].prepare(call)
+    form, _ = cut_rows(form_of(call.arguments), [Axis("data", 1, 2)])
+    assert len(whole["timestep"]) == len(whole["hidden_states"]) == 2
+    assert torch.equal(form.tensors["timestep"][:2], whole["timestep"])
+    assert torch.equal(form.tensors["hidden_states"], whole["hidden_states"][1:])
 
 
 def under_autocast(rank: int, world: int, device: torch.device) -> list[float]:
@@ -358,7 +371,8 @@ SD3_IN_DIFFUSERS_FORM = {
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(2, "flux"), (3, "flux2"), (2, "qwen"), (3, "wan"), (2, "wan2.2"), (3, "sd3")]
+    ("world", "name"),
+    [(2, "flux"), (3, "flux2"), (2, "qwen"), (3, "wan"), (2, "wan2.2"), (3, "sd3"), (2, "minimax_h3")],
 )
 def test_a_plan_in_diffusers_form_is_taken(ranks: Pool, world: int, name: str) -> None:
     cuts = SD3_IN_DIFFUSERS_FORM if name == "sd3" else MODELS[name].build()._cp_plan

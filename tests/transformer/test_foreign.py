@@ -171,21 +171,22 @@ def compiled_forward(module: Any) -> None:
 
 
 OWN = "computes attention itself"
+H3 = "minimax_h3"  # cut by diffusers' own plan here
 BLOCKS = {
     # some blocks wrapped and others not: the cuts' pattern still matches the others
-    **{f"held in {name}": Case(name, wrapped(Held)) for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", "h3")},
-    **{f"all held in {name}": Case(name, wrapped(Held, slice(None))) for name in ("flux", "h3", "wan")},
-    **{f"a partial in {name}": Case(name, by_partial) for name in ("flux", "h3", "sd3_dual")},
-    **{f"inserted into {name}": Case(name, inserted(name)) for name in ("flux", "qwen", "h3")},
-    **{f"removed from {name}": Case(name, lambda m: blocks_of(m).pop(0)) for name in ("pixart", "h3")},
-    **{f"swapped in {name}": Case(name, swapped) for name in ("flux", "wan", "h3")},
+    **{f"held in {name}": Case(name, wrapped(Held)) for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", H3)},
+    **{f"all held in {name}": Case(name, wrapped(Held, slice(None))) for name in ("flux", H3, "wan")},
+    **{f"a partial in {name}": Case(name, by_partial) for name in ("flux", H3, "sd3_dual")},
+    **{f"inserted into {name}": Case(name, inserted(name)) for name in ("flux", "qwen", H3)},
+    **{f"removed from {name}": Case(name, lambda m: blocks_of(m).pop(0)) for name in ("pixart", H3)},
+    **{f"swapped in {name}": Case(name, swapped) for name in ("flux", "wan", H3)},
     **{
         f"hidden in {name}": Case(name, wrapped(Hidden), "inside Hidden at|a wrapper must hold its block as .module")
-        for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", "h3")
+        for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", H3)
     },
     **{
         f"all hidden in {name}": Case(name, wrapped(Hidden, slice(None)), "inside Hidden at|a wrapper must hold")
-        for name in ("flux", "h3")
+        for name in ("flux", H3)
     },
     "compiled": Case("wan", lambda module: blocks_of(module)[1].compile(backend="eager"), COMPILED),
     "compiled by a wrapper": Case("flux", wrapped(torch.compile), COMPILED),
@@ -469,7 +470,7 @@ def attempted(case: Case, early: bool, mesh: Mesh) -> Answer:
     def work() -> None:
         if early:
             case.change(module)
-        seqpar.parallelize(module, mesh)
+        seqpar.parallelize(module, mesh, cuts=module._cp_plan if case.model == H3 else None)
         if not early:
             outputs(module, plain)
             case.change(module)
@@ -722,8 +723,8 @@ def test_only_families_and_pipelines_that_call_twice_get_a_cfg_axis() -> None:
     class Derived(diffusers.WanPipeline):  # pyright: ignore[reportPrivateImportUsage]
         """A user's variant of a known one."""
 
-    modules = {name: MODELS[name].build() for name in ("flux", "wan", "h3", "sd3")}
+    modules = {name: MODELS[name].build() for name in ("flux", "wan", "minimax_h3", "sd3")} | {"other": nn.Linear(1, 1)}
     splits = {name: cfg_by_default(module, module) for name, module in modules.items()}
-    assert splits == {"flux": False, "wan": True, "h3": False, "sd3": True}
+    assert splits == {"flux": False, "wan": True, "minimax_h3": False, "sd3": True, "other": False}
     assert cfg_by_default(Own.__new__(Own), modules["wan"]) is False
     assert cfg_by_default(Derived.__new__(Derived), modules["wan"]) is True

@@ -215,7 +215,8 @@ def load(pipe: Any, loras: Sequence[Lora]) -> None:
     for number, lora in enumerate(loras, 1):
         name, model = adapter(number), getattr(pipe, lora.part)
         with context(_unfit(lora, type(pipe))), _listening():
-            if lora.part == TRANSFORMER:
+            # for a transformer that reads image features, Wan's loader adds zero layers which the file does not have
+            if lora.part == TRANSFORMER and model.config.get("image_dim") is None:
                 pipe.load_lora_weights(**_file(lora), adapter_name=name)
             else:  # as diffusers does with load_into_transformer_2=True, for keys that name the transformer, too
                 state, facts = pipe.lora_state_dict(**_file(lora), return_lora_metadata=True)

@@ -83,7 +83,17 @@ class DistributedDiT(nn.Module):
 
         # 1. the same valid names on every rank
         names = Preferences(strategy=strategy, local=local, transport=transport)
-        own, preferences = _ranks_of(mesh, plan).on_all_ranks(lambda: _checked(mesh, names, plan))
+
+        def checked() -> tuple[Mesh | None, Preferences]:
+            if dtype is not None:
+                check_dtype(dtype)
+                if isinstance(model, SequenceModel):
+                    raise ValueError(
+                        f"got dtype={dtype} for a {type(model).__name__} with weights; use model.to(dtype)"
+                    )
+            return _checked(mesh, names, plan)
+
+        own, preferences = _ranks_of(mesh, plan).on_all_ranks(checked)
 
         # 2. the plan and its mesh
         unloaded = isinstance(model, Blueprint)

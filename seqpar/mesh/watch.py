@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import msgspec
 import torch
@@ -260,7 +260,8 @@ class Watch:
     def __init__(self, rank: int, deadlines: Deadlines, store: Store | None) -> None:
         self.rank, self.deadlines = rank, deadlines
         self.failed: str | None = None
-        self._groups: WeakSet[dist.ProcessGroup] = WeakSet()  # weak: a destroyed group must not keep its sockets
+        # weak: a destroyed group must not keep its sockets; replaced whole, as the thread of heartbeats reads it
+        self._groups: tuple[ref[dist.ProcessGroup], ...] = ()
         self.dropped: dict[str, dist.ProcessGroup] = {}  # by name: groups that wait until all their ranks drop them
         self.on_fatal: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
@@ -318,7 +319,7 @@ class Watch:
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Abort this group if a wait times out; a weak reference."""
-        self._groups.add(group)
+        self._groups = (*(known for known in self._groups if known() is not None), ref(group))
 
     def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for a host exchange, which other ranks may enter late, up to the deadline of the host."""
@@ -348,7 +349,7 @@ class Watch:
         if self._heartbeats is not None:
             self._heartbeats.leave()
         self._queued.clear()
-        self._groups.clear()
+        self._groups = ()
         self.dropped.clear()
 
     def _enter(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
@@ -391,7 +392,9 @@ class Watch:
     def _fail(self, error: str) -> None:
         """Wake the main thread; end the process if it does not raise within `GRACE_S`."""
         self.failed = error
-        for group in list(self._groups):
+        for group in (known() for known in self._groups):
+            if group is None:
+                continue
             # a thread for each: an abort waits until the graphs that hold the communicator are gone
             threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
 

@@ -328,15 +328,19 @@ class Pipeline(Loaded):
         return self.sampler.streams()
 
     def captions(self, text_NLC: Tensor) -> list[str]:
-        """Return the caption of each row of rank 0's text tokens, on every rank. Not for presets."""
-        return self.dit.mesh.on_rank_0(lambda: captions(self.files.source, text_NLC), list[str])
+        """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a preset."""
+        if (source := self.files.source) is None:
+            raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
+        return self.dit.mesh.on_rank_0(lambda: captions(source, text_NLC), list[str])
 
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
         """Return the streams of rank 0's images (of one size), for `streams` in mode img2text, on every rank.
 
-        seed: of the sample that is drawn from the autoencoder's distribution. Not for presets.
+        seed: of the sample that is drawn from the autoencoder's distribution. ValueError for a preset.
         """
         source, drawn = self.files.source, torch.Generator().manual_seed(seed)
+        if source is None:
+            raise ValueError("got a model without image encoders, expected a pipeline's folder")
         return streams_of_rank_0(self.dit.mesh, lambda: _on_host(image_streams(source, self.vae, pictures, drawn)))
 
     @cached_property

@@ -46,9 +46,8 @@ def _line(box: str, words: Sequence[str]) -> str:
         return f"got {flag} {_value(words, flag)}, expected {expected}"
     if choice := re.match(r"invalid choice .* for argument '(--[\w-]+)'\. Expected one of \((.*)\)$", said):
         return f"got {choice[1]} {_value(words, choice[1])}, expected one of {choice[2].replace(chr(39), '')}"
-    if said.startswith("Unrec") and (old := [word for word in words if word.partition("=")[0] in FLAGS]):
-        flag = old[0].partition("=")[0]
-        return f"{flag} was removed; use {FLAGS[flag]}"
+    if said.startswith("Unrec") and (old := [flag for flag in re.findall(r"--[\w-]+", said) if flag in FLAGS]):
+        return f"{old[0]} was removed; use {FLAGS[old[0]]}"
     near = re.search(r"^ +(--[\w-]+) ", more, re.MULTILINE) if said.startswith("Unrec") else None
     return f"{said}; did you mean {near[1]}?" if near else f"{said}{see}"
 

@@ -224,6 +224,28 @@ def test_one_file_for_both_transformers_with_ranks_and_alphas_in_its_header(
     assert abs(truth - outputs(by_diffusers(folder, plain["c"], plain["d"], scale=1.0))).max() > 0.01
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("no_gpu")
+def test_a_lora_of_texts_fits_a_transformer_that_reads_image_features(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """diffusers adds zero layers for the features, which the file does not have."""
+    folder, file = folders("wan_i2v"), written(tmp_path, {"style": of_wan("peft", 1)})["style"]
+    theirs = THEIRS.WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=torch.float64)
+    layers = [f"blocks.{block}.{name}" for block in range(2) for name in ORIGINAL]
+
+    def made(pipe: Any) -> Tensor:
+        modules = [pipe.transformer.get_submodule(name) for name in layers]
+        return torch.cat([layer(random((3, layer.in_features), n)).flatten() for n, layer in enumerate(modules)])
+
+    plain = made(theirs)
+    theirs.load_lora_weights(str(tmp_path), weight_name=file.name)
+    truth = made(theirs)
+    assert abs(truth - plain).max() > 0.01
+    pipe = seqpar.load(str(folder), dtype=torch.float64, loras=(str(file),))
+    assert abs(made(pipe) - truth).max() < 1e-12
+
+
 def switching(rank: int, world: int, device: torch.device, folder: Path, loras: Path) -> list[np.ndarray]:
     """Videos of a server's pipeline: with both LoRAs, without, with a third in either transformer, with both."""
     mesh, job = mesh_of(device, ulysses=world), job_of(folder)

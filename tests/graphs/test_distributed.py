@@ -174,6 +174,10 @@ def test_call_says_what_is_wrong() -> None:
         dit(x.requires_grad_(), timestep=t, class_labels=y)
     with pytest.raises(ValueError, match=f"got strategy 'uliss', expected one of {', '.join(sorted(LAYOUTS))}"):
         DistributedDiT(diffusers_dit(), Mesh.single(), "uliss")
+    with pytest.raises(ValueError, match="got dtype='bf16', expected one of"):
+        DistributedDiT(diffusers_dit(), Mesh.single(), dtype="bf16")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"got dtype=torch\.float64 for a Model with weights"):
+        DistributedDiT(dit.model, Mesh.single(), dtype=torch.float64)
 
 
 def chosen(rank: int, world: int, device: torch.device, ring: int, heads: int) -> tuple[str, str]:

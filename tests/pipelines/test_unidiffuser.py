@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -209,6 +210,14 @@ def in_mode(rank: int, world: int, device: torch.device, mode: uvit.Mode, folder
             given = {name: x for name, x in start("joint").items() if name not in noise}
         streams = pipeline.streams(Asked(1, STEPS, guidance, SEED), given=given, noise=noise)
         return streams, pipeline.captions(streams["text"]) if "text" in streams else []
+
+
+def test_a_preset_has_no_encoders_for_captions_and_images() -> None:
+    preset: Any = SimpleNamespace(files=SimpleNamespace(source=None))
+    with pytest.raises(ValueError, match="without a caption decoder, expected a pipeline's folder"):
+        Pipeline.captions(preset, torch.zeros(1, 1, 1))
+    with pytest.raises(ValueError, match="without image encoders, expected a pipeline's folder"):
+        Pipeline.image_streams(preset, ())
 
 
 def start(mode: uvit.Mode) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import diffusers
@@ -97,10 +98,10 @@ def by_diffusers(case: Case) -> list[Any]:
     return outputs
 
 
-def engine(world: int, device: torch.device, layout: Layout, case: Case) -> DistributedDiT:
+def engine(world: int, device: torch.device, layout: Layout, case: Case, transport: str = "auto") -> DistributedDiT:
     whole = case.dtype == torch.float64
     model = shared_dit(device, case.layers) if whole else diffusers_dit(num_layers=case.layers).to(device, case.dtype)
-    return DistributedDiT(model, mesh_for(layout[0], world, device, *layout[1:]), layout[0], local(device))
+    return DistributedDiT(model, mesh_for(layout[0], world, device, *layout[1:]), layout[0], local(device), transport)
 
 
 def settings(case: Case) -> dict[str, Any]:
@@ -109,10 +110,13 @@ def settings(case: Case) -> dict[str, Any]:
 
 
 def sampled(rank: int, world: int, device: torch.device, *rows: tuple[Layout, Case]) -> list[Tensor]:
-    """The latents of each row: a layout and a case."""
+    """The latents of each row: a layout and a case, by either transport in turn."""
     found = []
-    for layout, case in rows:
-        dit, labels = engine(world, device, layout, case), {"class_labels": torch.tensor(LABELS[: case.images])}
+    for (layout, case), transport in zip(rows, cycle(("collective", "peer"))):
+        dit, labels = (
+            engine(world, device, layout, case, transport),
+            {"class_labels": torch.tensor(LABELS[: case.images])},
+        )
         found.append(sample(dit, case.scheduler(), case.noise(), labels, **settings(case)).cpu())
     return found
 

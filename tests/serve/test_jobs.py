@@ -101,7 +101,7 @@ def test_a_client_that_disconnects_cancels_its_job(front: Running, ask: Ask) -> 
 
 
 def test_deadlines_of_running_and_waiting_jobs(front: Running, ask: Ask) -> None:
-    runs = ask("wait", deadline_s=1)
+    runs = ask("wait", deadline_s=3)
     waits = ask("too late", deadline_s=0.05)
     for answer in (waits, runs):
         assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (504, "deadline")

@@ -61,9 +61,9 @@ def called(body: ShardedCall, arguments: Mapping[str, Any]) -> Outputs:
 
 
 def error(got: Outputs | Tensor, wanted: Outputs | Tensor) -> float:
-    """Return the largest difference relative to the largest value."""
+    """Return the largest difference relative to the largest value; infinity where one is NaN."""
     pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted)), strict=True)
-    return torch.stack([(x - y).abs().max() / y.abs().max() for x, y in pairs]).max().item()
+    return torch.stack([(x - y).abs().max() / y.abs().max() for x, y in pairs]).nan_to_num(nan=torch.inf).max().item()
 
 
 def raised(work: Callable[[], object]) -> str:

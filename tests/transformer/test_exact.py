@@ -38,10 +38,11 @@ ROOT = Path(__file__).parents[2]
 Which = tuple[str, bool, bool]
 """A model of `MODELS`, whether functions of `seqpar.families` compute it, and whether its text has two tokens."""
 # by functions where there are some; of blocks of diffusers' own, those of each kind of attention
-OWN = [name for name in SPLIT if name not in FUSED or name in ("flux", "qwen_masked", "sd3_dual", "wan")]
+BY_MODULES = ("flux", "qwen_masked", "sd3_dual", "wan", "chroma", "hunyuan", "ltx")
+OWN = [name for name in SPLIT if name not in FUSED or name in BY_MODULES]
 SHORT = ("flux", "qwen_masked", "sd3_dual")
 ALL: tuple[Which, ...] = (
-    *((name, True, False) for name in FUSED if "controlnet" not in name),
+    *((name, True, False) for name in FUSED),
     *((name, False, False) for name in OWN),
     *((name, fused, True) for name in SHORT for fused in (False, True)),
 )

@@ -201,7 +201,7 @@ def in_flight(rank: int, world: int, device: torch.device, name: str, first_in_f
     transports: list[Transport] = [load(name).Transport() for _ in range(2)]
     exchanges = [
         Exchange(transport, kind, axis, device, case)
-        for kind, case in zip((*KINDS[:-1], "gather"), (*CASES[1:3], *CASES[1:4], CASES[1]), strict=False)
+        for kind, case in zip((*KINDS[:-1], "gather"), (*CASES[1:3], *CASES[1:4], CASES[3]), strict=False)
         for transport in transports
     ]
     for round_ in range(4):

@@ -191,7 +191,7 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -
     *late, last = ranks.run(3, silent, how)
     for rank, (message, seconds) in enumerate(late):
         assert f"rank {rank}: timed out after 3 s waiting for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
-        assert DEADLINE_S * (how == "deliver") <= seconds < 4 * DEADLINE_S  # the interpreter has no clock
+        assert DEADLINE_S * (how == "deliver") <= seconds < 20 * DEADLINE_S  # the interpreter has no clock
     assert last[0] == "nothing"  # the last rank did not wait
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.files import JobFolder, JobRecord
@@ -83,6 +84,28 @@ def test_a_deleted_video_leaves_nothing_and_the_last_records_are_written(tmp_pat
             assert server.ai.videos.delete(video.id).deleted
         assert server.wait() == 0
     assert [*tmp_path.glob("jobs/*/*")] == []
+
+
+def test_a_file_that_is_deleted_before_it_is_sent_is_not_found(tmp_path: Path) -> None:
+    sent = list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return await asyncio.Future[Message]()
+
+    async def download() -> None:
+        folder = JobFolder(tmp_path, keep_s=50, keep_bytes=10)
+        (name,) = await folder.keep("ada", "png", [b"1234"])
+        response = await folder.get("ada", name)
+        assert response is not None
+        await folder.forget("ada", name)
+        await response({"type": "http", "method": "GET", "headers": []}, receive, send)
+
+    with pytest.raises(ProblemError, match="not found or expired; request it again") as error:
+        asyncio.run(download())
+    assert (error.value.problem.status, sent) == (404, [])
 
 
 def test_expired_files_are_deleted_and_nothing_else(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def test_links_lead_to_files_until_they_expire(front: Running, tmp_path: Path) -
         assert answer.headers["content-type"] == "image/png"
         assert opened(answer.content).tobytes() == pixels_of(image.seed, 24, 16)
     assert front.http.get("/v1/files/nothing.png").status_code == 404
+    assert front.http.get(data[0].url, headers={"range": "bytes=1-3"}).content == b"PNG"
+    for asked, status in (("bytes=9999999-", 416), ("pages=1", 400), ("bytes=5-2", 400)):
+        answer = front.http.get(data[0].url, headers={"range": asked})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "range")
+        assert ("content-range" in answer.headers) == (status == 416)
     with running(tmp_path, "--keep-s", "0", "--keep-bytes", "1000") as other:
         data = other.ai.images.generate(prompt="x", response_format="url").data
         assert other.http.get(data[0].url).status_code == 404

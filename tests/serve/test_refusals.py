@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import zlib
 from typing import Any
@@ -214,33 +213,60 @@ def test_the_client_of_openai_raises_its_own_errors(front: Running) -> None:
         front.ai.images.generate(prompt="x", model="none", stream=True)
 
 
+NAMES = {"classes": ("cat", "tench"), "labels": ("cat", "tench", "Tinca tinca"), "schedulers": ("DDIMScheduler",)}
+MANY = {
+    "schedulers": ("DDIMScheduler", "DDPMScheduler", "HeunScheduler", "PNDMScheduler", "TCDScheduler", "LCMScheduler")
+}
+
+
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "rules", "said"),
     [
-        ({"prompt": "cat"}, None),
-        ({"prompt": "tench, Tinca tinca", "size": "64x48", "scheduler": "DDIMScheduler"}, None),
-        ({"prompt": "Tinca tinca", "size": "auto"}, None),
-        ({"prompt": "7"}, None),
-        ({"prompt": "no such thing"}, "class 'no such thing' is not of model m; /v1/models lists its classes"),
-        ({"prompt": "cat", "size": "65x9"}, "size 65x9 is not divisible by 8; nearest: 64x8, 72x16"),
-        ({"prompt": "cat", "size": "3x8"}, "size 3x8 is not divisible by 8; nearest: 8x8, 8x16"),
-        ({"prompt": "cat", "scheduler": "NoScheduler"}, "scheduler 'NoScheduler' is not in diffusers"),
+        ({"prompt": "cat"}, NAMES, None),
+        ({"prompt": "tench, Tinca tinca", "size": "64x48", "scheduler": "DDIMScheduler"}, {"unit": 8, **NAMES}, None),
+        ({"prompt": "Tinca tinca", "size": "auto"}, NAMES, None),
+        ({"prompt": "7"}, NAMES, None),
+        ({"prompt": "Tenhc"}, NAMES, "class 'Tenhc' is not of model m; use tench, or the number of a class"),
+        (
+            {"prompt": "xyz"},
+            NAMES,
+            "class 'xyz' is not of model m; use a name that /v1/models lists, or the number of a class",
+        ),
+        ({"prompt": "cat"}, {}, "class 'cat' is not of model m; use the number of a class"),
+        ({"size": "65x9"}, {"unit": 8}, "size 65x9 is not divisible by 8; nearest: 64x8, 72x16"),
+        ({"size": "1000x1024"}, {"unit": 16}, "size 1000x1024 is not divisible by 16; nearest: 992x1024, 1008x1024"),
+        ({"size": "3x8"}, {"unit": 8}, "size 3x8 is not divisible by 8; nearest: 8x8"),
+        ({"size": "8190x99"}, {"unit": 12}, "size 8190x99 is not divisible by 12; nearest: 8184x96, 8184x108"),
+        ({"size": "8190x96"}, {"unit": 12}, "size 8190x96 is not divisible by 12; nearest: 8184x96"),  # 8196: too large
+        (
+            {"scheduler": "Nothing"},
+            NAMES,
+            "scheduler 'Nothing' is unknown; use DDIMScheduler, or leave it out for the model's own",
+        ),
+        (
+            {"scheduler": "HenuScheduler"},
+            MANY,
+            "scheduler 'HenuScheduler' is unknown; use HeunScheduler, or leave it out for the model's own",
+        ),
+        (
+            {"scheduler": "XScheduler"},
+            MANY,
+            "scheduler 'XScheduler' is unknown; use the name of a scheduler of diffusers, or leave it out for the "
+            "model's own",
+        ),
     ],
 )
-def test_rules_of_the_ranks_are_checked_before_the_queue(fields: dict[str, Any], said: str | None) -> None:
-    rules: Any = {
-        "classes": ("cat", "tench"),
-        "labels": ("cat", "tench", "Tinca tinca"),
-        "unit": 8,
-        "schedulers": ("DDIMScheduler",),
-    }
+def test_rules_of_the_ranks_are_checked_before_the_queue(
+    fields: dict[str, Any], rules: dict[str, Any], said: str | None
+) -> None:
     model = ServedModel("m", "classes", (64, 64), 4, "one rank", 0.5, **rules)
+    body = Generation(**{"prompt": "7", **fields})
     if said is None:
-        check_fields(Generation(**fields), model)
+        check_fields(body, model)
         return
-    with pytest.raises(ProblemError, match=re.escape(said)) as error:
-        check_fields(Generation(**fields), model)
-    assert error.value.problem.status == 400
+    with pytest.raises(ProblemError) as error:
+        check_fields(body, model)
+    assert (error.value.problem.status, error.value.problem.text) == (400, said)
 
 
 @pytest.mark.parametrize(

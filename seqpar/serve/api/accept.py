@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Literal
 
 from fastapi import Request
@@ -10,10 +12,11 @@ from seqpar.serve.api import log
 from seqpar.serve.api.codec import NO_INPUTS, InputFiles, ProcessDiedError
 from seqpar.serve.api.errors import ProblemError, refused, short
 from seqpar.serve.api.jobs import ServerJob
-from seqpar.serve.api.requests import CommonFields
+from seqpar.serve.api.requests import MOST_SIDE, CommonFields
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.messages import ServedModel, size_of
 
+FEW = 5  # names that a message suggests
 MOST_WAITING = 16  # requests with images that wait to be decoded, with up to 50 MB each
 Purpose = Literal["images", "edits", "videos"]
 
@@ -95,14 +98,27 @@ def check_fields(body: CommonFields, model: ServedModel) -> None:
         available = f"use some of {', '.join(model.loras)}, each once" if model.loras else f"{model.name} has none"
         raise refused(400, "unknown_lora", f"unknown or repeated lora; {available}", "lora")
     if body.scheduler is not None and model.schedulers and body.scheduler not in model.schedulers:
-        text = f"scheduler {body.scheduler!r} is not in diffusers; use a scheduler such as DDIMScheduler"
+        fitting = _like(body.scheduler, model.schedulers) or model.schedulers
+        advice = ", ".join(fitting) if len(fitting) <= FEW else "the name of a scheduler of diffusers"
+        text = f"scheduler {body.scheduler!r} is unknown; use {advice}, or leave it out for the model's own"
         raise refused(400, "invalid_value", text, "scheduler")
     labels = {body.prompt, *(part.strip() for part in body.prompt.split(","))}  # names of a class, or its number
     if model.kind == "classes" and not (body.prompt.isdecimal() or labels & {*model.labels}):
-        text = f"class {short(body.prompt)!r} is not of model {model.name}; /v1/models lists its classes"
+        alike = ", ".join(_like(body.prompt, model.labels)) or ("a name that /v1/models lists" if model.labels else "")
+        advice = f"{alike}, or the number of a class" if alike else "the number of a class"
+        text = f"class {short(body.prompt)!r} is not of model {model.name}; use {advice}"
         raise refused(400, "invalid_value", text, "prompt")
     size, unit = size_of(body.size), model.unit
     if size is not None and any(side % unit for side in size):
-        below, above = ("x".join(f"{max(1, side // unit + up) * unit}" for side in reversed(size)) for up in (0, 1))
-        text = f"size {body.size} is not divisible by {unit}; nearest: {below}, {above}"
+        below = [max(1, side // unit) * unit for side in size]
+        above = [min(-(-side // unit), MOST_SIDE // unit) * unit for side in size]
+        nearest = dict.fromkeys(f"{width}x{height}" for height, width in (below, above))
+        text = f"size {body.size} is not divisible by {unit}; nearest: {', '.join(nearest)}"
         raise refused(400, "invalid_value", text, "size")
+
+
+def _like(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The known names that are most like this one, without the word that all schedulers end in."""
+    stems = {other.lower().removesuffix("scheduler"): other for other in known}
+    alike = get_close_matches(name.lower().removesuffix("scheduler"), stems, n=FEW, cutoff=0.5)
+    return tuple(stems[stem] for stem in alike)

@@ -26,7 +26,7 @@ STALLED_S = 60.0  # for a client to take the next bytes of an answer
 HEAD_END = re.compile(rb"\n\r?\n")
 ACCEPTED = 32  # connections that the event loop accepts before it does anything else
 WAITING = 1024  # connections that the kernel holds until they are accepted
-OWN_FILES = 256  # file descriptors for everything but connections
+OWN_FILES = 256  # file descriptors for everything but connections and their downloads
 BUSY = Problem(503, "busy", "the server has too many open requests; retry later", headers={"retry-after": "1"})
 TOO_LONG = Problem(431, "too_large", f"the headers have more than {HEAD_BYTES} bytes; send fewer or shorter ones")
 
@@ -48,12 +48,13 @@ def listening(host: str, port: int) -> socket.socket:
 def allow_files(connections: int) -> None:
     """Raise this process's limit of open files to what so many connections need; ValueError if that is not allowed.
 
-    Refused connections are open until the event loop closes them, a few batches later.
+    A connection that downloads a result also holds its file. Refused connections are open until the event loop closes
+    them, a few batches later.
     """
-    needed = connections + 4 * ACCEPTED + OWN_FILES
+    needed = 2 * connections + 4 * ACCEPTED + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        most = hard - 4 * ACCEPTED - OWN_FILES
+        most = (hard - 4 * ACCEPTED - OWN_FILES) // 2
         way_out = f"use at most --connections {most}, or raise" if most > 0 else "raise"
         raise ValueError(
             f"--connections {connections} needs {needed} open files, `ulimit -Hn` allows {hard}; {way_out} the limit"

@@ -11,6 +11,7 @@ become paths.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 import time
@@ -22,10 +23,12 @@ from typing import Any, Literal
 import msgspec
 from fastapi import Response
 from fastapi.responses import FileResponse
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 from seqpar.serve.api import log
 from seqpar.serve.api.codec import ImageKind
-from seqpar.serve.api.errors import refused
+from seqpar.serve.api.errors import ProblemError, refused, short
 
 Stored = ImageKind | Literal["mp4"]
 NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(png|jpeg|webp|mp4)")
@@ -42,6 +45,34 @@ class JobRecord(msgspec.Struct, frozen=True):
     job: dict[str, Any]
     stored: str | None = None
     video: dict[str, Any] | None = None
+
+
+class Download(FileResponse):
+    """A file; a Range that cannot be sent, and a file that is deleted before it is opened, are errors of this API."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = list[Message]()  # the head of the answer, until the file is open
+
+        async def checked(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                while held:
+                    await send(held.pop())
+                await send(message)
+            elif message["status"] < 400:
+                held.append(message)
+            else:
+                raise self._refused(message["status"], Headers(scope=scope).get("range", ""))
+
+        try:
+            await super().__call__(scope, receive, checked)
+        except FileNotFoundError as error:
+            raise refused(404, "unknown_file", "file not found or expired; request it again") from error
+
+    def _refused(self, status: int, asked: str) -> ProblemError:
+        size = self.headers["content-length"]
+        text = f"range {short(asked)!r} is not one of a file of {size} bytes; use a range such as bytes=0-"
+        headers = {"content_range": f"bytes */{size}"} if status == 416 else {}
+        return refused(status, "invalid_value", text, "range", **headers)
 
 
 class JobFolder:
@@ -80,10 +111,10 @@ class JobFolder:
     async def get(self, key: str, name: str) -> Response | None:
         """The HTTP response with a file of a key; None if it is missing or has expired."""
         match, path = NAME.fullmatch(name), self._of_key(key) / name
-        if match is None or not await asyncio.to_thread(self._is_kept, path):
+        if match is None or (found := await asyncio.to_thread(self._kept, path)) is None:
             return None
         media = f"{'video' if match[1] == 'mp4' else 'image'}/{match[1]}"
-        return FileResponse(path, media_type=media, headers=HEADERS)
+        return Download(path, media_type=media, headers=HEADERS, stat_result=found)
 
     async def forget(self, key: str, name: str) -> None:
         if NAME.fullmatch(name):
@@ -97,7 +128,7 @@ class JobFolder:
     def record(self, key: str, id_: str) -> JobRecord | None:
         """The record of a job of a key; None if it is missing or has expired."""
         path = self._of_key(key) / f"{id_}.json"
-        return self._read(path) if ID.fullmatch(id_) and self._is_kept(path) else None
+        return self._read(path) if ID.fullmatch(id_) and self._kept(path) else None
 
     def records(self, key: str) -> list[JobRecord]:
         records = (self.record(key, path.stem) for path in self._of_key(key).glob("*.json"))
@@ -132,11 +163,13 @@ class JobFolder:
     def _of_key(self, key: str) -> Path:
         return self._root / sha256(key.encode()).hexdigest()[:32]
 
-    def _is_kept(self, path: Path) -> bool:
+    def _kept(self, path: Path) -> os.stat_result | None:
+        """The status of a file, None if it is missing or has expired."""
         try:
-            return time.time() - path.stat().st_mtime < self._keep_s
+            found = path.stat()
         except FileNotFoundError:
-            return False
+            return None
+        return found if time.time() - found.st_mtime < self._keep_s else None
 
     def _write(self, path: Path, content: bytes) -> None:
         """Write a file, whole or not at all."""

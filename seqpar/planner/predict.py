@@ -103,8 +103,9 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     # output; guidance with the scheduler's update; and the exchange of predictions between the guidance branches
     gemm = sum(gemm_us(rates, b * local, *gemm, width) for gemm in work.once)
     passes = pass_us(b * local * (3 * work.width * width + 4 * load.latent * STATE), 2)
-    swap = curve_of(rates, layout, layout.cfg * layout.sequence)
-    exchanges = time_at(swap, b * local * load.latent * STATE) if layout.cfg > 1 else 0.0
+    exchanges = 0.0
+    if layout.cfg > 1:  # one rank has no transport, so no curve of one either
+        exchanges = time_at(curve_of(rates, layout, layout.cfg * layout.sequence), b * local * load.latent * STATE)
 
     # in every layer
     calls = attention_calls(work, slowest, b)

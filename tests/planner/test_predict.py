@@ -51,6 +51,12 @@ def test_predictions_are_what_was_measured(work: Work, rows: dict[int, dict[Layo
             assert predict(work, replace(ONE, tokens=tokens), layout, H200).ms == pytest.approx(ms, rel=within), layout
 
 
+@pytest.mark.parametrize("transport", ["peer", "of a user"])
+def test_one_rank_needs_no_measured_transport(transport: str) -> None:
+    layout = replace(ALONE, transport=transport)
+    assert predict(SEVEN_B, ONE, layout, replace(H200, exchange={})).ms == predict(SEVEN_B, ONE, ALONE, H200).ms
+
+
 def test_the_page_shows_these_predictions() -> None:
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     for layout in PEERS[256]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 from seqpar.families import __main__, _prove
@@ -153,6 +154,23 @@ def test_every_family_is_proven(cpu_ranks: Pool, kind: str) -> None:
 def test_a_wrong_family_is_caught_at_its_first_wrong_module(cpu_ranks: Pool) -> None:
     verdict = _prove.verdict(cpu_ranks.run(3, proven, "WanTransformer3DModel", True))  # whose attention is local
     assert "the first module that differs: blocks.0.attn1" in (verdict or "")
+
+
+def refused_output(rank: int, world: int, device: torch.device, kind: str) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        _prove.compare(kind, False, replace(CUTS[kind], output=Transformer2DModelOutput))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("Flux2Transformer2DModel", "got results in Transformer2DModelOutput, expected Flux2Transformer2DModelOutput"),
+        ("MiniMaxH3Transformer3DModel", "takes 2 positional arguments but 3 were given"),
+    ],
+)
+def test_a_wrong_class_of_results_is_caught(cpu_ranks: Pool, kind: str, expected: str) -> None:
+    assert all(expected in error for error in cpu_ranks.run(3, refused_output, kind))
 
 
 def test_the_command_prints_a_line_per_class(

@@ -3,7 +3,7 @@
     python -m docs.tools.strategy_pictures --write    # docs/pictures/NAME.svg
 
 A picture is a list of moments; what is sent between two of them follows from who holds which cell before and after.
-`tests/docs/test_pictures.py` compares it with what the strategy's `FACTS` say that each rank sends.
+`tests/docs/test_pages.py` compares it with what the strategy's `FACTS` say that each rank sends.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _write(paths: Sequence[Path], job: Job, result: Result, facts: dict[str, Any
 
 
 def _size(args: Args, image: Any) -> dict[str, int]:
-    """The size of an image or video, and print a line if it is not the one that was asked for."""
+    """The size of an image or video; prints a line if it is not the one that was asked for."""
     *frames, rows, columns, _ = np.asarray(image).shape
     size = {"height": rows, "width": columns} | ({"frames": frames[0]} if frames else {})
     asked: dict[str, int] = dict(zip(("height", "width"), parse_size(args.size) or (), strict=False))

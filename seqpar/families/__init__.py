@@ -11,10 +11,12 @@ A file may export these tables, each by the name of diffusers' class; files whos
 - `config_of_file`: a function of the shapes in a transformer's file that returns its config.json, or None.
 - `PRESETS`: name -> a pipeline's class, its parts (name -> class, config) and texts (argument of its call -> shape of
   an encoded prompt), for random weights.
-- `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors that have
-  no batch rows even if their first dim is as long.
+- `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors of one or
+  two dims that have no batch rows even if their first dim is as long. The names hold for all models. Where another
+  model's argument of this name has batch rows, use `Cuts.prepare` instead (`minimax_h3.py` does).
 - `UNSPLIT`: class of an attention processor that reads keys by their place in the whole image -> (name, reason).
-- `UNGUIDED`: transformers whose pipelines compute no unconditional branch.
+- `UNGUIDED`: transformers whose pipelines compute no unconditional branch. Others with `CUTS` count as guided, unless
+  their config sets `guidance_embeds`, and may get a cfg axis by default.
 
 `python -m seqpar.families NAME` proves a family. Users write the cuts of their transformers with the names below.
 """

@@ -29,11 +29,12 @@ HOME = "diffusers.models."  # where classes are defined whose arithmetic and con
 class CutTokens:
     """Keep this rank's tokens of a tensor.
 
-    stream: the kind of tokens (image, text). dim: the dim of the tokens. dims: the number of dims of a tensor that is
-    cut; others stay whole (a timestep is cut if there is one for each token). A tensor with one row along `dim` stays
-    whole, because it holds for all tokens. Of a tuple, list or dict, every tensor is cut. may_be_empty: whether there
-    may be fewer tokens than ranks, because the transformer's modules compute empty tensors, too, and attention joins
-    this stream with another one of which every rank has tokens.
+    stream: the kind of tokens (image, text). Any name will do, and errors show it, but several streams of a fused block
+    have the names in `Block.streams`. `IMAGE`, `OUT` and `ALONE` are for "image". dim: the dim of the tokens. dims: the
+    number of dims of a tensor that is cut; others stay whole (a timestep is cut if there is one for each token). A
+    tensor with one row along `dim` stays whole, because it holds for all tokens. Of a tuple, list or dict, every tensor
+    is cut. may_be_empty: whether there may be fewer tokens than ranks, because the transformer's modules compute empty
+    tensors, too, and attention joins this stream with another one of which every rank has tokens.
     """
 
     stream: str
@@ -126,7 +127,8 @@ class Cuts:
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
-    output: the class in which its forward returns results.
+    output: the class in which its forward returns results; needed if that is not `Transformer2DModelOutput`, as where a
+    call has two results.
     calls_twice: whether its pipelines make two calls per guided step without naming them (`cache_context`).
     """
 

@@ -52,21 +52,30 @@ def kinds_of(name: str) -> list[str]:
 def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Proof:
     """Compare the call of a tiny model on all ranks with the same call in this process. Collective.
 
-    native: whether the family's functions compute blocks. cuts: in place of the family's.
+    native: whether the family's functions compute blocks. cuts: in place of the family's. Raises ValueError if a call
+    with `return_dict=True` returns another class than diffusers does, TypeError if `Cuts.output` takes fewer results.
     """
     tiny = next((file.TINY[kind] for file in FILES.values() if kind in getattr(file, "TINY", ())), Tiny())
     module = build(getattr(diffusers, kind), tiny)
     given = arguments(module, tiny)
     with recorded(module) as whole, torch.no_grad():
         results = module(**given, return_dict=False)
+    with torch.no_grad():
+        expected = module(**given, return_dict=True)
     parallelize(module, cuts=cuts, native=native, cfg=False)
     with recorded(module) as parts, torch.no_grad():
         ours = module(**given, return_dict=False)
+    with torch.no_grad():
+        named = module(**given, return_dict=True)
     call: Any = module.forward
     state = call.state
     lengths, rank, size = dict(state.lengths), state.axis.rank, state.axis.size
     release(module)
-    errors = [_error(x, y) for x, y in zip(_tensors(results), _tensors(ours), strict=True)]
+    if type(named) is not type(expected):
+        names = type(named).__name__, type(expected).__name__
+        raise ValueError(f"got results in {names[0]}, expected {names[1]}; set output= of its Cuts")
+    pairs = ((results, ours), (expected.to_tuple(), named.to_tuple()))
+    errors = [_error(x, y) for both in pairs for x, y in zip(*map(_tensors, both), strict=True)]
     return Proof(max(errors), _first_difference(whole, parts, lengths, rank, size))
 
 

@@ -1,4 +1,4 @@
-"""FLUX.1: double blocks of text and image (`_double.py`), then parallel blocks of both (`_parallel.py`).
+"""FLUX.1: double blocks of text and image, then parallel blocks of both (`_double.py`).
 
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, and between single blocks the tokens stay one stream.

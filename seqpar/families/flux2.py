@@ -1,4 +1,4 @@
-"""FLUX.2 (dev, klein): double blocks (`_double.py`), then parallel blocks of both (`_parallel.py`), with SwiGLU.
+"""FLUX.2 (dev, klein): double blocks, then parallel blocks of both streams (`_double.py`), with SwiGLU.
 
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU is one, and the
 MLP of a parallel block runs while keys and values travel. All blocks share their modulation, which diffusers makes.

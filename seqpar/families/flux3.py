@@ -1,4 +1,4 @@
-"""FLUX.3: parallel blocks (`_parallel.py`) of text, image or reference images alone, then of all of them, with SwiGLU.
+"""FLUX.3: parallel blocks (`_double.py`) of text, image or reference images alone, then of all of them, with SwiGLU.
 
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU is one, and the
 MLP runs while keys and values travel. All blocks share their modulation, which diffusers makes for each token: its rows

@@ -1,4 +1,4 @@
-"""GLM-Image: cut by diffusers' own plan; what its pipelines take."""
+"""What GLM-Image's pipelines take. Its transformer has no cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.0 and 1.5: double blocks of video and text (`_double.py`), in 1.0 then parallel ones (`_parallel.py`).
+"""HunyuanVideo 1.0 and 1.5: double blocks of video and text, in 1.0 then parallel ones (`_double.py`).
 
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, q, k and v are one product that attention's kernel writes to the ranks that read them, and the

@@ -81,7 +81,8 @@ def download(name: str, presets: Sequence[str], models: Sequence[str] = ()) -> P
     reason = None
     try:
         with errors_only(logging):
-            reason = _why_not(name)  # one process at a time writes a file
+            reason = _why_not(name)
+            # one process at a time writes a file
             return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=reason is not None))
     except (*NETWORK, errors.HFValidationError) as error:
         if reason is not None and isinstance(error, errors.LocalEntryNotFoundError):

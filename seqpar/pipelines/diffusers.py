@@ -223,7 +223,7 @@ class DiffusersJob:
 
     @property
     def preset(self) -> Preset | None:
-        """Of a model with random weights."""
+        """The preset of a model with random weights, or None."""
         source = self.source.parts.source
         return source if isinstance(source, Preset) else None
 

@@ -123,9 +123,11 @@ class Rotation(Protocol):
 
 
 class Gather(Protocol):
-    """Brings every rank's block to every rank."""
+    """Brings every rank's block to every rank. `deliver` sends: there is no `start`."""
 
-    def outbox(self) -> Tensor: ...
+    def outbox(self) -> Tensor:
+        """Return this rank's block to write to: the same memory at every call, inside of what `deliver` returns."""
+        ...
 
     def deliver(self) -> Tensor:
         """Return all blocks, concatenated in the order of the ranks; valid until `outbox` is written again."""

@@ -154,20 +154,23 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not fail a finished run
             stream.reconfigure(errors="backslashreplace")
     meshes.on_fatal(lambda error: _report(rank, pipe, meshes.LostRankError(error), LAST_GRACE_S))
-    with ends_when_stopped(leave, interrupted_s):
-        try:
+    try:
+        with ends_when_stopped(leave, interrupted_s):
             try:
-                work(rank)
-            except SystemExit as stop:  # of the flags' parser, which has printed, or of a failed start
-                _leave(rank, stop.code)
-            meshes.close()
-        except BrokenPipeError:  # the reader of the output has exited, such as `head`
-            os._exit(128 + signal.SIGPIPE)
-        except BaseException as error:  # report first: leaving the group may hang
-            cause = cause_of(error)
-            if isinstance(cause, KeyboardInterrupt):
-                leave(cause.number if isinstance(cause, Stopped) else signal.SIGINT)
-            _report(rank, pipe, cause, GRACE_S)
+                try:
+                    work(rank)
+                except SystemExit as stop:  # of the flags' parser, which has printed, or of a failed start
+                    _leave(rank, stop.code)
+                meshes.close()
+            except BrokenPipeError:  # the reader of the output has exited, such as `head`
+                os._exit(128 + signal.SIGPIPE)
+            except BaseException as error:  # report first: leaving the group may hang
+                cause = cause_of(error)
+                if isinstance(cause, KeyboardInterrupt):
+                    leave(cause.number if isinstance(cause, Stopped) else signal.SIGINT)
+                _report(rank, pipe, cause, GRACE_S)
+    except Stopped as stop:  # a signal while the last call of `work` was in native code comes as the context is left
+        leave(stop.number)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -190,3 +191,21 @@ def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_
     }
     for how, line in last_lines.items():
         assert (tmp_path / f"{how} errors").read_text().splitlines()[-1] == line
+
+
+def late() -> None:
+    @contextmanager
+    def interrupted(leave: object, grace_s: float) -> Iterator[None]:
+        yield
+        raise Stopped(signal.SIGHUP)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seqpar.cli.exits.ends_when_stopped", interrupted)
+        guarded(lambda rank: None)
+
+
+def test_a_signal_that_comes_as_a_rank_ends_is_no_traceback(tmp_path: Path) -> None:
+    server()
+    job = Forked(late, (), os.environ, tmp_path / "output", tmp_path / "errors")
+    assert job.wait(60) == 128 + signal.SIGHUP
+    assert (tmp_path / "errors").read_text() == "stopped\n"

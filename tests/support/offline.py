@@ -319,7 +319,10 @@ def attention(tokens: Tokens) -> Attend:
 
 def main() -> None:
     """Compile all launches and print one JSON object: name -> facts."""
-    print(json.dumps({name: [facts(kernel) for kernel in kernels_of(launch)] for name, launch in launches().items()}))
+    kernels = {name: kernels_of(launch) for name, launch in launches().items()}
+    by_hash = {kernel.hash: kernel for each in kernels.values() for kernel in each}  # many launches start one program
+    found = {key: facts(kernel) for key, kernel in by_hash.items()}
+    print(json.dumps({name: [found[kernel.hash] for kernel in each] for name, each in kernels.items()}))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from seqpar.serve.messages import InputImage
 
 ImageKind = Literal["png", "jpeg", "webp"]
 T = TypeVar("T")
+JOIN_S = 2.0  # seconds for the thread of a pool whose processes were killed
 DECODERS = 2  # requests whose files are decoded at the same time
 
 
@@ -94,7 +95,10 @@ class Workers:
     def close(self) -> None:
         for process in list((self._pool._processes or {}).values()):  # pyright: ignore[reportPrivateUsage]
             process.kill()
+        manager: Any = self._pool._executor_manager_thread  # pyright: ignore[reportPrivateUsage]
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if manager is not None:  # it unlinks semaphores: an exit in the middle of that would leave a warning
+            manager.join(JOIN_S)
 
     def _new_pool(self) -> ProcessPoolExecutor:
         # spawned, because a fork would copy the listening sockets and every client's connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar, runtime_checkable
@@ -199,7 +200,7 @@ def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, torch.cat([stream.v for stream in streams], dim=1)
 
 
-class Strategy(Generic[T]):
+class Strategy(ABC, Generic[T]):
     """Base class of strategies: an `Attend` that owns its buffers. Subclasses implement `_attend`.
 
     core: attention on the axis. sizes: tokens of each rank of the axis. tokens: those of the whole sequence. make:
@@ -244,9 +245,9 @@ class Strategy(Generic[T]):
             return self._one_rank(streams, mask_BL, beside)
         return split_out(self._attend(present(streams), mask_BL, beside), streams)
 
+    @abstractmethod
     def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
-        """Return the output (B, l, H, D) of the joined tokens. streams: those that have tokens on this rank."""
-        raise NotImplementedError
+        """Return the output (B, l, H, D) of the joined tokens. streams: only streams with tokens on this rank."""
 
     def _attend_alone(
         self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None

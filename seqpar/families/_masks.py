@@ -26,10 +26,10 @@ class Prepared:
     The function runs on every rank, and on rank 0 once before. What it does may depend on names, shapes, dtypes and
     `read`, which are equal on all ranks, and on no other value. Its ValueErrors are raised on all ranks.
 
-    arguments: after what `cut` replaced; those that are left out are missing. ranks: how many tokens give every rank
-    one: in exact mode the same number on up to 16 ranks. moves_only: whether the strategy only moves keys, so that
-    attention can weigh padding (`Keys.padding`). number: returns what `read` returns next. note: a plain value for
-    `Cuts.keys` and `Cuts.forward`; calls with other notes are other graphs.
+    arguments: after the replacements of `cut`; arguments that the caller left out are missing. ranks: how many tokens
+    give every rank one: in exact mode the same number on up to 16 ranks. moves_only: whether the strategy only moves
+    keys, so that attention can weigh padding (`Keys.padding`). number: returns what `read` returns next. note: a plain
+    value for `Cuts.keys` and `Cuts.forward`; calls with other notes are other graphs.
     """
 
     arguments: dict[str, Any]

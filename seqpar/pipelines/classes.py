@@ -144,7 +144,7 @@ class Files(_files.Files):
 
 
 class Asked(TypedDict, total=False):
-    """The settings of `Pipeline.latents`; those that are not said here are `Request`'s.
+    """The settings of `Pipeline.latents`; see `Request` for fields that are not described here.
 
     size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
     (which is not changed), or None for the model's own.

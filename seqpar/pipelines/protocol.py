@@ -35,7 +35,7 @@ class GenerationRequest:
 
     size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
-    free guidance beside the embedded one. images: those that it begins with. The other fields are the flags of the same
+    free guidance beside the embedded one. images: input images. The other fields are the flags of the same
     names.
     """
 

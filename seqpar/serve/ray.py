@@ -164,7 +164,7 @@ class Router(MultiplexMixin, RequestRouter):
         return [rank for rank in (same, new, candidate_replicas) if rank]
 
     async def _length(self, replica: RunningReplica) -> int:
-        """Number of requests of a replica, with those that were just sent to it; an error if it is dead."""
+        """Number of requests of a replica, also the ones just sent to it; an error if it is dead."""
         length = self.replica_queue_len_cache.get(replica.replica_id)
         if length is None:
             length = await replica.get_queue_len(deadline_s=PROBE_S)

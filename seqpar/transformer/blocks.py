@@ -168,7 +168,7 @@ class FusedBlocks:
                 self._take_weights()
 
     def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, ShardedAttention]) -> None:
-        """Rescan the blocks, and let functions compute those that they may.
+        """Rescan the blocks; functions compute every block that they fit.
 
         additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
         """

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags
@@ -19,7 +18,7 @@ from seqpar.transports import collective
 from seqpar.transports._contract import Transport
 from seqpar.transports._exchanges import HeadLayout, KeyValues
 from seqpar.types.outboxes import Outboxes
-from seqpar.types.protocols import Attend, Core, Given, Projected, Stream
+from seqpar.types.protocols import Attend, Core, Given, Stream
 
 T = TypeVar("T")
 Beside = Callable[[], None]
@@ -41,51 +40,22 @@ def given(stream: Stream) -> Given:
     """Return a stream's q, k and v: those that the model made, or strided views of one fused QKV GEMM made here."""
     if isinstance(stream, Given):
         return stream
-    dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
-    qkv = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
-    q, k, v = qkv.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
+    heads = (stream.heads, stream.kv_heads, stream.kv_heads)
+    q, k, v = stream.fused().unflatten(-1, (sum(heads), -1)).split(heads, dim=2)
     return Given(q, k, v, stream.prepare)
 
 
 def query(stream: Stream) -> Tensor:
     """Return q of a stream; a separate GEMM computes it if the model has not."""
-    return stream.q if isinstance(stream, Given) else _project(stream, 0)
+    return stream.q if isinstance(stream, Given) else stream.part(0)
 
 
 def key(stream: Stream) -> Tensor:
-    return stream.k if isinstance(stream, Given) else _project(stream, 1)
+    return stream.k if isinstance(stream, Given) else stream.part(1)
 
 
 def value(stream: Stream, room_BlGD: Tensor | None = None) -> Tensor:
-    return stream.v if isinstance(stream, Given) else _project(stream, 2, room_BlGD)
-
-
-def _project(stream: Projected, part: int, room_BlHD: Tensor | None = None) -> Tensor:
-    """Compute part 0, 1 or 2 (q, k or v) of a fused projection alone, as (B, l, heads, D)."""
-    heads = (stream.heads, stream.kv_heads, stream.kv_heads)
-    dim = len(stream.weight) // sum(heads)
-    widths = [count * dim for count in heads]
-    bias = None if stream.bias is None else stream.bias.split(widths)[part]
-    return project(stream.x, stream.weight.split(widths)[part], bias, dim, room_BlHD)
-
-
-def project(
-    x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, dim: int, room_BlHD: Tensor | None = None
-) -> Tensor:
-    """Return x W^T + b as heads, (B, l, F / dim, dim).
-
-    The result is written into `room_BlHD` if that is given and input, weight and room have the same dtype.
-    """
-    # autocast does not cast for out=, so inputs of mixed dtypes go through F.linear
-    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight_FE.dtype:
-        return F.linear(x_BlE, weight_FE, bias_F).unflatten(-1, (-1, dim))
-    # out is a contiguous matrix and the bias is one row, so cuBLAS adds the bias and writes in place without a copy
-    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight_FE))
-    if bias_F is None:
-        torch.mm(rows_RE, weight_FE.t(), out=out_RF)
-    else:
-        torch.addmm(bias_F, rows_RE, weight_FE.t(), out=out_RF)
-    return room_BlHD
+    return stream.v if isinstance(stream, Given) else stream.part(2, room_BlGD)
 
 
 def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor) -> HeadLayout:

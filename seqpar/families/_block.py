@@ -8,22 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels.linear import gated_linear, linear_gelu, product
+from seqpar.kernels.rows8 import Rounding, Rows8
 from seqpar.types.protocols import Prepare, Projected, Stream
 
 T = TypeVar("T")
+Input = Tensor | Rows8
+"""What a matrix multiplies: rows in the dtype of the weights, or rows that a kernel has rounded to 8 bits for it."""
 
 
-class Matrix(NamedTuple):
+def unrounded(x_BlE: Input) -> Tensor:
+    """Return an input that no kernel has rounded; a matrix of 16 bits asks for no other."""
+    assert isinstance(x_BlE, Tensor)
+    return x_BlE
+
+
+@dataclass(frozen=True)
+class Matrix:
     """One GEMM of a block: weight (F, E) and bias (F,) or None of linear layers, one below the other.
 
-    A family calls these methods and touches no weight: adapters may be merged into a copy. Without adapters the layers'
-    own weights are views of the rows.
+    A family calls these methods and touches no weight: adapters may be merged into a copy, and `Matrix8` computes in 8
+    bits. Without adapters the layers' own weights are views of the rows.
     """
 
     weight: Tensor
@@ -34,17 +44,22 @@ class Matrix(NamedTuple):
         """F, the number of output channels."""
         return len(self.weight)
 
-    def __call__(self, x_BlE: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the kernel that makes the input rounds it to 8 bits; None: the input keeps its dtype."""
+        return None
+
+    def __call__(self, x_BlE: Input) -> Tensor:
         """Return the linear layer's output (B, l, F)."""
-        return F.linear(x_BlE, self.weight, self.bias)
+        return F.linear(unrounded(x_BlE), self.weight, self.bias)
 
-    def gelu(self, x_BlE: Tensor) -> Tensor:
-        """Return GELU (tanh formula) of the linear layer's output, (B, l, F)."""
-        return linear_gelu(x_BlE, self.weight, self.bias)
+    def gelu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
+        """Return GELU (tanh formula) of the linear layer's output, (B, l, F), as the reader takes it."""
+        return linear_gelu(unrounded(x_BlE), self.weight, self.bias)
 
-    def swiglu(self, x_BlE: Tensor) -> Tensor:
+    def swiglu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
         """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values."""
-        return gated_linear(x_BlE, self.weight, self.bias)
+        return gated_linear(unrounded(x_BlE), self.weight, self.bias)
 
     def wide(self, x_BE: Tensor) -> Tensor:
         """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""
@@ -53,9 +68,10 @@ class Matrix(NamedTuple):
     def bias_or_zeros(self) -> Tensor:
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
-    def projected(self, x_BlE: Tensor, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
+    def projected(self, x_BlE: Input, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
         """Return the stream whose q, k and v attention makes of x. kv_heads: `heads` unless given."""
-        return Projected(x_BlE, self.weight, self.bias, heads, heads if kv_heads is None else kv_heads, prepare)
+        kv_heads = heads if kv_heads is None else kv_heads
+        return Projected(unrounded(x_BlE), self.weight, self.bias, heads, kv_heads, prepare)
 
     def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
         """Add the product, without a bias, to y in place; y is contiguous."""
@@ -147,6 +163,11 @@ class BlockCall(Protocol):
         ...
 
 
+def reads_next(call: BlockCall, name: str) -> Rounding | None:
+    """Return the rounding of a matrix of the next block of this class, or None after the last one."""
+    return None if call.index + 1 == len(call.all_matrices) else call.all_matrices[call.index + 1][name].rounding
+
+
 class DeclinedError(Exception):
     """The reason why a function does not take the arguments of a call: the block's own forward computes it."""
 
@@ -158,11 +179,13 @@ class Block:
     compute: (`BlockCall`, block, *args, **kwargs of the block's own forward) -> what that returns. For arguments that
     it does not take it raises `DeclinedError`, identically on every rank, before anything is exchanged. streams: those
     that its attention joins, in the order in which the function passes them; a single one may have any name. layers:
-    name of a matrix -> paths of the linear layers that it is made of. why_not: returns why the function cannot compute
-    a block that is as diffusers builds it, or None.
+    name of a matrix -> paths of the linear layers that it is made of. why_not: returns why
+    the function cannot compute a block that is as diffusers builds it, or None. eight: the matrices that compute in 8
+    bits with precision="fp8"; the others keep their dtype.
     """
 
     compute: Callable[..., Any]
     streams: tuple[str, ...]
     layers: Mapping[str, Sequence[str]]
     why_not: Callable[[Any], str | None] = lambda block: None
+    eight: Sequence[str] = ()

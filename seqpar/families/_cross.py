@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, Matrix
+from seqpar.families._block import BlockCall, Matrix, reads_next
 from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate
 from seqpar.types.facts import Blocks, Cross, Gemms, Work
 from seqpar.types.protocols import state_dtype
@@ -67,21 +67,24 @@ def finished(
     norm: Norm,
     before: Vectors | None = None,
     mlp: tuple[str, str] = ("up", "down"),
+    reader: str | None = "qkv",
 ) -> Tensor:
     """Return the stream after attention to whole tokens, the branch, and after the MLP.
 
-    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices.
+    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices. reader: that of the matrix
+    that reads the next block's input, if nothing else does.
     """
     every, index = modulation
     shift, scale, gate = every[call.index][3:6]
     one = constant(call, 1.0, x_BlE) if before is None else before
-    x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index)
     up, down = (call.matrices[name] for name in mlp)
-    branch = down(up.gelu(h))
+    x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index, rounding=up.rounding)
+    branch = down(up.gelu(h, down))
     if call.index + 1 == len(every):
         return added(x, gate, branch, index_Bl=index)
     shift, scale, *_ = every[call.index + 1]
-    x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index)
+    rounding = None if reader is None else reads_next(call, reader)
+    x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index, rounding=rounding)
     call.hand_over(x, h)
     return x
 

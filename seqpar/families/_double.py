@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, DeclinedError, Matrix
+from seqpar.families._block import BlockCall, DeclinedError, Input, Matrix, reads_next
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.rows8 import Rounding
 from seqpar.types.facts import Blocks
 from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
+DOUBLE_EIGHT = ("image qkv", "image out", "image up", "image down")  # few tokens gain nothing
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]
@@ -31,17 +33,17 @@ Shift and scale alone: attention reads the stream, and the block changes nothing
 Indices = tuple[Tensor | None, Tensor | None]
 """For each stream: which row of its modulation each token has, (B, l) int32; None: that of its batch row."""
 
-Inputs = tuple[Tensor | None, Tensor | None]
+Inputs = tuple[Input | None, Input | None]
 """For each stream: the input of attention (B, l, E), if the family has made it already."""
 
 
-MLP = Callable[[Matrix, Matrix, Tensor], Tensor]
+MLP = Callable[[Matrix, Matrix, Input], Tensor]
 """Computes an MLP of its two layers and its input (B, l, E)."""
 
 
-def gelu_mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
+def gelu_mlp(up: Matrix, down: Matrix, h_BlE: Input) -> Tensor:
     """Return an MLP with GELU, (B, l, E)."""
-    return down(up.gelu(h_BlE))
+    return down(up.gelu(h_BlE, down))
 
 
 def modulations(
@@ -78,8 +80,9 @@ def two_streams(
     """
     mine, joined = every[call.index], list[Projected]()
     for (name, how), x, rows, index, made in zip(prepares.items(), streams, mine, indices, inputs, strict=True):
-        h = entered(call, x, rows, norm, index) if made is None else made
-        joined.append(call.matrices[f"{name} qkv"].projected(h, heads, how))
+        qkv = call.matrices[f"{name} qkv"]
+        h = entered(call, x, rows, norm, index, qkv.rounding) if made is None else made
+        joined.append(qkv.projected(h, heads, how))
     outs = call.attend(joined)
     after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
     first, second = (
@@ -89,10 +92,22 @@ def two_streams(
     return first, second
 
 
-def entered(call: BlockCall, x_BlE: Tensor, rows: Rows, norm: Norm, index: Tensor | None = None) -> Tensor:
-    """Return the input of attention (B, l, E): what the last block has left for this very x, or its modulated norm."""
+def entered(
+    call: BlockCall,
+    x_BlE: Tensor,
+    rows: Rows,
+    norm: Norm,
+    index: Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> Input:
+    """Return the input of attention (B, l, E): what the last block has left for this very x, or its modulated norm.
+
+    rounding: of the matrix that reads it.
+    """
     handed = call.handed(x_BlE)
-    return norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index) if handed is None else handed
+    if handed is not None:
+        return handed
+    return norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index, rounding=rounding)
 
 
 def _finished(
@@ -110,11 +125,12 @@ def _finished(
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
     up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
     branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
-    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index)
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index, rounding=up.rounding)
     branch = mlp(up, down, h)
     if following is None:
         return bounded(added(x, gate_mlp, branch, index_Bl=index))
-    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm, index_Bl=index)
+    rounding = reads_next(call, f"{name} qkv")
+    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm, index_Bl=index, rounding=rounding)
     x = bounded(x)
     call.hand_over(x, h)
     return x
@@ -154,15 +170,17 @@ def checked(options: dict[str, Any] | None) -> None:
 
 def branch(
     call: BlockCall,
-    h_BlE: Tensor,
+    h_BlE: Input,
     how: Prepare,
     heads: int,
     qkv: Matrix,
-    activated: Callable[[Tensor], Tensor],
+    activated: Callable[[Input, Matrix], Input],
     outs: tuple[Matrix, Matrix],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the branch (B, l, E). activated: the MLP's hidden layer. outs: of attention, without a bias, and the MLP.
+    """Return the branch (B, l, E). activated: the MLP's hidden layer, of h and the matrix that reads the layer.
+
+    outs: of attention, without a bias, and the MLP.
 
     mask: for the keys of attention, as the block was given it.
 
@@ -172,34 +190,45 @@ def branch(
     of_attention, of_mlp = outs
     q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
     made: list[Tensor] = []
-    (attended,) = call.attend([Given(q, k, v, how)], lambda: made.append(of_mlp(activated(h_BlE))), mask)
+    (attended,) = call.attend([Given(q, k, v, how)], lambda: made.append(of_mlp(activated(h_BlE, of_mlp))), mask)
     (branch_BlE,) = made
     of_attention.add_to(branch_BlE, attended)
     return branch_BlE
 
 
 def joined(
-    call: BlockCall, first_BlE: Tensor, second_BlE: Tensor, every: Sequence[Rows], norm: Norm
-) -> tuple[Tensor, Tensor]:
+    call: BlockCall,
+    first_BlE: Tensor,
+    second_BlE: Tensor,
+    every: Sequence[Rows],
+    norm: Norm,
+    rounding: Rounding | None = None,
+) -> tuple[Tensor, Input]:
     """Return two streams as one (B, l, E), and the block's input: what `apart` has left for them, or made of them.
 
-    every: the rows of all blocks, for both streams alike.
+    every: the rows of all blocks, for both streams alike. rounding: of the matrices that read the input.
     """
     handed = call.handed(second_BlE)
     if handed is not None and handed[0] is first_BlE:
         return handed[1:]
     x, (shift, scale, _) = torch.cat([first_BlE, second_BlE], dim=1), every[call.index]
-    return x, norm_modulate(x, shift, scale, norm)
+    return x, norm_modulate(x, shift, scale, norm, rounding=rounding)
 
 
 def apart(
-    call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequence[Rows], norm: Norm, first: int
+    call: BlockCall,
+    x_BlE: Tensor,
+    branch_BlE: Tensor,
+    every: Sequence[Rows],
+    norm: Norm,
+    first: int,
+    rounding: Rounding | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return two streams after a block as views of one, which is left for the next block.
 
-    first: tokens of the first one. See `joined`.
+    first: tokens of the first one. rounding: of the matrices that read the next block's input. See `joined`.
     """
-    x, h = following(x_BlE, every[call.index][2], branch_BlE, every[call.index + 1 :], norm)
+    x, h = following(x_BlE, every[call.index][2], branch_BlE, every[call.index + 1 :], norm, rounding=rounding)
     first_BlE, second_BlE = x[:, :first], x[:, first:]
     if h is not None:
         call.hand_over(second_BlE, (first_BlE, x, h))
@@ -213,14 +242,16 @@ def following(
     after: Sequence[Rows],
     norm: Norm,
     index_Bl: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    rounding: Rounding | None = None,
+) -> tuple[Tensor, Input | None]:
     """Return x + gate * branch, and the next block's input that is made of it. after: the rows of the next blocks.
 
     index: int32, which row each token has; None: that of its batch row.
     """
     if not after:
         return bounded(added(x_BlE, gate_BE, branch_BlE, index_Bl=index_Bl)), None
-    x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, after[0][0], after[0][1], norm, index_Bl=index_Bl)
+    (shift, scale, *_), *_ = after
+    x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, shift, scale, norm, index_Bl=index_Bl, rounding=rounding)
     return bounded(x), h
 
 

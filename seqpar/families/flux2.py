@@ -17,9 +17,10 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall, DeclinedError, Matrix
+from seqpar.families._block import Block, BlockCall, DeclinedError, Input, Matrix, reads_next
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
+    DOUBLE_EIGHT,
     NAMES,
     Rows,
     branch,
@@ -105,13 +106,15 @@ def single(
         raise DeclinedError("its two streams are given apart")
     rows, norm = call.once("rows", temb_mod, lambda: _rows(temb_mod, 3)), Norm("layer", block.norm.eps)
     handed, attn = call.handed(hidden_states), block.attn
-    h = norm_modulate(hidden_states, rows[0], rows[1], norm) if handed is None else handed
-    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, h))
+    h = handed
+    if h is None:
+        h = norm_modulate(hidden_states, rows[0], rows[1], norm, rounding=call.matrices["in"].rounding)
+    how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, hidden_states))
     qkv, up = call.matrices["in"].split_outputs(3 * attn.inner_dim, call.matrices["in"].outputs - 3 * attn.inner_dim)
     both = call.matrices["out"].split_inputs(attn.inner_dim)
     of_block = branch(call, h, how, attn.heads, qkv, up.swiglu, both)
     after = [rows] * (len(call.all_matrices) - call.index - 1)
-    x, h = following(hidden_states, rows[2], of_block, after, norm)
+    x, h = following(hidden_states, rows[2], of_block, after, norm, rounding=reads_next(call, "in"))
     if h is not None:
         call.hand_over(x, h)
     return x
@@ -122,13 +125,13 @@ def _rows(modulation: Tensor, vectors: int) -> Rows:
     return modulation.flatten(0, -2).to(state_dtype(modulation.dtype)).chunk(vectors, dim=-1)
 
 
-def _mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
-    return down(up.swiglu(h_BlE))
+def _mlp(up: Matrix, down: Matrix, h_BlE: Input) -> Tensor:
+    return down(up.swiglu(h_BlE, down))
 
 
 BLOCKS = {
-    "Flux2TransformerBlock": Block(double, NAMES, LAYERS),
-    "Flux2SingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS),
+    "Flux2TransformerBlock": Block(double, NAMES, LAYERS, eight=DOUBLE_EIGHT),
+    "Flux2SingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS, eight=("in", "out")),
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import Block, BlockCall, Input
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, branch, by_head, following, pairs
 from seqpar.kernels.adaln import Norm, norm_modulate
@@ -101,7 +101,7 @@ def _computed(
     h_BlE: Tensor | None,
     modulation: tuple[Tensor, ...],
     rotary: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Input | None]:
     """Return the stream after a block, and the next block's input. modulation: (B, l, 3 E) of its parts, in order."""
     rows, index_Bl = call.once("rows", modulation, lambda: _by_token(modulation))
     norm, attn, of = Norm("layer", block.norm.eps), block.attn, call.matrices

@@ -103,7 +103,9 @@ def block(
     shift, scale, gate, *_ = modulation.every[call.index]
     norm, of, x, index = Norm("rms", block.norm1.eps), call.matrices, hidden_states, modulation.of_token
     handed, attn, text = call.handed(x), block.attn1, block.attn2
-    h = norm_modulate(x, shift, scale, norm, index_Bl=index) if handed is None else handed
+    h = handed
+    if h is None:
+        h = norm_modulate(x, shift, scale, norm, index_Bl=index, rounding=of["qkv"].rounding)
     rows = call.once("rotary", image_rotary_emb, lambda: by_head(image_rotary_emb, attn.heads))
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *rows)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])

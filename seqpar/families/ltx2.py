@@ -168,8 +168,8 @@ def block(
         x_branch = _read(call, "video reads audio", block.audio_to_video_attn, (video, x_asks), (audio, y_tells))
         y_branch = _read(call, "audio reads video", block.video_to_audio_attn, (audio, y_asks), (video, x_tells))
         x_gate, y_gate = video.crossing[4], audio.crossing[4]
-    x = finished(call, x, x_branch, own["video"], norm, x_gate, ("video up", "video down"))
-    return x, finished(call, y, y_branch, own["audio"], norm, y_gate, ("audio up", "audio down"))
+    x = finished(call, x, x_branch, own["video"], norm, x_gate, ("video up", "video down"), None)
+    return x, finished(call, y, y_branch, own["audio"], norm, y_gate, ("audio up", "audio down"), None)
 
 
 def _skips(block: Any, given: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, reads_lengths
-from seqpar.families._double import NAMES, Rows, checked, double_work, modulations, of_both, two_streams
+from seqpar.families._double import DOUBLE_EIGHT, NAMES, Rows, checked, double_work, modulations, of_both, two_streams
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
@@ -162,7 +162,7 @@ def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:
     return rows_lD2.real.contiguous(), rows_lD2.imag.contiguous()
 
 
-BLOCKS = {"QwenImageTransformerBlock": Block(double, NAMES, LAYERS)}
+BLOCKS = {"QwenImageTransformerBlock": Block(double, NAMES, LAYERS, eight=DOUBLE_EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:

@@ -84,6 +84,8 @@ LAYERS = {
     "down": ("ffn.net.2",),
 }
 
+EIGHT = ("qkv", "out", "up", "down")
+
 
 def block(
     call: BlockCall, block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
@@ -105,7 +107,9 @@ def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb
     # VACE's embedders leave the channels apart, which only its first blocks see
     norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE.contiguous()
     handed, attn = call.handed(x), block.attn1
-    h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token) if handed is None else handed
+    h = handed
+    if h is None:
+        h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token, rounding=of["qkv"].rounding)
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
     x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
@@ -161,8 +165,10 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 BLOCKS = {
-    "WanTransformerBlock": Block(block, ("image",), LAYERS),
-    "WanVACETransformerBlock": Block(vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}),
+    "WanTransformerBlock": Block(block, ("image",), LAYERS, eight=EIGHT),
+    "WanVACETransformerBlock": Block(
+        vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}, eight=EIGHT
+    ),
 }
 
 

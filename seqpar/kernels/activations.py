@@ -165,6 +165,13 @@ def normal_gelu(value):
     return x * (0.5 + inner * p)
 
 
+@jit
+def tanh_gelu(value):
+    # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) needs no tanh, cancels nothing, and has the limit 0 if exp overflows
+    twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
+    return value / (1.0 + tl.exp(-twice_u))
+
+
 @jit(do_not_specialize=["count", "tokens"])  # one program for all numbers of tokens
 def gelu_kernel(
     x,
@@ -188,9 +195,7 @@ def gelu_kernel(
     elif EXACT:
         result = normal_gelu(value)
     else:
-        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) needs no tanh, cancels nothing, and has the limit 0 if exp overflows
-        twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
-        result = value / (1.0 + tl.exp(-twice_u))
+        result = tanh_gelu(value)
     tl.store(out + row.to(tl.int64) * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 

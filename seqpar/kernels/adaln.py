@@ -13,13 +13,14 @@ Source: adaLN-Zero, DiT (arXiv 2212.09748).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
+from seqpar.kernels.rows8 import E4M3, Rounding, Rows8, rounded_rows, write_rounded
 from seqpar.types.protocols import state_dtype
 
 
@@ -81,17 +82,39 @@ CASES: tuple[dict[str, int], ...] = (
 )
 
 
+@overload
 def norm_modulate(
     x_BlE: Tensor, shift_BE: Vectors, scale_BE: Vectors, norm: Norm, *, index_Bl: Tensor | None = None
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def norm_modulate(
+    x_BlE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
+    norm: Norm,
+    *,
+    index_Bl: Tensor | None = None,
+    rounding: Rounding | None,
+) -> Tensor | Rows8: ...
+def norm_modulate(
+    x_BlE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
+    norm: Norm,
+    *,
+    index_Bl: Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> Tensor | Rows8:
     """Return norm(x) * (1 + scale) + shift in x's dtype; x is (B, l, E), shift and scale are (B, E).
 
     index: int32, for tokens that differ in their modulation; token (b, l) has row index[b, l] of shift and scale.
+    rounding: that of the product that reads the result (`Matrix.rounding`), which is then in 8 bits.
     """
     chosen = launch if fused(x_BlE, *_tensors(shift_BE, scale_BE), norm.weight) else reference
-    return chosen(x_BlE, None, shift_BE, scale_BE, norm, index_Bl=index_Bl)[1]
+    return chosen(x_BlE, None, shift_BE, scale_BE, norm, index_Bl=index_Bl, rounding=rounding)[1]
 
 
+@overload
 def gate_norm_modulate(
     x_BlE: Tensor,
     gate_BE: Vectors,
@@ -103,17 +126,45 @@ def gate_norm_modulate(
     index_Bl: Tensor | None = None,
     keep: bool = True,
     branch_norm: BranchNorm | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def gate_norm_modulate(
+    x_BlE: Tensor,
+    gate_BE: Vectors,
+    branch_BlE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
+    norm: Norm,
+    *,
+    index_Bl: Tensor | None = None,
+    keep: bool = True,
+    branch_norm: BranchNorm | None = None,
+    rounding: Rounding | None,
+) -> tuple[Tensor, Tensor | Rows8]: ...
+def gate_norm_modulate(
+    x_BlE: Tensor,
+    gate_BE: Vectors,
+    branch_BlE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
+    norm: Norm,
+    *,
+    index_Bl: Tensor | None = None,
+    keep: bool = True,
+    branch_norm: BranchNorm | None = None,
+    rounding: Rounding | None = None,
+) -> tuple[Tensor, Tensor | Rows8]:
     """Return x + gate * branch and its `norm_modulate`, both in x's dtype; the norm sees the sum before it is rounded.
 
-    index: as for `norm_modulate`, for the gate too. branch_norm: of the branch, before its gate; it is not rounded.
+    index, rounding: as for `norm_modulate`; the index is for the gate, too. branch_norm: of the branch, before its
+    gate; it is not rounded.
     keep=False is for the last layer, after which nothing reads the stream: the sum is not written, and x itself is
     returned instead.
     """
     gated = Gated(gate_BE, branch_BlE, branch_norm)
     tensors = branch_BlE, *_tensors(gate_BE, shift_BE, scale_BE), norm.weight, _weight(branch_norm)
     chosen = launch if fused(x_BlE, *tensors) else reference
-    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep)
+    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep, rounding=rounding)
 
 
 def reference(
@@ -125,7 +176,8 @@ def reference(
     *,
     index_Bl: Tensor | None = None,
     keep: bool = True,
-) -> tuple[Tensor, Tensor]:
+    rounding: Rounding | None = None,
+) -> tuple[Tensor, Any]:
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     if gated is not None:
         wide = wide + by_token(gated.gate_BE, index_Bl) * _branch(gated, wide.dtype)
@@ -134,7 +186,8 @@ def reference(
         normed = F.layer_norm(wide, wide.shape[-1:], weight, eps=norm.eps)
     else:
         normed = F.rms_norm(wide, wide.shape[-1:], weight, norm.eps)
-    h = (normed * (1 + by_token(scale_BE, index_Bl)) + by_token(shift_BE, index_Bl)).to(x_BlE.dtype)
+    h = normed * (1 + by_token(scale_BE, index_Bl)) + by_token(shift_BE, index_Bl)
+    h = h.to(x_BlE.dtype) if rounding is None else rounded_rows(h, rounding, x_BlE.dtype)
     return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
@@ -181,7 +234,8 @@ def launch(
     *,
     index_Bl: Tensor | None = None,
     keep: bool = True,
-) -> tuple[Tensor, Tensor]:
+    rounding: Rounding | None = None,
+) -> tuple[Tensor, Any]:
     """Run the kernel: what `reference` returns, in new contiguous tensors. Inputs need only a contiguous last dim.
 
     Without shift, scale and norm only the stream after the gated branch is computed; both results are this stream.
@@ -195,9 +249,13 @@ def launch(
     steps = [step for x in (x_BlE, branch) for step in ((0, 0) if x is None else x.stride()[:2])]
     unit, strides = in_units([*steps, *(0 if each is None else each.stride(0) for each, _ in vectors)], width)
     x_new, h = (
-        torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device) if is_made else None
-        for is_made in (branch is not None and keep, norm is not None)
+        torch.empty((batch, tokens, width), dtype=dtype, device=x_BlE.device) if is_made else None
+        for is_made, dtype in (
+            (branch is not None and keep, x_BlE.dtype),
+            (norm is not None, x_BlE.dtype if rounding is None else E4M3),
+        )
     )
+    row_scales = None if rounding is None else torch.empty((batch, tokens, 1), device=x_BlE.device)
     of = norm or Norm()
     if batch * tokens:
         adaln_kernel[tokens, batch](
@@ -210,6 +268,8 @@ def launch(
             _weight(branch_norm),
             x_new,
             h,
+            None if rounding is None else rounding.centre_E,
+            row_scales,
             tokens,
             of.eps,
             0.0 if branch_norm is None else branch_norm.eps,
@@ -221,8 +281,12 @@ def launch(
             num_warps=warps_for(width, 32 if branch is None else 24),  # as measured
             enable_fp_fusion=True,
         )
-    stream = x_BlE if x_new is None else x_new
-    return stream, stream if h is None else h
+    stream: Tensor = x_BlE if x_new is None else x_new
+    if h is None:
+        return stream, stream
+    if rounding is None or row_scales is None:
+        return stream, h
+    return stream, Rows8(h, row_scales, rounding, x_BlE.dtype)
 
 
 def _tensors(*vectors: Vectors) -> list[Tensor]:
@@ -277,6 +341,8 @@ def adaln_kernel(
     branch_weight,
     x_new,
     h,
+    centre,
+    row_scales,
     tokens,
     eps,
     branch_eps,
@@ -318,4 +384,8 @@ def adaln_kernel(
         scale_E = _vector(scale, scale_shared, number * scale_row * UNIT, col, inside) + 1.0
         if weight is not None:
             row *= _vector(weight, None, 0, col, inside)
-        tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)
+        row = row * scale_E + shift_E
+        if row_scales is not None:
+            write_rounded(row, centre, h, row_scales, here, batch * tokens + token, col, inside)
+        else:
+            tl.store(h + here, row.to(h.dtype.element_ty), inside)

@@ -247,12 +247,16 @@ def save(rates: Rates, count: int) -> Path:
     return path
 
 
-def _path(device: str, count: int, dtype: str, host: int | None) -> Path:
+def cache_folder() -> Path:
+    """Return the folder of what is measured once and kept: $SEQPAR_CACHE, or seqpar in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("SEQPAR_CACHE") or Path(base) / "seqpar")
+    return Path(os.environ.get("SEQPAR_CACHE") or Path(base) / "seqpar")
+
+
+def _path(device: str, count: int, dtype: str, host: int | None) -> Path:
     hosts = "" if host is None else f" by {host}"
     key = f"{device} x {count}{hosts} {dtype} torch {torch.__version__}"
-    return folder / f"rates-{re.sub(r'[^a-z0-9.]+', '-', key.lower())}.json"
+    return cache_folder() / f"rates-{re.sub(r'[^a-z0-9.]+', '-', key.lower())}.json"
 
 
 def _read(path: Path) -> Rates:

@@ -115,7 +115,7 @@ class ShardedAttention:
             like = first.q
         else:  # q is computed later
             dim = len(first.weight) // (first.heads + 2 * first.kv_heads)
-            like = first.x.new_empty(len(first.x), 0, first.heads, dim)
+            like = first.weight.new_empty(first.x.shape[0], 0, first.heads, dim)
         bias = self._bias(mask, names, tokens, like)
         if bias is None or not self.state.adds:
             return self.state.attend(tokens, like, bias is not None)(streams, bias, beside=beside)

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from seqpar.families._block import DeclinedError, Matrix
 from seqpar.families._cuts import HOME
 from seqpar.families._find import BLOCKS
+from seqpar.families._matrix8 import Matrix8, quantised
 from seqpar.kernels.linear import why_not_faster
+from seqpar.kernels.rows8 import Rounding
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import ShardedAttention
+from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.foreign import BY_TOKEN, Addition, is_patched
 from seqpar.transformer.forward import CallState
 
@@ -137,8 +140,8 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 class FusedBlocks:
     """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
 
-    def __init__(self, module: nn.Module, state: CallState, on: bool) -> None:
-        self._module, self._state, self._on = module, state, on
+    def __init__(self, module: nn.Module, state: CallState, on: bool, calibration: Calibration | None = None) -> None:
+        self._module, self._state, self._on, self._calibration = module, state, on, calibration
         self._blocks: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
@@ -157,8 +160,13 @@ class FusedBlocks:
         """These copies by the names of blocks and matrices, biases too."""
         paths = {block: path for path, block in self._blocks}
         copies = {f"{paths[block]}, {name}": matrix for (block, name), matrix in self._copies.items()}
-        tensors = {f"{name} {part}": x for name, matrix in copies.items() for part, x in matrix._asdict().items()}
-        return {name: x for name, x in tensors.items() if x is not None}
+        weights = {f"{name} weight": matrix.weight for name, matrix in copies.items()}
+        return weights | {f"{name} bias": x.bias for name, x in copies.items() if x.bias is not None}
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether blocks compute with copies of weights, which a write to these does not change."""
+        return self._calibration is not None
 
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
@@ -210,7 +218,11 @@ class FusedBlocks:
                 f"{len(reasons)} of {len(self._blocks)} blocks are diffusers' own, because {reasons[0]}{first}"
             )
         computed = (hook.matrices.values() for hook in self.hooks.values() if hook.all_matrices)
-        if (why := why_not_faster(matrix.weight for matrices in computed for matrix in matrices)) is not None:
+        if (
+            why := why_not_faster(
+                matrix.weight for matrices in computed for matrix in matrices if matrix.rounding is None
+            )
+        ) is not None:
             self._state.say(f"activations are separate kernels after cuBLAS's GEMMs: {why}")
 
     def _adapted(self) -> list[str]:
@@ -238,7 +250,7 @@ class FusedBlocks:
                 by_kind[type(block).__name__].append(block)
         before, self._copies = self._copies, {}
         for kind, blocks in by_kind.items():
-            matrices = [self._matrices(block, BLOCKS[kind].layers, before) for block in blocks]
+            matrices = [self._in_8_bits(block, self._matrices(block, BLOCKS[kind].layers, before)) for block in blocks]
             for index, block in enumerate(blocks):
                 self.hooks[block].take(blocks, matrices, index)
 
@@ -261,12 +273,32 @@ class FusedBlocks:
                     matrices[name] = self._copies[block, name] = copy
         return matrices
 
+    def _in_8_bits(self, block: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
+        if self._calibration is None:
+            return matrices
+        path, roundings = next(path for path, part in self._blocks if part is block), list[Rounding]()
+        for name in BLOCKS[type(block).__name__].eight:
+            if name not in matrices:
+                continue
+            matrix, key = matrices[name], f"{path}, {name}"
+            mean = self._calibration.means.get(key)
+            wanted = Rounding(None if mean is None else mean.to(matrix.weight.device))
+            # matrices that read one input have one centre, and one object says so
+            reads = next((known for known in roundings if known.equals(wanted)), wanted)
+            roundings.append(reads)
+            matrices[name] = quantised(matrix, reads, key in self._calibration.fast)
+        return matrices
+
     def text(self) -> str:
         """Return what computes the blocks, as a text that must be equal on all ranks."""
         if not self.hooks:
             return "by its own modules"
         own = next((f", {len(self.reasons)} by its own modules, because {why}" for why in self.reasons.values()), "")
-        return f"{len(self.hooks) - len(self.reasons)} blocks by fused kernels{own}"
+        every = [matrix for hook in self.hooks.values() if hook.all_matrices for matrix in hook.matrices.values()]
+        eight = [matrix for matrix in every if isinstance(matrix, Matrix8)]
+        fast = f", {sum(matrix.fast for matrix in eight)} with fast sums" if eight else ""
+        bits = f", {len(eight)} of {len(every)} GEMMs in 8 bits{fast}" if eight else ""
+        return f"{len(self.hooks) - len(self.reasons)} blocks by fused kernels{bits}{own}"
 
 
 class BlockHook(ModelHook):

@@ -30,6 +30,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.plan import Plan
 from seqpar.transformer.attention import AttentionHook, BlockWatch, ShardedAttention, parts_of_users
 from seqpar.transformer.blocks import FusedBlocks
+from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.changes import Changes
 from seqpar.transformer.foreign import ForeignCode, own_forward, refuse, refuse_compiled, refuse_late
 from seqpar.transformer.forward import CallState
@@ -100,24 +101,32 @@ class ShardHook(ModelHook):
 class ShardedModule:
     """A transformer with what is put on it; it stays the owner of its weights and is changed by hooks only.
 
-    native: whether functions of `seqpar.families` may compute its blocks. forward: computes a call from its arguments
-    by their names. takes_note: whether that is a function of the family, which takes `NOTE`. Raises ValueError, the
-    same on every rank, if the tokens cannot be split.
+    native: whether functions of `seqpar.families` may compute its blocks. calibration: of GEMMs in 8 bits. forward:
+    computes a call from its arguments by their names. takes_note: whether that is a function of the family, which takes
+    `NOTE`. Raises ValueError, the same on every rank, if the tokens cannot be split.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, native: bool = False) -> None:
-        self.module, self.cuts, self._native = module, cuts, native
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        plan: Plan,
+        cuts: Cuts,
+        native: bool = False,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.module, self.cuts, self._native, self._calibration = module, cuts, native, calibration
         self.state, self._changes = CallState(mesh, plan), Changes(module)
         self.forward: Callable[..., Any] = own_forward(module)
         self.takes_note, self._theirs = False, None
-        self._followed = -1  # the count of changes up to which the module was followed
+        self._followed: Hashable = None  # the changes up to which the module was followed
         # A submodule may live longer than its transformer: diffusers caches Qwen-Image's rotary embedding for ever. Its
         # hook would keep the exchanges and their buffers alive, so hooks are also removed when this object goes.
         self._hooked = list[tuple[ref[nn.Module], str]]()  # a submodule, and the name of our hook on it
         finalize(self, _unhook, self._hooked).atexit = False
         self._attention = dict[nn.Module, AttentionHook]()
         self.watch = BlockWatch(self.state, {})
-        self.fused = FusedBlocks(module, self.state, native)
+        self.fused = FusedBlocks(module, self.state, native, calibration)
         self._look()
         try:
             self.follow()
@@ -164,8 +173,7 @@ class ShardedModule:
         ValueError if a backend was set, or for attention that would see the tokens of one rank only. After an error it
         is tried again in the next call.
         """
-        count = self._changes.count()
-        if count == self._followed:
+        if self._changed() == self._followed:
             return
         refuse_compiled(self.module)
         if self.state.axis.size > 1:
@@ -179,18 +187,23 @@ class ShardedModule:
         self.watch = BlockWatch(self.state, parts_of_users(self.module))
         self._look()
         self._changes.accept()
-        self._followed = count
+        self._followed = self._changed()
+
+    def _changed(self) -> Hashable:
+        # weights in 8 bits are copies, which do not follow what is written to the weights
+        count = self._changes.count()
+        return (count, self._changes.values()) if self.fused.is_copied else count
 
     def release(self) -> None:
         """Take all off and free the exchanges; collective. The next call puts all on again."""
         self._remove()
-        self.fused = FusedBlocks(self.module, self.state, self._native)
+        self.fused = FusedBlocks(self.module, self.state, self._native, self._calibration)
         self.state.exchanges.release()
 
     def _remove(self) -> None:
         _unhook(self._hooked)
         self.watch.remove()
-        self._attention, self._followed = {}, -1
+        self._attention, self._followed = {}, None
 
     def _look(self) -> None:
         # The transformer's own forward may be replaced on its class at any time. On several ranks, what does not

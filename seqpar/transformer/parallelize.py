@@ -29,6 +29,7 @@ from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_i
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
+from seqpar.transformer.calibration import PRECISIONS, Calibration, Precision, calibrated, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
@@ -198,6 +199,8 @@ def parallelize(
     cuts: Cuts | Mapping[str, Any] | None = None,
     vae: VaeMode = "auto",
     cfg: bool = True,
+    precision: Precision | None = None,
+    calibrate: Callable[[], object] | None = None,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -207,7 +210,10 @@ def parallelize(
     tokens of a transformer are split, as `seqpar.families.Cuts` or diffusers' `_cp_plan`; None takes the
     known ones of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
-    at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
+    at once. precision: "fp8" computes most GEMMs of fused blocks in 8 bits, with an error (docs/precision.md); None
+    keeps the weights' dtype. calibrate: a function that calls the pipeline or transformer with typical inputs; None
+    uses fixed prompts. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all
+    ranks.
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
@@ -219,16 +225,18 @@ def parallelize(
         check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
         takes_variances(pipe_or_transformer)
         sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
+        _check_precision(precision, calibrate, native, modules, ranks)
         return own, preferences, modules, {name: _checked_cuts(module, cuts) for name, module in modules.items()}
 
     own, preferences, modules, where = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
-    agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg})
+    agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, "precision": precision})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
     handle = Handle(plan, own)
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native)
+    eight = None if precision is None else (lambda: calibrated(handle.mesh, pipe_or_transformer, modules, calibrate))
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, eight)
 
     # calls in place of the forwards
     for module in sharded:
@@ -333,6 +341,7 @@ def _sharded(
     plan: Plan,
     cuts: Mapping[str, Cuts],
     native: bool,
+    calibrate: Callable[[], Mapping[str, Calibration]] | None,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
@@ -348,14 +357,31 @@ def _sharded(
     try:
         mesh.on_all_ranks(check)
         mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
+        calibrations = {} if calibrate is None else calibrate()
         for name, module in modules.items():
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native))
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, calibrations.get(name)))
     except ValueError:
         for module in sharded:
             module.release()
         handle.leave()
         raise
     return sharded
+
+
+def _check_precision(
+    precision: object, calibrate: object, native: bool, modules: Mapping[str, nn.Module], mesh: Mesh
+) -> None:
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"got precision={precision!r}, expected one of {', '.join(PRECISIONS)}, or None")
+    if precision is None:
+        if calibrate is not None:
+            raise ValueError('got calibrate= without precision="fp8"')
+        return
+    if not native:
+        raise ValueError(f'precision="{precision}" is computed by fused blocks, which native=False turns off')
+    for module in modules.values():
+        if (reason := why_not(module, mesh.device)) is not None:
+            raise ValueError(f'precision="{precision}" cannot be used: {reason}')
 
 
 def _move(pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh) -> None:

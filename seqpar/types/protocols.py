@@ -8,10 +8,11 @@ E model width, C latent channels, R rows of a modulation table. `q_BlHD` is q wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -95,6 +96,46 @@ class Projected:
     @property
     def tokens(self) -> int:
         return self.x.shape[1]
+
+    def fused(self) -> Tensor:
+        """Return q, k and v side by side, (B, l, (H + 2 G) D), by one GEMM."""
+        return F.linear(self.x, self.weight, self.bias)
+
+    def part(self, index: int, room_BlHD: Tensor | None = None) -> Tensor:
+        """Return q, k or v (0, 1 or 2) by a GEMM of its own, as (B, l, heads, D); room: as for `project`."""
+        dim, weight_FE, bias_F = self.rows(index)
+        return project(self.x, weight_FE, bias_F, dim, room_BlHD)
+
+    def widened(self, dtype: torch.dtype) -> Projected:
+        """Return the stream in another dtype."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, x=self.x.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def rows(self, index: int) -> tuple[int, Tensor, Tensor | None]:
+        """Return D, and the rows of the weight and the bias that make q, k or v."""
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        dim = len(self.weight) // sum(heads)
+        mine = slice(sum(heads[:index]) * dim, sum(heads[: index + 1]) * dim)
+        return dim, self.weight[mine], None if self.bias is None else self.bias[mine]
+
+
+def project(
+    x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, dim: int, room_BlHD: Tensor | None = None
+) -> Tensor:
+    """Return x W^T + b as heads, (B, l, F / dim, dim).
+
+    The result is written into `room_BlHD` if that is given and input, weight and room have the same dtype.
+    """
+    # autocast does not cast for out=, so inputs of mixed dtypes go through F.linear
+    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight_FE.dtype:
+        return F.linear(x_BlE, weight_FE, bias_F).unflatten(-1, (-1, dim))
+    # out is a contiguous matrix and the bias is one row, so cuBLAS adds the bias and writes in place without a copy
+    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight_FE))
+    if bias_F is None:
+        torch.mm(rows_RE, weight_FE.t(), out=out_RF)
+    else:
+        torch.addmm(bias_F, rows_RE, weight_FE.t(), out=out_RF)
+    return room_BlHD
 
 
 Stream = Given | Projected

@@ -133,8 +133,7 @@ def joined(streams: Sequence[Stream], dtype: torch.dtype) -> tuple[Tensor, Tenso
     parts = list[tuple[Tensor, Tensor, Tensor]]()
     for stream in present(streams):
         if isinstance(stream, Projected):
-            bias = None if stream.bias is None else stream.bias.to(dtype)
-            stream = replace(stream, x=stream.x.to(dtype), weight=stream.weight.to(dtype), bias=bias)
+            stream = stream.widened(dtype)
         qkv = given(stream)
         parts.append((*prepared(qkv.q.to(dtype), qkv.k.to(dtype), qkv.prepare), qkv.v.to(dtype)))
     q, k, v = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import _streams
-from seqpar.attention._streams import project, split_out
+from seqpar.attention._streams import split_out
 from seqpar.attention.kv_first import KVFirst
 from seqpar.local import reference
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import Shard
 from seqpar.transports import collective
-from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.protocols import Prepare, Projected, project
 from tests.support.meshes import random
 
 HEADS, GROUPS, DIM = 6, 2, 8
@@ -31,13 +31,13 @@ class Spy(collective.Transport):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.notes: list[str] = []
-        linear = _streams.F.linear
+        linear = torch.nn.functional.linear
 
         def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             self.notes.append(f"GEMM of {len(weight) // DIM} heads")
             return linear(x, weight, bias)
 
-        patch.setattr(_streams.F, "linear", noted)
+        patch.setattr(torch.nn.functional, "linear", noted)
 
     def key_values(self, axis: Any, layout: Any, overlap: bool = False) -> Any:
         assert overlap  # only such an exchange is asked to start

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.models import dit
@@ -25,6 +24,7 @@ from seqpar.planner.predict import Load
 from seqpar.planner.rates import CPU
 from seqpar.planner.search import Preferences, search
 from seqpar.types.masks import key_bias
+from seqpar.types.protocols import project
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from seqpar.families._find import cuts_of
 from seqpar.graphs.graphs import Graphs
 from seqpar.graphs.signature import form_of
 from seqpar.planner.plan import Choice
+from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.hooks import ShardedModule
 from tests.support.calls import Captures
@@ -35,11 +36,13 @@ def body_of(
     cuts: Any = None,
     fused: bool = False,
     exact: bool = False,
+    calibration: Calibration | None = None,
 ) -> ShardedCall:
     """Return a call on the mesh on which a strategy is tested; the module's own forward stays in its place."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
     plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
-    return ShardedCall(ShardedModule(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused))
+    mesh = mesh_for(strategy, world, device)
+    return ShardedCall(ShardedModule(module, mesh, plan, cuts_of(module, cuts), fused, calibration))
 
 
 def captured(call: Any, captures: Any = None) -> tuple[Any, Any]:

@@ -1,0 +1,138 @@
+"""A matrix of a block in 8 bits: weights with a scale for each output channel, inputs with a scale for each token.
+
+A fixed vector, the calibrated mean of each input channel, is taken out of inputs before they are rounded, and its
+product with the weights as they were is part of the bias (`seqpar.kernels.rows8`). No scale, centre or choice depends
+on a call's or a rank's other rows, so that one GPU's bits hold on any number of GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from seqpar.families._block import Input, Matrix
+from seqpar.kernels.activations import bias_gelu, swiglu
+from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows, rounded
+from seqpar.types.protocols import Prepare, Projected, state_dtype
+
+
+@dataclass(frozen=True)
+class Matrix8(Matrix):
+    """`Matrix` that computes in e4m3. weight, bias: as they were before.
+
+    values: e4m3 (F, E). scales: fp32 (F,). reads: how inputs are rounded; one object for all matrices that read the
+    same input. folded: bias + centre W^T in the weight's dtype, (F,), or None. fast: as for `product8`.
+    """
+
+    values: Tensor
+    scales: Tensor
+    reads: Rounding
+    folded: Tensor | None
+    fast: bool
+    halves: dict[int, tuple[Matrix8, Matrix8]] = field(default_factory=dict, compare=False)
+
+    @property
+    def rounding(self) -> Rounding:
+        return self.reads
+
+    def __call__(self, x_BlE: Input) -> Tensor:
+        return product8(self._rows(x_BlE), self.values, self.scales, self.folded, fast=self.fast)
+
+    def gelu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
+        return self._activated(x_BlE, "gelu", reader)
+
+    def swiglu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
+        return self._activated(x_BlE, "swiglu", reader)
+
+    def _activated(self, x_BlE: Input, activation: Activation, reader: Matrix | None) -> Input:
+        y = self(x_BlE)
+        if reader is not None and reader.rounding is not None:
+            return round_rows(y, reader.rounding, activation)
+        return bias_gelu(y, None, reuse=True) if activation == "gelu" else swiglu(y)
+
+    def projected(self, x_BlE: Input, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
+        rows, kv_heads = self._rows(x_BlE), heads if kv_heads is None else kv_heads
+        return Projected8(cast(Tensor, rows), self.weight, self.bias, heads, kv_heads, prepare, self)
+
+    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
+        y_BlF.add_(self(x_BlE.flatten(2)))
+
+    def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
+        edges = [*accumulate(sizes, initial=0)]
+        return tuple(self.part(slice(start, end)) for start, end in pairwise(edges))
+
+    def part(self, rows: slice) -> Matrix8:
+        """Return the matrix of these output channels."""
+        bias, folded = (None if x is None else x[rows] for x in (self.bias, self.folded))
+        return replace(
+            self,
+            weight=self.weight[rows],
+            bias=bias,
+            values=self.values[rows],
+            scales=self.scales[rows],
+            folded=folded,
+            halves={},
+        )
+
+    def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
+        if first not in self.halves:  # the first call makes them, before any graph is captured
+            centre = self.reads.centre_E
+            before, after = (None, None) if centre is None else (centre[:first], centre[first:])
+            self.halves[first] = (
+                eight_of(
+                    self.weight[:, :first], None, self.values[:, :first], self.scales, Rounding(before), self.fast
+                ),
+                eight_of(
+                    self.weight[:, first:], self.bias, self.values[:, first:], self.scales, Rounding(after), self.fast
+                ),
+            )
+        return self.halves[first]
+
+    def _rows(self, x_BlE: Input) -> Rows8:
+        if isinstance(x_BlE, Tensor):
+            return round_rows(x_BlE, self.reads)
+        if x_BlE.rounding is not self.reads:
+            raise ValueError("an input was rounded for another matrix, whose centre is not in this bias")
+        return x_BlE
+
+
+@torch.no_grad()
+def quantised(matrix: Matrix, reads: Rounding, fast: bool) -> Matrix8:
+    """Return a matrix in 8 bits, whose inputs are rounded like this."""
+    values, scales = rounded(matrix.weight.to(state_dtype(matrix.weight.dtype)))
+    return eight_of(matrix.weight, matrix.bias, values, scales.flatten(), reads, fast)
+
+
+def eight_of(
+    weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor, reads: Rounding, fast: bool
+) -> Matrix8:
+    """Return the matrix of these weights in 8 bits, with the product of the inputs' centre in its bias."""
+    folded = bias
+    if reads.centre_E is not None:
+        wide = state_dtype(weight.dtype)
+        folded = weight.to(wide) @ reads.centre_E.to(wide)
+        folded = (folded if bias is None else folded + bias.to(wide)).to(weight.dtype)
+    return Matrix8(weight, bias, values, scales, reads, folded, fast)
+
+
+@dataclass(frozen=True)
+class Projected8(Projected):
+    """A stream whose x is rounded already (`Rows8`), so that three GEMMs round it once."""
+
+    matrix: Matrix8
+
+    def fused(self) -> Tensor:
+        return self.matrix(cast(Rows8, self.x))
+
+    def part(self, index: int, room_BlHD: Tensor | None = None) -> Tensor:
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        dim = len(self.weight) // sum(heads)
+        mine = slice(sum(heads[:index]) * dim, sum(heads[: index + 1]) * dim)
+        return self.matrix.part(mine)(cast(Rows8, self.x)).unflatten(-1, (-1, dim))
+
+    def widened(self, dtype: torch.dtype) -> Projected:
+        return self  # its products are what a check of attention takes as given

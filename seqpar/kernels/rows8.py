@@ -1,0 +1,190 @@
+"""Rows in 8 bits (e4m3) with a scale each, and their product with a matrix in 8 bits.
+
+    x ~ scale * values + centre,    x W^T ~ scale * weight_scale * (values weight^T) + centre W^T
+
+Tensor cores of Hopper do not accumulate products of e4m3 in full fp32: sums of one sign are truncated, and inputs with
+a mean lose 1 to 4 % of it. So a fixed vector, the mean of each input channel, is taken out before rounding, and its
+product, which is exact, is added with the bias. The pass that rounds also applies the activation before it: it reads a
+row once, keeps it in registers, and writes a byte a number. A row's bits do not depend on other rows.
+Source: FP8 formats (arXiv 2209.05433).
+"""
+
+# pyright: reportPossiblyUnboundVariable=false
+# (kernels branch only on values that are known at compile time)
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
+from seqpar.kernels.activations import reference_gelu, reference_swiglu, tanh_gelu
+from seqpar.types.protocols import state_dtype
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # in e4m3
+Activation = Literal["gelu", "swiglu"]
+
+CASES: tuple[dict[str, int], ...] = (
+    {"batch": 1, "tokens": 1, "width": 384, "pad": 0},
+    {"batch": 2, "tokens": 5, "width": 1152, "pad": 0},
+    {"batch": 3, "tokens": 7, "width": 40, "pad": 8},
+    {"batch": 2, "tokens": 4, "width": 1544, "pad": 0},  # only 8 divides it
+    {"batch": 1, "tokens": 21, "width": 384, "pad": 384},
+    {"batch": 1, "tokens": 3, "width": 12288, "pad": 0},
+)
+"""Shapes that tests use; width: E, of the result."""
+
+
+class Rounding(NamedTuple):
+    """How the input of a product is rounded: a centre (E,) in fp32, or None where none is known."""
+
+    centre_E: Tensor | None
+
+    def equals(self, other: Rounding) -> bool:
+        """Compare centres by value; it waits for the GPU."""
+        if self.centre_E is None or other.centre_E is None:
+            return self.centre_E is other.centre_E
+        return torch.equal(self.centre_E, other.centre_E)
+
+
+class Rows8(NamedTuple):
+    """Rows x ~ scales * values + a centre that the product's bias contains; values (B, l, E) e4m3, scales (B, l, 1).
+
+    The scales are in fp32. rounding: how they were rounded. dtype: of x, and of what a product returns.
+    """
+
+    values: Tensor
+    scales: Tensor
+    rounding: Rounding
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return False  # values of 8 bits have no gradient
+
+    def wide(self) -> Tensor:
+        """Return x less its centre in fp64, (B, l, E)."""
+        return self.values.double() * self.scales.double()
+
+
+def round_rows(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+    """Return x, or GELU (tanh formula) or SwiGLU of x, in 8 bits; x is (B, l, E), for SwiGLU (B, l, 2 E)."""
+    chosen = launch if fused(x_BlE, rounding.centre_E) else reference
+    return chosen(x_BlE, rounding, activation)
+
+
+def reference(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+    x = x_BlE.to(state_dtype(x_BlE.dtype))
+    if activation is not None:
+        x = reference_gelu(x, None) if activation == "gelu" else reference_swiglu(x)
+    return rounded_rows(x, rounding, x_BlE.dtype)
+
+
+def rounded_rows(x_BlE: Tensor, rounding: Rounding, dtype: torch.dtype) -> Rows8:
+    """Return rows less the centre in 8 bits, with torch's functions; dtype: of what a product of them returns."""
+    x = x_BlE if rounding.centre_E is None else x_BlE - rounding.centre_E.to(x_BlE.dtype)
+    return Rows8(*rounded(x), rounding, dtype)
+
+
+def rounded(x_RE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in e4m3 and the scale of each in fp32, (..., 1), with torch's functions: also weights' rows."""
+    scales = (x_RE.abs().amax(-1, keepdim=True) / LARGEST).float()
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (x_RE / scales).to(E4M3), scales
+
+
+def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+    """Run the kernel: what `reference` returns, in new contiguous tensors. x needs only a contiguous last dim."""
+    (batch, tokens, width), centre = x_BlE.shape, rounding.centre_E
+    width = width // 2 if activation == "swiglu" else width
+    contiguous_rows(x_BlE, centre)
+    unit, strides = in_units([*x_BlE.stride()[:2]], width)
+    values = torch.empty((batch, tokens, width), dtype=E4M3, device=x_BlE.device)
+    scales = torch.empty((batch, tokens, 1), dtype=torch.float32, device=x_BlE.device)
+    if values.numel():
+        rows8_kernel[tokens, batch](
+            x_BlE,
+            centre,
+            values,
+            scales,
+            tokens,
+            *strides,
+            E=width,
+            BLOCK=1 << (width - 1).bit_length(),
+            UNIT=unit,
+            ACTIVATION=activation or "",
+            num_warps=warps_for(width, 32),
+            enable_fp_fusion=True,
+        )
+    return Rows8(values, scales, rounding, x_BlE.dtype)
+
+
+@jit
+def write_rounded(row, centre, values, scales, here, number, col, inside):
+    """Write one row, less the centre, in e4m3, and its scale; used by every kernel that ends in a product of 8 bits."""
+    if centre is not None:
+        row -= tl.load(centre + col, inside, 0.0, eviction_policy="evict_last")
+    row = tl.where(inside, row, 0.0)
+    scale = tl.max(tl.abs(row / 448.0), 0)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    tl.store(scales + number, scale)
+    tl.store(values + here, (row / scale).to(values.dtype.element_ty), inside)
+
+
+@jit(do_not_specialize=["tokens"])  # one program for all numbers of tokens
+def rows8_kernel(
+    x,
+    centre,
+    values,
+    scales,
+    tokens,
+    x_batch,
+    x_token,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside, number = col < E, batch * tokens + token
+    x += (batch * x_batch + token * x_token) * UNIT
+    row = tl.load(x + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    if ACTIVATION == "gelu":
+        row = tanh_gelu(row)
+    if ACTIVATION == "swiglu":
+        up = tl.load(x + E + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        row = row / (1.0 + tl.exp(-row)) * up
+    write_rounded(row, centre, values, scales, number * E + col, number, col, inside)
+
+
+def product8(
+    x: Rows8, weight_FE: Tensor, scales_F: Tensor, bias_F: Tensor | None = None, *, fast: bool = False
+) -> Tensor:
+    """Return x W^T + bias, (B, l, F), in x's dtype; weight: e4m3, scales: fp32, one for each of its rows.
+
+    fast: let tensor cores keep the whole sum, which is faster; otherwise it is added to fp32 registers every 128
+    numbers. On a CPU the sum is exact: its terms are multiples of 2^-18 below 2^18, so that fp64 holds it.
+    """
+    batch, tokens, inner = x.shape
+    if weight_FE.is_cuda:
+        out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x.values.view(-1, inner),
+            weight_FE.t(),
+            x.scales.view(-1, 1),
+            scales_F.view(1, -1),
+            bias=bias_F,
+            out_dtype=x.dtype,
+            use_fast_accum=fast,
+        )
+        return out.view(batch, tokens, len(weight_FE))
+    sums = x.values.double() @ weight_FE.double().t()
+    out = sums * x.scales.double() * scales_F.double()
+    return (out if bias_F is None else out + bias_F.double()).to(x.dtype)

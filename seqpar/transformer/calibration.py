@@ -1,0 +1,198 @@
+"""What 8 bits need to know of a transformer: the means of its GEMMs' inputs, and which GEMMs may accumulate fast.
+
+They are measured once, by runs of the whole model in its own dtype on every rank before its tokens are split, and rank
+0's numbers are everybody's. So they are the same on any number of ranks, and no request changes them. Any fixed vector
+may be taken out of an input, because its product is put back exactly: other prompts change the error, not the result's
+mean. Where no run can be made, nothing is taken out, and all GEMMs accumulate in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from seqpar.families._find import BLOCKS
+from seqpar.kernels.rows8 import Rounding, product8, round_rows, rounded
+from seqpar.mesh.inputs import streams_of_rank_0
+from seqpar.mesh.mesh import Mesh
+from seqpar.planner.rates import cache_folder
+from seqpar.transformer import lora as adapters
+from seqpar.types.protocols import state_dtype
+
+Precision = Literal["fp8"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PROMPTS = (
+    "A photograph of a red fox in the snow beside a wooden fence, in the light of the evening",
+    "An open notebook on a desk, with a drawing of a bicycle and the words: do not forget the milk",
+)
+STEPS = 4
+SIZES = {"height": 512, "width": 512, "num_frames": 17}
+"""Of the calibration's images and videos, where a pipeline takes them: small, because means need few tokens."""
+SAMPLE, CALLS = 16, 16  # rows of an input that are kept of each of the first calls, to compare the ways to accumulate
+FAST = 5e-3
+"""The largest error of a fast sum, relative to the product's rms: a seventh of what rounding to 8 bits costs alone."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix; and the GEMMs with fast sums."""
+
+    means: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    fast: frozenset[str] = frozenset()
+
+
+def matrices_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return block and name -> linear layers of each GEMM that computes in 8 bits."""
+    found = dict[str, list[Any]]()
+    for path, part in adapters.without_adapters(module):
+        block = BLOCKS.get(type(part).__name__)
+        for name in () if block is None else block.eight:
+            assert block is not None
+            layers = [adapters.layer_at(part, layer) for layer in block.layers[name]]
+            if None not in layers:
+                found[f"{path}, {name}"] = layers
+    return found
+
+
+def why_not(module: nn.Module, device: torch.device) -> str | None:
+    """Return why no GEMM of a transformer can compute in 8 bits, or None."""
+    if not matrices_of(module):
+        known = ", ".join(sorted(name for name, block in BLOCKS.items() if block.eight))
+        return f"{type(module).__name__} has no blocks that compute in 8 bits; known ones: {known}"
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return (
+            f"{torch.cuda.get_device_name(device)} has no products of e4m3; these need compute capability 8.9 or newer"
+        )
+    dtypes = {layers[0].weight.dtype for layers in matrices_of(module).values()}
+    return None if dtypes == {torch.bfloat16} else f"weights are {dtypes.pop()}; load them with dtype=torch.bfloat16"
+
+
+def calibrated(
+    mesh: Mesh, pipe: Any, modules: Mapping[str, nn.Module], run: Callable[[], object] | None
+) -> dict[str, Calibration]:
+    """Return the calibration of each transformer of a pipeline, from the cache or by a run. Collective.
+
+    run: calls the pipeline, or the transformer, with inputs of the caller's choice; the cache keeps no such numbers.
+    None: fixed prompts, where the pipeline takes a prompt alone. Raises ValueError alike on all ranks if a run fails.
+    """
+    call, reason = (run, None) if run is not None else _fixed_run(pipe)
+    path = None if run is not None or call is None else _path(pipe, modules)
+    kept = streams_of_rank_0(mesh, lambda: {} if path is None or not path.exists() else _read(path))
+    if not kept and call is not None:
+        measured = mesh.on_all_ranks(lambda: _measured(modules, call))
+        kept = streams_of_rank_0(mesh, lambda: measured)
+        if path is not None and mesh.is_main:
+            _write(path, kept)
+    if mesh.is_main:
+        how = "fixed prompts" if run is None else "the caller's run"
+        text = f"centred by {how}" if call is not None else f"not centred, all sums in fp32, because {reason}"
+        print(f"seqpar: inputs of GEMMs in 8 bits are {text}", flush=True)
+    return {name: _of_module(kept, name, modules[name]) for name in modules}
+
+
+def _fixed_run(pipe: Any) -> tuple[Callable[[], object] | None, str | None]:
+    if isinstance(pipe, nn.Module):
+        return None, "a transformer alone has no prompts; pass calibrate=, which calls it"
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    known = {"prompt": list(PROMPTS), "num_inference_steps": STEPS, "output_type": "latent"} | SIZES
+    needed = [name for name, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    if "prompt" not in parameters or not {*needed} <= {"self", *known}:
+        return None, f"{type(pipe).__name__} takes more than a prompt; pass calibrate=, which calls it"
+    if getattr(pipe, "tokenizer", None) is None:
+        return None, f"this {type(pipe).__name__} has no text encoders; pass calibrate=, which calls it"
+    arguments = {name: value for name, value in known.items() if name in parameters}
+    return lambda: pipe(**arguments, generator=torch.Generator().manual_seed(0)), None
+
+
+def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
+    matrices = {f"{name}|{key}": x for name, part in modules.items() for key, x in matrices_of(part).items()}
+    seen = {key: _Inputs() for key in matrices}
+    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng():
+        for key, (first, *_) in matrices.items():
+            stack.callback(first.register_forward_pre_hook(seen[key].look).remove)
+        run()
+    tensors = dict[str, Tensor]()
+    for key, inputs in seen.items():
+        if inputs.rows:
+            mean = inputs.mean()
+            error = _error_of_fast_sums(matrices[key], torch.cat(inputs.samples), mean)
+            tensors |= {key: mean.cpu(), f"{key}|fast": torch.tensor(error <= FAST)}
+    return tensors
+
+
+class _Inputs:
+    """What a run has shown of one GEMM's input: the sum of its rows, and some of them."""
+
+    def __init__(self) -> None:
+        self.total, self.rows, self.samples = torch.zeros(()), 0, list[Tensor]()
+
+    def look(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x_RE = args[0].flatten(0, -2)
+        self.total = self.total.to(x_RE.device) + x_RE.sum(0, dtype=state_dtype(x_RE.dtype)).double()
+        self.rows += len(x_RE)
+        if len(self.samples) < CALLS:
+            self.samples.append(x_RE[:: max(1, len(x_RE) // SAMPLE)][:SAMPLE].clone())
+
+    def mean(self) -> Tensor:
+        return (self.total / self.rows).float()
+
+
+def _error_of_fast_sums(layers: Sequence[Any], x_RE: Tensor, mean_E: Tensor) -> float:
+    # relative to the product's rms; CPUs have one way to add only
+    if not x_RE.is_cuda:
+        return inf
+    weight, scales = rounded(torch.cat([layer.weight for layer in layers]).float())
+    rows = round_rows(x_RE[None], Rounding(mean_E))
+    exact, quick = (product8(rows, weight, scales.flatten(), fast=fast).float() for fast in (False, True))
+    return float((quick - exact).norm() / exact.norm())
+
+
+def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Calibration:
+    keys = {key: f"{name}|{key}" for key in matrices_of(module)}
+    means = {key: kept[at] for key, at in keys.items() if at in kept}
+    return Calibration(means, frozenset(key for key in means if kept[f"{keys[key]}|fast"]))
+
+
+# The cache -----------------------------------------------------------------------------------------------------
+
+
+def _path(pipe: Any, modules: Mapping[str, nn.Module]) -> Path:
+    """Return where the means of these weights are kept, for this GPU, torch and pipeline."""
+    device = next(iter(next(iter(modules.values())).parameters())).device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    key = hashlib.blake2b(repr((type(pipe).__name__, gpu, torch.__version__, PROMPTS, STEPS, SIZES)).encode())
+    for name, module in modules.items():
+        for path, weight in module.named_parameters():
+            number = int(torch.hash_tensor(weight.detach()).view(torch.int64))
+            key.update(repr((name, path, tuple(weight.shape), weight.dtype, number)).encode())
+    return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it") from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
+    save_file(dict(tensors), temporary)
+    os.replace(temporary, path)

@@ -1,0 +1,223 @@
+"""Tests of GEMMs in 8 bits: one rank's bits on all, centres that cost nothing, and what must be refused or noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar.families._block import Matrix
+from seqpar.families._find import BLOCKS
+from seqpar.families._matrix8 import quantised
+from seqpar.kernels.rows8 import Rounding, product8, reference, rounded
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer import calibration
+from seqpar.transformer.calibration import calibrated, matrices_of
+from tests.support.diffusers_tiny import MODELS
+from tests.support.meshes import EXACT, TRANSPORTS
+from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows
+from tests.support.sharded import CPU, Outputs, body_of, called, error, raised
+
+EIGHT = ("flux", "flux2", "qwen_masked", "wan", "wan_vace")
+ROUNDING = 0.2  # of tiny models' outputs, largest error; rounding to 3 bits costs a few percent in each GEMM
+
+
+def model(name: str) -> Any:
+    return MODELS[name].build().double()
+
+
+def run_of(module: Any, name: str) -> Callable[[], object]:
+    return lambda: module(**MODELS[name].arguments())
+
+
+def eight(
+    rank: int, world: int, device: torch.device, names: tuple[str, ...], strategy: str, transport: str
+) -> list[Outputs]:
+    results = []
+    for name in names:
+        module = model(name)
+        with by_rows():
+            (made,) = calibrated(Mesh.joined(device), module, {"": module}, run_of(module, name)).values()
+            body = body_of(module, world, device, strategy, transport, fused=True, exact=True, calibration=made)
+            results.append(called(body, MODELS[name].arguments()))
+        body.release()
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outputs]:
+    return dict(zip(EIGHT, eight(0, 1, CPU, EIGHT, "ulysses", "collective"), strict=True))
+
+
+def whole(name: str) -> Outputs:
+    return called(body_of(model(name), fused=True), MODELS[name].arguments())
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_the_error_is_that_of_rounding(alone: dict[str, Outputs], name: str) -> None:
+    assert 1e-4 < error(alone[name], whole(name)) < ROUNDING
+
+
+@pytest.mark.parametrize("turn", range(len(EXACT)))
+def test_any_number_of_ranks_has_one_ranks_bits(cpu_ranks: Pool, alone: dict[str, Outputs], turn: int) -> None:
+    world = 2 + turn % 2
+    for results in cpu_ranks.run(world, eight, EIGHT, EXACT[turn], TRANSPORTS[turn % 2]):
+        for name, got in zip(EIGHT, results, strict=True):
+            assert all(map(torch.equal, got, alone[name])), name
+
+
+# One GEMM -------------------------------------------------------------------------------------------------------
+
+
+def gemm(width: int = 48, inner: int = 160) -> tuple[Matrix, Tensor, Tensor]:
+    """Return a matrix, its inputs, which have a mean and an outlier channel, and their truth in fp64."""
+    random = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(*shape, dtype=torch.float64, generator=random) for shape in ((width, inner), (width,)))
+    x = torch.randn(2, 37, inner, dtype=torch.float64, generator=random) + 3
+    x[..., 5] *= 6.6e4
+    return Matrix(weight, bias), x, x @ weight.t() + bias
+
+
+def bias_of(got: Tensor, truth: Tensor) -> float:
+    return float((got - truth).mean((0, 1)).norm() / truth.mean((0, 1)).norm())
+
+
+def test_a_centre_is_put_back_exactly_and_takes_the_error_of_the_mean_away() -> None:
+    matrix, x, truth = gemm()
+    x[..., 5] /= 6.6e4
+    truth = matrix(x)
+    centred = quantised(matrix, Rounding(x.mean((0, 1)).float()), False)
+    plain = quantised(matrix, Rounding(None), False)
+    assert bias_of(centred(x), truth) < 3e-3 < bias_of(plain(x), truth)
+    other = quantised(matrix, Rounding(torch.full((160,), 2.0)), False)  # any fixed vector is exact
+    assert bias_of(other(x), truth) < 2e-2
+
+
+def test_outliers_of_one_token_do_not_change_another() -> None:
+    matrix, x, _ = gemm()
+    eight = quantised(matrix, Rounding(None), False)
+    alone = eight(x[:, 3:4])
+    assert torch.equal(eight(x)[:, 3:4], alone)
+    x[:, 4:] *= 1e5
+    assert torch.equal(eight(x)[:, 3:4], alone)
+
+
+def test_parts_of_a_matrix_add_up() -> None:
+    matrix, x, _ = gemm()
+    eight = quantised(matrix, Rounding(x.mean((0, 1)).float()), False)
+    q, k = eight.split_outputs(16, 32)
+    assert torch.equal(torch.cat([q(x), k(x)], dim=-1), eight(x))
+    first, second = eight.split_inputs(64)
+    y = second(x[..., 64:])
+    first.add_to(y, x[..., :64].unflatten(-1, (4, 16)))
+    assert error(y, matrix(x)) < 0.05
+
+
+def test_the_sum_is_exact_and_saturates_nowhere() -> None:
+    random = torch.Generator().manual_seed(1)
+    x = 1e30 * torch.randn(1, 3, 512, dtype=torch.float64, generator=random)
+    rows, (weight, scales) = reference(x, Rounding(None)), rounded(torch.randn(8, 512, generator=random))
+    assert rows.values.float().abs().max() == 448
+    order = torch.randperm(512, generator=random)
+    turned = rows._replace(values=rows.values[..., order])
+    assert torch.equal(product8(rows, weight, scales.flatten()), product8(turned, weight[:, order], scales.flatten()))
+
+
+@pytest.mark.parametrize("fault", ["another row's scale", "a stale centre", "no centre in the bias", "half a scale"])
+def test_negative_control_faults_of_a_gemm_are_seen(fault: str) -> None:
+    matrix, x, _ = gemm()
+    x[..., 5] /= 6.6e4
+    x = x * torch.linspace(0.1, 10, x.shape[1], dtype=torch.float64)[:, None]
+    truth, right = matrix(x), quantised(matrix, Rounding(x.mean((0, 1)).float()), False)
+    rows = reference(x, right.reads)
+    stale = Rounding(x.mean((0, 1)).float() + 5)
+    wrong = {
+        "another row's scale": (right, rows._replace(scales=rows.scales.roll(1, 1))),
+        "a stale centre": (replace(right, folded=quantised(matrix, stale, False).folded), rows),
+        "no centre in the bias": (replace(right, folded=matrix.bias), rows),
+        "half a scale": (replace(right, scales=right.scales / 2), rows),
+    }
+    assert error(right(rows), truth) < 0.05
+    made, given = wrong[fault]
+    assert error(made(given), truth) > 0.05
+    if fault == "a stale centre":
+        with pytest.raises(ValueError, match="rounded for another matrix"):
+            right(reference(x, stale))
+
+
+# Calibration ----------------------------------------------------------------------------------------------------
+
+
+def means(rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
+    module = model("flux")
+    return dict(calibrated(Mesh.joined(device), module, {"": module}, run_of(module, "flux"))[""].means)
+
+
+def test_calibrations_are_equal_on_any_number_of_ranks_and_are_the_means(cpu_ranks: Pool) -> None:
+    module, seen = model("flux"), list[Tensor]()
+    wanted = means(0, 1, CPU)
+    module.transformer_blocks[0].ff.net[2].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    run_of(module, "flux")()
+    mean = seen[0].flatten(0, -2).mean(0).float()
+    torch.testing.assert_close(wanted["transformer_blocks.0, image down"], mean)
+    assert wanted.keys() == matrices_of(module).keys()
+    for world in (2, 3, 4):
+        for got in cpu_ranks.run(world, means):
+            assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_fixed_prompts_calibrate_once_for_the_same_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from tests.transformer.test_pipelines import CASES
+
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
+    runs, measured = [], calibration._measured
+    monkeypatch.setattr(calibration, "_measured", lambda *args: runs.append(1) or measured(*args))
+    for change in (0.0, 0.0, 1.0):
+        pipe = CASES["flux"].pipe()
+        with torch.no_grad():
+            pipe.transformer.proj_out.weight += change
+        seqpar.parallelize(pipe, precision="fp8")
+        CASES["flux"].pictures(pipe, 0, steps=2)
+        seqpar.release(pipe)
+    assert (len(runs), len(list(tmp_path.iterdir()))) == (2, 2)
+
+
+# The door -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_written_in_place_are_followed() -> None:
+    module = model("flux")
+    seqpar.parallelize(module, precision="fp8", calibrate=run_of(module, "flux"))
+    arguments = MODELS["flux"].arguments()
+    before = module(**arguments)[0].clone()
+    with torch.no_grad():
+        module.transformer_blocks[0].attn.to_q.weight.mul_(-3)
+    assert error(module(**arguments)[0], before) > 1e-3
+    seqpar.release(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("flux", {"precision": "int8"}, "precision='int8', expected one of fp8"),
+        ("flux", {"precision": "fp8", "native": False}, "native=False turns off"),
+        ("flux", {"calibrate": print}, 'calibrate= without precision="fp8"'),
+        ("pixart", {"precision": "fp8"}, "no blocks that compute in 8 bits; known ones: Flux2SingleTransformerBlock"),
+    ],
+)
+def test_what_has_no_8_bits_is_refused_before_anything_changes(name: str, options: Any, says: str) -> None:
+    module = MODELS[name].build()
+    assert says in raised(lambda: seqpar.parallelize(module, **options))
+    assert "forward" not in vars(module)
+
+
+def test_every_matrix_in_8_bits_exists() -> None:
+    for block in BLOCKS.values():
+        assert {*block.eight} <= block.layers.keys()

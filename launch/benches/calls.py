@@ -42,6 +42,7 @@ from seqpar.loop.loop import digest
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
+from seqpar.transformer.calibration import Precision
 from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
@@ -73,6 +74,8 @@ class Calls(Flags):
     """Mask the last quarter of the text as padding, in models whose calls take such a mask."""
     peers: bool = True
     """Also time the same calls by other engines."""
+    precision: Precision | None = None
+    """Time our fused blocks in this precision beside the weights' own, in place of diffusers' modules."""
     exact: bool = False
     """Time the exact mode (seqpar/mesh/exact.py), with a digest of each result: equal digests are equal bits."""
 
@@ -143,7 +146,8 @@ def main(args: Calls) -> None:
 
 def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
-    world, ways = case.mesh.world.size, ["fused blocks", "generic"]
+    eight = case.args.precision
+    world, ways = case.mesh.world.size, ["fused blocks", "generic" if eight is None else f"fused blocks, {eight}"]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
@@ -160,6 +164,8 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
     transport = "auto" if alone and cfg == 1 else case.args.transport
     chosen = {"local": case.args.local, "transport": transport, "native": not way.startswith("generic")}
+    if case.args.precision is not None and way.endswith(case.args.precision):
+        chosen |= {"precision": case.args.precision, "calibrate": lambda: module(**case.arguments)}
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
     try:
         keeps = Keeps(case)

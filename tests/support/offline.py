@@ -38,10 +38,12 @@ from seqpar.kernels import (
     post_norm,
     prepare,
     push,
+    rows8,
     softmax_weights,
 )
 from seqpar.kernels import images as image_kernels
 from seqpar.kernels.adaln import Gated, Norm, Summed
+from seqpar.kernels.rows8 import Rounding
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.loop.models import dit, large_dit, uvit
@@ -194,8 +196,14 @@ def of_rows(tokens: int, width: int) -> dict[str, Launch]:
     del parts["kv_heads"]
     merged = [x.contiguous() for dtype in (FP32, BF16) for x in test_merge.parts(parts, dtype, 1)[0]]
     sizes = {"batch": 2, "tokens": tokens, "width": width, "pad": 0}
+    centred, vector = Rounding(rows(width, dtype=FP32)), rows(2, width, dtype=FP32)
+    plain, packed = rows(2, tokens, width), rows(2, tokens, 2 * width)
     return {
         **{name: row(name, sizes) for name, kernel in KERNELS.items() if not kernel.of_images},
+        "rows8": lambda: rows8.launch(plain, centred),
+        "rows8, gelu": lambda: rows8.launch(plain, centred, "gelu"),
+        "rows8, swiglu": lambda: rows8.launch(packed, centred, "swiglu"),
+        "rows8, adaln": lambda: adaln.launch(plain, Gated(vector, plain), vector, vector, Norm(), rounding=centred),
         "QK-norm + rotary": lambda: prepare.launch(q, k, how),
         "merge": lambda: merge.launch(*merged),
     }

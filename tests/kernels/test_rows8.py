@@ -1,0 +1,109 @@
+"""Tests of rows in 8 bits: kernels round what their references round, and a row of a product has its bits alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.kernels import adaln, rows8
+from seqpar.kernels.adaln import Gated, Norm
+from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, rounded
+from tests.conftest import DEVICE
+from tests.kernels.shared import gpu
+from tests.support.meshes import random
+from tests.support.pairs import covering
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+STEP = 1 / 8  # between neighbours of e4m3, relative: kernel and reference may round a number to either side
+SMALLEST = 2.0**-9  # the step below 2^-6
+HALF = torch.bfloat16
+
+
+def close(got: Rows8, want: Rows8) -> bool:
+    assert got.values.shape == want.values.shape
+    assert got.scales.shape == want.scales.shape
+    torch.testing.assert_close(got.scales, want.scales, rtol=1e-5, atol=0)
+    a, b = got.values.float(), want.values.float()
+    # Triton's interpreter halves numbers that it rounds up to a power of two
+    compared = b.abs().log2().frac() != 0 if DEVICE == "cpu" else torch.ones_like(b, dtype=torch.bool)
+    assert compared.float().mean() > 0.5
+    return bool(((a - b).abs() <= (STEP * b.abs()).clamp(min=SMALLEST))[compared].all())
+
+
+def centre_of(width: int) -> Tensor:
+    return 0.5 * random((width,), 9, DEVICE, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "activation", "centred"), covering(rows8.CASES, (None, "gelu", "swiglu"), turns=(False, True))
+)
+def test_a_pass_rounds_as_its_formula(case: dict[str, int], activation: Activation | None, centred: bool) -> None:
+    batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
+    inputs = 2 * width if activation == "swiglu" else width
+    x = random((batch, tokens, inputs + pad), 0, DEVICE, HALF)[..., :inputs]
+    rounding = Rounding(centre_of(width) if centred else None)
+    got, want = (work(x, rounding, activation) for work in (rows8.launch, rows8.reference))
+    assert close(got, want)
+    other = rows8.reference(x, Rounding(centre_of(width) + 1), activation)
+    assert width < 100 or not torch.allclose(got.scales, other.scales, rtol=1e-5)  # a negative control
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "gated", "centred"),
+    covering(adaln.CASES[1:4], ("layer", "rms"), (False, True), turns=(False, True)),
+)
+def test_a_norm_rounds_its_result_for_the_product(case: dict[str, int], kind: str, gated: bool, centred: bool) -> None:
+    batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
+    x, branch = random((2, batch, tokens, width + pad), 0, DEVICE, HALF)[..., :width]
+    gate, shift, scale = 0.5 * random((3, batch, width), 1, DEVICE, torch.float32)
+    of = Gated(gate, branch) if gated else None
+    norm, rounding = Norm("layer" if kind == "layer" else "rms"), Rounding(centre_of(width) if centred else None)
+    (x_got, got), (x_want, want) = (
+        work(x, of, shift, scale, norm, rounding=rounding) for work in (adaln.launch, adaln.reference)
+    )
+    assert close(got, want)
+    torch.testing.assert_close(x_got, x_want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_zeros_and_what_is_not_finite_are_kept() -> None:
+    x = torch.zeros(1, 3, 64, device=DEVICE, dtype=HALF)
+    x[0, 1, 5], x[0, 2, 5] = float("nan"), float("inf")
+    for work in (rows8.launch, rows8.reference):
+        zeros, nan, inf = work(x, Rounding(None)).wide()[0]
+        assert not zeros.any()
+        assert nan.isnan().any()
+        assert not inf.isfinite().all()
+
+
+def product(rows: int, inner: int, width: int) -> tuple[Rows8, Tensor, Tensor, Tensor]:
+    x = 0.3 + random((1, rows, inner), 0, DEVICE, HALF)
+    values, scales = rounded(0.02 * random((width, inner), 1, DEVICE, torch.float32))
+    return rows8.round_rows(x, Rounding(None)), values, scales.flatten(), random((width,), 2, DEVICE, HALF)
+
+
+def part(x: Rows8, rows: slice) -> Rows8:
+    return x._replace(values=x.values[:, rows], scales=x.scales[:, rows])
+
+
+@gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(("inner", "width"), [(3072, 9216), (3072, 12288), (12288, 3072), (5120, 13824), (15360, 3072)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_rows(inner: int, width: int, fast: bool) -> None:
+    x, values, scales, bias = product(4608, inner, width)
+    whole = product8(x, values, scales, bias, fast=fast)
+    truth = x.wide() @ (values.double() * scales.double()[:, None]).t() + bias.double()
+    assert float((whole - truth).norm() / truth.norm()) < (6e-2 if fast else 6e-3)  # inputs with a mean, not centred
+    for start, count in ((0, 1), (3, 16), (7, 37), (1000, 128), (16, 1152), (2303, 2305)):
+        rows = slice(start, start + count)
+        assert torch.equal(product8(part(x, rows), values, scales, bias, fast=fast), whole[:, rows]), (start, count)
+
+
+@gpu
+def test_columns_of_a_weight_are_read_where_they_are() -> None:
+    _, values, scales, bias = product(16, 15360, 3072)
+    for columns in (slice(0, 3072), slice(3072, 15360)):
+        x = product(512, columns.stop - columns.start, 16)[0]
+        copy = product8(x, values[:, columns].contiguous(), scales, bias)
+        assert torch.equal(product8(x, values[:, columns], scales, bias), copy)

@@ -78,7 +78,11 @@ def why_not(module: nn.Module, device: torch.device) -> str | None:
         return (
             f"{torch.cuda.get_device_name(device)} has no products of e4m3; these need compute capability 8.9 or newer"
         )
-    dtypes = {layers[0].weight.dtype for layers in matrices_of(module).values()}
+    weights = [layer.weight for layers in matrices_of(module).values() for layer in layers]
+    odd = next((weight for weight in weights if weight.shape[0] % 16 or weight.shape[1] % 16), None)
+    if odd is not None:
+        return f"a weight is {tuple(odd.shape)}; 16 must divide both"
+    dtypes = {weight.dtype for weight in weights}
     return None if dtypes == {torch.bfloat16} else f"weights are {dtypes.pop()}; load them with dtype=torch.bfloat16"
 
 

@@ -43,8 +43,8 @@ from seqpar.kernels import (
 )
 from seqpar.kernels import images as image_kernels
 from seqpar.kernels.adaln import Gated, Norm, Summed
-from seqpar.kernels.rows8 import Rounding
 from seqpar.kernels.push import Destinations
+from seqpar.kernels.rows8 import Rounding
 from seqpar.local import sdpa
 from seqpar.loop.models import dit, large_dit, uvit
 from seqpar.mesh.mesh import Mesh

@@ -126,7 +126,7 @@ def _fixed_run(pipe: Any) -> tuple[Callable[[], object] | None, str | None]:
 def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
     matrices = {f"{name}|{key}": x for name, part in modules.items() for key, x in matrices_of(part).items()}
     seen = {key: _Inputs() for key in matrices}
-    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng():
+    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(_cuda(modules)):
         for key, (first, *_) in matrices.items():
             stack.callback(first.register_forward_pre_hook(seen[key].look).remove)
         run()
@@ -137,6 +137,10 @@ def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> di
             error = _error_of_fast_sums(matrices[key], torch.cat(inputs.samples), mean)
             tensors |= {key: mean.cpu(), f"{key}|fast": torch.tensor(error <= FAST)}
     return tensors
+
+
+def _cuda(modules: Mapping[str, nn.Module]) -> list[torch.device]:
+    return [x for x in {next(module.parameters()).device for module in modules.values()} if x.type == "cuda"]
 
 
 class _Inputs:

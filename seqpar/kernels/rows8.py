@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
@@ -25,6 +26,7 @@ from seqpar.types.protocols import state_dtype
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # in e4m3
+FEWEST = 16  # rows of a product on GPUs; a row's bits do not depend on their number
 Activation = Literal["gelu", "swiglu"]
 
 CASES: tuple[dict[str, int], ...] = (
@@ -174,19 +176,21 @@ def product8(
     numbers. On a CPU the sum is exact: its terms are multiples of 2^-18 below 2^18, so that fp64 holds it.
     """
     batch, tokens, inner = x.shape
-    if weight_FE.is_cuda and batch * tokens == 0:  # the text of a rank that has none of it
-        return torch.empty((batch, tokens, len(weight_FE)), dtype=x.dtype, device=weight_FE.device)
     if weight_FE.is_cuda:
+        values_RE, scales_R1 = x.values.view(-1, inner), x.scales.view(-1, 1)
+        if batch * tokens < FEWEST:  # cuBLAS has no product of one row with some weights, and none of no rows
+            more = (0, 0, 0, FEWEST - batch * tokens)
+            values_RE, scales_R1 = F.pad(values_RE.view(torch.uint8), more).view(E4M3), F.pad(scales_R1, more)
         out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x.values.view(-1, inner),
+            values_RE,
             weight_FE.t(),
-            x.scales.view(-1, 1),
+            scales_R1,
             scales_F.view(1, -1),
             bias=bias_F,
             out_dtype=x.dtype,
             use_fast_accum=fast,
         )
-        return out.view(batch, tokens, len(weight_FE))
+        return out[: batch * tokens].view(batch, tokens, len(weight_FE))
     sums = x.values.double() @ weight_FE.double().t()
     out = sums * x.scales.double() * scales_F.double()
     return (out if bias_F is None else out + bias_F.double()).to(x.dtype)

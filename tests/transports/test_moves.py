@@ -177,6 +177,8 @@ def moved(rank: int, world: int, device: torch.device, kind: str, name: str, rou
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_every_element_arrives_at_its_place(ranks: Pool, world: int, kind: str, transport: str) -> None:
     """Eight ranks are more than there are heads in most cases, and more than tokens in two."""
+    if (world, transport, DEVICE) == (1, "peer", "cuda"):
+        pytest.skip("one rank has no process group, which peer memory of GPUs needs; no plan has it")
     rounds = 3 if world == 8 else ROUNDS.get(transport, 10)
     assert ranks.run(world, moved, kind, transport, rounds) == [[]] * world
 

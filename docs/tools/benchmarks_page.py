@@ -73,7 +73,7 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
         line = json.loads(text)
         case = line.get("case")
         timed = line.get("bench") in BENCHES and isinstance(case, dict) and "median" in (line.get("ms") or {})
-        if timed and case.get("images", 1) == 1 and not case.get("masked"):
+        if timed and case.get("images", 1) == 1 and not (case.get("masked") or case.get("layers")):
             yield line
 
 
@@ -94,7 +94,8 @@ def rows(path: Path) -> dict[str, list[Row]]:
 def _work(case: Mapping[str, Any]) -> str:
     text = f" + {case['text']}" if case.get("text") else ""
     branches = ", both branches" if "both branches" in case["way"] else ""
-    return f"{case['tokens']:,}{text} tokens{branches}"
+    precision = f", {case['precision']}" if case.get("precision") else ""
+    return f"{case['tokens']:,}{text} tokens{branches}{precision}"
 
 
 def _fastest(of: Iterable[dict[str, Any]]) -> dict[str, Any] | None:

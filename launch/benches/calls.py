@@ -151,6 +151,7 @@ def ours(case: Case) -> Iterator[Row]:
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
+            about |= {"precision": eight} if eight is not None and way.endswith(eight) else {}
             yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
     if world % 2 == 0:
         strategy, way = case.args.strategy[0], ways[0]

@@ -131,7 +131,7 @@ def speed() -> str:
     for path in newest("*.jsonl"):
         for model, of in rows(path).items():
             for row in of:
-                if model in TITLES and row.gpus == 2:
+                if model in TITLES and row.gpus == 2 and row.other:
                     newest_of.setdefault((TITLES[model], row.work), row)
     gains = [
         (row.other["ms"]["median"] / row.ours["ms"]["median"], title, row)

@@ -3,7 +3,7 @@
 load, parallelize, release: run a diffusers pipeline on all GPUs, and undo it.
 refresh: rescan after in-place changes.
 DistributedDiT, Mesh, sample, Sampler: seqpar's models and denoising loop.
-verify: compare a run with one rank. profile: measure where its time goes.
+verify: compare a run with one rank. measure_precision: say what 8 bits change. profile: measure where its time goes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seqpar.profiling.profile import profile
     from seqpar.transformer.parallelize import parallelize, refresh, release
     from seqpar.types.guidance import Guidance
+    from seqpar.verifying.precision import measure_precision
     from seqpar.verifying.verify import verify
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "Mesh",
     "Sampler",
     "load",
+    "measure_precision",
     "parallelize",
     "profile",
     "refresh",
@@ -48,6 +50,7 @@ _MODULES = {
     "Mesh": "seqpar.mesh.mesh",
     "Sampler": "seqpar.loop.loop",
     "load": "seqpar.pipelines.load",
+    "measure_precision": "seqpar.verifying.precision",
     "parallelize": "seqpar.transformer.parallelize",
     "profile": "seqpar.profiling.profile",
     "refresh": "seqpar.transformer.parallelize",

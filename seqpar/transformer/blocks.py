@@ -141,7 +141,8 @@ class FusedBlocks:
     """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
 
     def __init__(self, module: nn.Module, state: CallState, on: bool, calibration: Calibration | None = None) -> None:
-        self._module, self._state, self._on, self._calibration = module, state, on, calibration
+        self._module, self._state, self.on, self._calibration = module, state, on, calibration
+        self.eight = calibration is not None  # whether GEMMs that can compute in 8 bits do so
         self._blocks: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
@@ -166,7 +167,7 @@ class FusedBlocks:
     @property
     def is_copied(self) -> bool:
         """Whether blocks compute with copies of weights, which a write to these does not change."""
-        return self._calibration is not None
+        return self.eight and self.on
 
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
@@ -180,7 +181,7 @@ class FusedBlocks:
 
         additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
         """
-        self._blocks = blocks_of(self._module) if self._on else []
+        self._blocks = blocks_of(self._module) if self.on else []
         self.hooks = {block: self.hooks.get(block) or BlockHook(block, self._state) for _, block in self._blocks}
         self.reasons = _reasons(self._module, self._blocks, additions) if self._blocks else {}
         for path, block in self._blocks:
@@ -274,7 +275,7 @@ class FusedBlocks:
         return matrices
 
     def _in_8_bits(self, block: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
-        if self._calibration is None:
+        if self._calibration is None or not self.eight:
             return matrices
         path, roundings = next(path for path, part in self._blocks if part is block), list[Rounding]()
         for name in BLOCKS[type(block).__name__].eight:

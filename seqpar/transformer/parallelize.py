@@ -275,6 +275,22 @@ def refresh(pipe_or_transformer: Any) -> None:
         vars(module)[REFRESHES] = vars(module).get(REFRESHES, 0) + 1
 
 
+@contextmanager
+def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True) -> Iterator[None]:
+    """Compute in this context without GEMMs in 8 bits, or without fused blocks, to compare with them. Collective."""
+    blocks = [call.sharded.fused for _, call in calls_of(pipe_or_transformer)]
+    before = [(each.eight, each.on) for each in blocks]
+    for each in blocks:
+        each.eight, each.on = each.eight and eight, each.on and fused
+    refresh(pipe_or_transformer)
+    try:
+        yield
+    finally:
+        for each, (was_eight, was_on) in zip(blocks, before, strict=True):
+            each.eight, each.on = was_eight, was_on
+        refresh(pipe_or_transformer)
+
+
 def release(pipe_or_transformer: Any) -> None:
     """Undo `parallelize`: free graphs and exchanges and restore the transformer. Collective."""
     calls = calls_of(pipe_or_transformer)

@@ -1,0 +1,73 @@
+"""Tests of what 8 bits change in images: the error stands above the floor, and the pipeline is left as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import seqpar
+from seqpar.verifying.precision import PrecisionError
+from tests.support.pool import Pool
+from tests.support.sharded import CPU, raised
+from tests.transformer.test_pipelines import CASES
+
+SIZE = {"height": 32, "width": 32, "num_inference_steps": 2}
+
+
+def eight(name: str) -> Any:
+    pipe = CASES[name].pipe()
+    return seqpar.parallelize(pipe, precision="fp8", calibrate=lambda: pipe("a house", output_type="latent", **SIZE))
+
+
+def measured(rank: int, world: int, device: torch.device) -> tuple[PrecisionError, bool]:
+    """Return the error of two prompts, and whether the same images come before and after it."""
+    pipe = eight("flux")
+
+    def drawn() -> torch.Tensor:
+        made = pipe("a cat", output_type="latent", generator=torch.Generator().manual_seed(3), **SIZE)[0]
+        return made.clone()
+
+    before = drawn()
+    result = seqpar.measure_precision(pipe, ("a cat", "two dogs"), seed=3, **SIZE)
+    same = torch.equal(drawn(), before)
+    seqpar.release(pipe)
+    return result, same
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_error_stands_above_the_floor_and_nothing_is_changed(cpu_ranks: Pool, world: int) -> None:
+    results = cpu_ranks.run(world, measured) if world > 1 else [measured(0, 1, CPU)]
+    for result, same in results:
+        assert same
+        assert str(result) == str(results[0][0])
+        for error, floor in zip(result.errors, result.floor, strict=True):
+            assert error.latents is not None
+            assert floor.latents is not None
+            assert floor.latents < 1e-4 < error.latents < 0.5
+            assert error.psnr < floor.psnr
+            assert error.frames is None
+            assert math.isclose(error.psnr, result.worst_psnr) or error.psnr > result.worst_psnr
+        assert "worst prompt: " in str(result)
+
+
+def test_videos_have_the_error_of_their_frames_differences() -> None:
+    pipe = eight("wan")
+    result = seqpar.measure_precision(pipe, ("a cat",), num_frames=5, **SIZE)
+    seqpar.release(pipe)
+    (error,) = result.errors
+    assert error.frames is not None
+    assert error.frames > 0
+    assert "of frames" in str(result)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    pipe = seqpar.parallelize(CASES["flux"].pipe())
+    assert 'precision="fp8"' in raised(lambda: seqpar.measure_precision(pipe))
+    seqpar.release(pipe)
+    pipe = eight("flux")
+    assert "needs at least one prompt" in raised(lambda: seqpar.measure_precision(pipe, ()))
+    assert "seqpar.measure_precision says" in raised(lambda: seqpar.verify(pipe, "a cat", **SIZE))
+    seqpar.release(pipe)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 HEADS = 3  # not divisible by two ranks
@@ -63,7 +64,8 @@ def scaled(kind: type) -> dict[str, Any]:
 def build(kind: Any, tiny: Tiny) -> Any:
     """Return a tiny random transformer of a class in fp64, the same in every process."""
     torch.manual_seed(0)
-    module: nn.Module = kind(**{**scaled(kind), **tiny.config}).double().eval().requires_grad_(False)
+    with no_init_weights():  # all weights are drawn below
+        module: nn.Module = kind(**{**scaled(kind), **tiny.config}).double().eval().requires_grad_(False)
     for name, weight in module.named_parameters():
         fan = weight[0].numel() if weight.dim() > 1 else 4
         weight.uniform_(-((3 / fan) ** 0.5), (3 / fan) ** 0.5)  # a variance of 1 / fan; gates and norms count, too

@@ -47,7 +47,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.attention import parts_of_users
 from seqpar.transformer.foreign import look
 from seqpar.transformer.parallelize import cfg_by_default
-from tests.support.diffusers_tiny import MODELS, flat
+from tests.support.diffusers_tiny import MODELS, flat, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
@@ -456,16 +456,23 @@ class Answer:
     matters: float
 
 
-def attempted(case: Case, early: bool, mesh: Mesh) -> Answer:
+def truths_of(case: Case, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the outputs of the unchanged transformer and of the changed one in one process."""
+    unchanged = tuple(x.to(device) for x in truth(case.model, device.type))
+    if case.refused == COMPILED:
+        return unchanged, unchanged
+    tiny = MODELS[case.model]
+    other = tiny.build().to(device)
+    case.change(other)
+    return unchanged, tiny.whole(other, {**tiny.arguments(device), **case.more(device)})
+
+
+def attempted(case: Case, early: bool, mesh: Mesh, truths: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> Answer:
     """Return what comes of a case that is there before `parallelize`, or from the second call on."""
     tiny, device = MODELS[case.model], mesh.device
     plain, arguments = tiny.arguments(device), {**tiny.arguments(device), **case.more(device)}
-    module, other, errors = tiny.build().to(device), tiny.build().to(device), list[float]()
-    unchanged = tiny.whole(module, plain)
-    truth = unchanged
-    if case.refused != COMPILED:
-        case.change(other)
-        truth = tiny.whole(other, arguments)
+    module, errors = tiny.build().to(device), list[float]()
+    unchanged, expected = truths
 
     def work() -> None:
         if early:
@@ -474,7 +481,7 @@ def attempted(case: Case, early: bool, mesh: Mesh) -> Answer:
         if not early:
             outputs(module, plain)
             case.change(module)
-        errors.extend(error(outputs(module, arguments), truth) for _ in range(case.calls))
+        errors.extend(error(outputs(module, arguments), expected) for _ in range(case.calls))
 
     message = raised(work)
     if case.undo is not None:
@@ -483,12 +490,15 @@ def attempted(case: Case, early: bool, mesh: Mesh) -> Answer:
             errors.append(error(outputs(module, plain), unchanged))
     if message == NOTHING:
         seqpar.release(module)
-    return Answer(message, errors, error(truth, unchanged))
+    return Answer(message, errors, error(expected, unchanged))
 
 
 def tried(rank: int, world: int, device: torch.device, names: tuple[str, ...]) -> dict[tuple[str, bool], Answer]:
-    mesh = mesh_for("ulysses", world, device)
-    return {(name, early): attempted(CASES[name], early, mesh) for name in names for early in (True, False)}
+    mesh, answers = mesh_for("ulysses", world, device), dict[tuple[str, bool], Answer]()
+    for name in names:
+        truths = truths_of(CASES[name], device)
+        answers |= {(name, early): attempted(CASES[name], early, mesh, truths) for early in (True, False)}
+    return answers
 
 
 WORLDS = [(2 + index % 2, name) for index, name in enumerate(CASES)]

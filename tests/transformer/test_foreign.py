@@ -189,7 +189,7 @@ BLOCKS = {
         for name in ("flux", H3)
     },
     "compiled": Case("wan", lambda module: blocks_of(module)[1].compile(backend="eager"), COMPILED),
-    "compiled by a wrapper": Case("flux", wrapped(torch.compile), COMPILED),
+    "compiled by a wrapper": Case("flux", wrapped(partial(torch.compile, backend="eager")), COMPILED),
     "a compiled forward": Case("pixart", compiled_forward, COMPILED),
     "a block by hand": Case("wan", own_block(), f"Alone at blocks.1 {OWN}, to the tokens of one rank only"),
     "a block by torch": Case("wan", own_block(Alone.by_torch), f"Alone at blocks.1 {OWN}"),

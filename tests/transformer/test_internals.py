@@ -53,9 +53,9 @@ def test_versions_are_those_that_the_module_names() -> None:
 
 
 def test_torch_marks_what_it_compiles() -> None:
-    plain, in_place, forward = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2).forward)
+    plain, in_place, forward = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2).forward, backend="eager")
     in_place.compile(backend="eager")
-    cases = [(plain, plain.forward), (in_place, None), (torch.compile(plain), None), (plain, forward)]
+    cases = [(plain, plain.forward), (in_place, None), (torch.compile(plain, backend="eager"), None), (plain, forward)]
     assert [internals.is_compiled(*case) for case in cases] == [False, True, True, True]
 
 

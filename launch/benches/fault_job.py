@@ -21,7 +21,7 @@ from typing import Protocol
 from launch.benches.planted import PLANTED, Plant
 
 ROOT = Path(__file__).parents[2]
-LOOK_S = 0.02  # between two looks at the processes
+LOOK_S = 0.05  # between two looks at the processes, which cost milliseconds each
 SHARED = Path("/dev/shm")
 # caches of torch, the logs of torchrun's own agent, and semaphores, which Python's own tracker of resources removes
 KEPT = ("torchinductor_", "torchelastic_", "sem.mp-")

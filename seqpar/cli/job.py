@@ -22,6 +22,7 @@ from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, p
 from seqpar.pipelines.protocol import GenerationRequest, Job, scales
 from seqpar.planner.explain import explain
 from seqpar.planner.plan import check_names, parse_mesh, rank, transport_between
+from seqpar.planner.predict import EIGHT_SPEED
 from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_whole
@@ -95,6 +96,10 @@ def check_flags(args: Args) -> None:
     check_names(args.strategy, args.local, args.transport)
     parse_size(args.size)
     tuple(map(parse_lora, args.lora))
+    if args.verify and args.precision is not None:
+        raise ValueError(
+            f"got --verify with --precision {args.precision}, whose error it would report as a fault; use one of them"
+        )
 
 
 def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job:
@@ -127,12 +132,15 @@ def outputs(args: Args, job: Job) -> list[Path]:
 
 
 def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> GenerationRequest:
-    """The pictures that the flags ask for; `ValueError` for a --size that is none. pictures: those of `--image`."""
+    """The pictures that the flags ask for; `ValueError` for a --size that is none and a precision that cannot be here.
+
+    pictures: those of `--image`.
+    """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
-    same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
+    same = ("model", "precision", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
     more = ("respacing", "scheduler", "seed", "frames", "fps", "strength")
-    return GenerationRequest(
+    request = GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
         prompts=args.prompt,
@@ -141,6 +149,8 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
         loras=tuple(map(parse_lora, args.lora)),
         images=tuple(pictures),
     )
+    request.check_precision(device)
+    return request
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -205,6 +215,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool =
         raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
     load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
+    head += "" if args.precision is None else f", GEMMs in {args.precision} at {EIGHT_SPEED} times its rate on GPUs"
     machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]
     if not machines:
         name = args.transport

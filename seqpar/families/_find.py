@@ -5,6 +5,7 @@ A new file needs no registration; what it may export is said in the package's do
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -49,6 +50,8 @@ OTHERS = Pipelines(
     sigmas="AuraFlow|Bria|DreamLite|MotifVideo|NucleusMoE|Ovis",
 )
 PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
+# in the names of pipelines that make nothing without a picture, though their calls have a default for it
+NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 
 
 def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:
@@ -95,6 +98,12 @@ def is_guided(module: nn.Module) -> bool:
 def takes_several_images(pipeline: str) -> bool:
     """Return whether a pipeline class takes several images for one result."""
     return any(pipeline.startswith(facts.several_images) for facts in PIPELINES)
+
+
+def needs_picture(kind: Any) -> bool:
+    """Return whether a pipeline of this class generates nothing without an input image."""
+    image = inspect.signature(kind.__call__).parameters.get("image")
+    return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
 
 
 def makes_one_result(pipeline: str) -> bool:

@@ -7,7 +7,7 @@ A stub is of the encoder's class and has its config, dtype and device, so the pi
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -219,10 +219,12 @@ class _ReachedError(Exception):
     """A pipeline has called a transformer, after its encoders."""
 
 
-def encode_first(pipe: Any, encoders: Mapping[str, SharedEncoder], encode: Callable[[Any], object], mesh: Mesh) -> None:
+def encode_first(
+    pipe: Any, encoders: Mapping[str, SharedEncoder], calls: Sequence[Callable[[Any], object]], mesh: Mesh
+) -> None:
     """Call a pipeline up to its first call of a transformer, then replace its encoders by stubs with their results.
 
-    A transformer may still lack its weights. encode: calls the pipeline. Collective: call on all ranks.
+    A transformer may still lack its weights. calls: each calls the pipeline. Collective: call on all ranks.
     """
 
     def reached(*_: object, **__: object) -> None:
@@ -236,8 +238,9 @@ def encode_first(pipe: Any, encoders: Mapping[str, SharedEncoder], encode: Calla
         module.forward = reached
     for encoder in encoders.values():
         encoder.keep()
-    with suppress(_ReachedError):
-        encode(pipe)
+    for call in calls:
+        with suppress(_ReachedError):
+            call(pipe)
     for module in transformers:
         del module.forward
     for name, encoder in encoders.items():

@@ -85,9 +85,13 @@ class PipelineParts:
     @property
     def models(self) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         """Return class and config of each transformer, by their names."""
-        others = {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != "transformer"}
-        configs = {name: (type(model), model.config) for name, model in others.items()}
+        configs = {name: (type(model), model.config) for name, model in self.other_transformers.items()}
         return {"transformer": (_transformer(self.index), self.config), **configs}
+
+    @property
+    def other_transformers(self) -> dict[str, Any]:
+        """Return the transformers besides the first, without memory for weights, by their names."""
+        return {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != "transformer"}
 
     @cached_property
     def transformer(self) -> Any:

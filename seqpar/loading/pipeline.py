@@ -42,17 +42,17 @@ def load_pipeline(
     dtype: torch.dtype,
     mesh: Mesh,
     loras: Sequence[_lora.Lora] = (),
-    encode: Callable[[Any], object] | None = None,
+    encode: Sequence[Callable[[Any], object]] = (),
     look: Callable[[Any], object] = id,
 ) -> Any:
     """Return the pipeline of a folder on this rank's device. Collective: call on all ranks.
 
     Text and image encoders are on rank 0 alone, unless a LoRA changes them.
 
-    kind: the class of the pipeline, for which `parts` were checked. encode: calls the pipeline as it will be called;
-    its encoders then run first, and are freed before the transformers' weights load. Its constructor may then read no
-    weight of a transformer. None keeps the encoders for other prompts. look: called with each transformer, without its
-    weights, while files are read. Raises the same ValueError on every rank if a part does not load.
+    kind: the class of the pipeline, for which `parts` were checked. encode: each calls the pipeline as it will be
+    called; its encoders then run first, and are freed before the transformers' weights load. Its constructor may then
+    read no weight of a transformer. () keeps the encoders for other prompts. look: called with each transformer,
+    without its weights, while files are read. Raises the same ValueError on every rank if a part does not load.
     """
     assert isinstance(parts.source, Path)
     fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
@@ -67,7 +67,7 @@ def load_pipeline(
     with no_collection(), Reader(mesh.device, team.size) as reader:
         # rank 0 begins to read the encoders
         finish_encoders, size = begin_encoders({} if everywhere else parts.fitted, dtype, mesh, reader, fails)
-        encoded = encode is not None and finish_encoders is not None
+        encoded = bool(encode) and finish_encoders is not None
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
         weights = _weights(parts, dtype, mesh)

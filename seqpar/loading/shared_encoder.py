@@ -125,7 +125,7 @@ class SharedEncoder:
         self._kept = []
 
     def end(self) -> None:
-        """Put a stub in the encoder's place on every rank, which gives the kept results again, in their order."""
+        """Put a stub in the encoder's place on every rank, which gives the results of kept calls again."""
         self.module, self._next = self._stub(), 0
 
     def _stub(self) -> Any:
@@ -189,16 +189,24 @@ class SharedEncoder:
         return result, tensors if self._mesh.is_main else [*everyones.values()]
 
     def _again(self, name: str, inputs: Sequence[Tensor]) -> Any:
-        """Return the kept result of the next call; after the last comes the first. ValueError for another call."""
-        kept = (self._kept or [])[self._next or 0 : (self._next or 0) + 1]
-        same = bool(kept) and kept[0].method == name and len(kept[0].inputs) == len(inputs)
-        if not same or not all(map(torch.equal, kept[0].inputs, inputs)):
+        """Return the kept result of the next call of these inputs; after the last comes the first. Else ValueError.
+
+        Other calls are passed over: several texts may be kept, and be used in another order.
+        """
+        kept, first = self._kept or [], self._next or 0
+        order = [*range(first, len(kept)), *range(first)]
+        at = next((at for at in order if kept[at].method == name and _equal(kept[at].inputs, inputs)), None)
+        if at is None:
             raise ValueError(
                 f"got a call of {self._name}.{name} with another text than at first, expected the same texts: the "
                 f"encoder was freed; load the pipeline by seqpar.load"
             )
-        self._next = ((self._next or 0) + 1) % len(self._kept or [])
-        return restored(kept[0].result, self._outputs, iter([x.clone() for x in kept[0].tensors]))
+        self._next = (at + 1) % len(kept)
+        return restored(kept[at].result, self._outputs, iter([x.clone() for x in kept[at].tensors]))
+
+
+def _equal(these: Sequence[Tensor], those: Sequence[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
 
 
 def failing(name: str) -> Any:

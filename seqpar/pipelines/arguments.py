@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.protocol import FOR_CLASSES, Frames, GenerationRequest
 
-# in the names of pipelines that make nothing without a picture, though their calls have a default for it
-NEEDS = re.compile("Img2Img|Edit|ImageToVideo|Image2Video|I2V|I2I|Refiner")
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
@@ -38,7 +35,7 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not request.images:
         request.refuse("it changes an input image; add --image", strength=request.strength)
-        if needs_picture(kind):
+        if _find.needs_picture(kind):
             raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
     taking = class_of_pictures(kind, index)
@@ -69,11 +66,6 @@ def class_of_pictures(kind: Any, index: Mapping[str, Any]) -> Any:
     pairs = ((theirs.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, pictures), (theirs.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, videos))
     sisters = (images.get(name) for texts, images in pairs for name, known in texts.items() if known is kind)
     return next(filter(None, sisters), None)
-
-
-def needs_picture(kind: Any) -> bool:
-    image = inspect.signature(kind.__call__).parameters.get("image")
-    return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
 
 
 def draws_anew(parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -20,7 +20,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known
+from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known, needs_picture
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders
@@ -43,7 +43,6 @@ from seqpar.pipelines.arguments import (
     frame_rate,
     frames_of,
     makes_videos,
-    needs_picture,
     shown_image,
     taking_images,
 )
@@ -66,6 +65,7 @@ from seqpar.planner.plan import Plan, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.blocks import expected
+from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
 from seqpar.transformer.parallelize import call_of, parallelize, passing
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
@@ -107,6 +107,7 @@ class Source:
         check_flags(request, kind.__name__, parameters)
         check_frames(request, kind.__name__, frames_of(parameters, parts))
         arguments = arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
+        _check_precision(request, parts, why_no_blocks)
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)
 
@@ -133,6 +134,15 @@ class Source:
                 timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)
                 timed(scheduler, request.steps, timing=timing)
         return DiffusersJob(kind, self, request, arguments, guidance, embedded, **vars(run))
+
+
+def _check_precision(request: GenerationRequest, parts: PipelineParts, why_not: Callable[[Any], str | None]) -> None:
+    # before weights load
+    if request.precision is None:
+        return
+    for module in (parts.transformer, *parts.other_transformers.values()):
+        if (reason := why_not(module)) is not None:
+            request.refuse(reason, precision=request.precision)
 
 
 def _guidance(
@@ -238,15 +248,21 @@ class DiffusersJob:
             raise ValueError(NO_LORA)
         return lora_files.check_switched(lora, self.kind, self.source.parts.models)
 
-    def load_pipeline(self, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
+    def load_pipeline(
+        self, mesh: Mesh, encode: Sequence[Callable[[Any], object]] = (), look: Callable[[Any], object] = id
+    ) -> Any:
         """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load.
 
-        encode: calls the pipeline, so that texts are encoded before the transformers' weights are loaded.
+        encode: each calls the pipeline, so that texts are encoded before the transformers' weights are loaded. look:
+        called with the pipeline before LoRAs change its weights.
         """
         parts, loras, dtype = self.source.parts, self.request.loras, self.request.dtype
         if isinstance(preset := parts.source, Preset):
-            return mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, dtype, mesh.device))
+            pipe = mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, dtype, mesh.device))
+            look(pipe)
+            return pipe
         pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected)
+        look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:
             print(f"seqpar: LoRAs not merged: {reason}", flush=True)
@@ -261,6 +277,11 @@ class DiffusersJob:
         on_encode: Callable[[int], None] | None = None,
         loras: Mapping[str, Lora] | None = None,
     ) -> DiffusersModel:
+        def why_not_on_mesh(module: Any) -> str | None:
+            return why_not(module, mesh.device, self.request.dtype)
+
+        mesh.on_all_ranks(lambda: _check_precision(self.request, self.source.parts, why_not_on_mesh))
+
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
             report(0)
@@ -268,13 +289,26 @@ class DiffusersJob:
             pipe.set_progress_bar_config(disable=True)
             self.call(pipe, self.call_arguments(mesh.device), mesh)
 
-        pipe = self.load_pipeline(mesh, None if on_encode is None else encode)
+        def encode_fixed(pipe: Any) -> None:
+            if (run := self.fixed_run(pipe, mesh.device)) is not None:
+                run()
+
+        def calibrate(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
+            run = self.fixed_run(pipe, mesh.device)
+            calibrations.update(calibrated(mesh, pipe, transformers_of(pipe), run))
+
+        precision, calibrations = self.request.precision, dict[str, Calibration]()
+        if precision is None:
+            pipe = self.load_pipeline(mesh, () if on_encode is None else (encode,))
+        else:
+            pipe = self.load_pipeline(mesh, () if on_encode is None else (encode, encode_fixed), calibrate)
         merging = lora_files.switched(pipe, loras) if loras else None
         mesh = settled(plan, None)
         sequence = plan.layout.sequence > 1
         strategy = plan.strategy.name if sequence else "auto"
         transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
-        parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=VAE[vae])
+        names: Any = {"strategy": strategy, "transport": transport, "local": plan.local.name, "vae": VAE[vae]}
+        parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None)
         reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
         pipe.set_progress_bar_config(disable=hidden)
@@ -282,6 +316,17 @@ class DiffusersJob:
         model = DiffusersModel(mesh, plan, {self.kind: pipe}, pipe.scheduler, vae, merging, reason, once)
         pipe.scheduler = self.scheduler_of(pipe.scheduler)
         return model
+
+    def fixed_run(self, pipe: Any, device: torch.device) -> FixedRun | None:
+        """Return the run of the calibration, None if there is none; of a preset with random numbers as texts.
+
+        It is that of the folder's class, whatever class the images of the request need.
+        """
+        pipe = pipe if self.kind is self.source.parts.kind else with_parts_of(pipe, self.source.parts.kind)
+        if self.preset is None:
+            return fixed_run(pipe)[0]
+        texts = self.preset.encoded(len(PROMPTS), 0)
+        return fixed_run(pipe, {name: x.to(device, self.request.dtype) for name, x in texts.items()})[0]
 
     def call_arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the call; of a preset, random numbers in place of the texts."""
@@ -365,7 +410,8 @@ class DiffusersModel:
         tokens = f"{job.load.tokens} tokens, " if job.exact else ""
         count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
         steps = f"{job.steps} steps of {type(pipe.scheduler).__name__} in {job.kind.__name__}"
-        notes = [("work", f"{count}, {tokens}{as_text(job.request.dtype)}, {steps}, {scales(job)}")]
+        eight = "" if job.request.precision is None else f" and {job.request.precision}"
+        notes = [("work", f"{count}, {tokens}{as_text(job.request.dtype)}{eight}, {steps}, {scales(job)}")]
         notes += [("lora", str(lora)) for lora in job.request.loras]
         notes += [("image", shown_image(image, job.arguments, parameters)) for image in job.request.images]
         if job.video and job.request.fps is None and RATE not in parameters:
@@ -417,16 +463,20 @@ class DiffusersModel:
         return Result(images, "pixels", partial(digest, images))
 
     def _pipe(self, kind: Any) -> Any:
-        """Return a pipeline of this class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
+        """Return the pipeline of a class; all have the same parts."""
         if kind not in self.pipes:
-            pipe = next(iter(self.pipes.values()))
-            names = inspect.signature(kind.__init__).parameters
-            parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
-            self.pipes[kind] = kind(**parts)
+            self.pipes[kind] = with_parts_of(next(iter(self.pipes.values())), kind)
             self.pipes[kind].set_progress_bar_config(disable=True)
             if self.why_rounded is None:
                 keep_fp32(self.pipes[kind])
         return self.pipes[kind]
+
+
+def with_parts_of(pipe: Any, kind: Any) -> Any:
+    """Return a pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
+    names = inspect.signature(kind.__init__).parameters
+    parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
+    return kind(**parts)
 
 
 def _watched_vae(

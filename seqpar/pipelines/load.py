@@ -24,6 +24,7 @@ from seqpar.loading.pipeline import load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
+from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
 from seqpar.types.arguments import check_kind, shown
@@ -42,6 +43,7 @@ def load(
     vae: VaeMode = "auto",
     loras: Sequence[str] = (),
     fp32_state: bool = False,
+    precision: Precision | None = None,
 ) -> DiffusionPipeline:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
@@ -61,11 +63,16 @@ def load(
     def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
         choices(mesh, preferences, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
-        return checked(path_or_id, dtype, loras, vae)
+        check_precision(precision)
+        parts, adapters = checked(path_or_id, dtype, loras, vae)
+        for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
+            if (reason := why_not(module, ranks.device, dtype)) is not None:
+                raise ValueError(f'precision="{precision}" cannot be used: {reason}')
+        return parts, adapters
 
     parts, adapters = ranks.on_all_ranks(check)
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected)
-    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae, precision=precision)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
     return pipe
@@ -114,7 +121,8 @@ def checked(
     if not str(path_or_id):
         raise ValueError("got path_or_id='', expected a pipeline's folder or hub id")
     if not isinstance(dtype, torch.dtype) or dtype not in WEIGHTS:
-        raise ValueError(f"got dtype={dtype!r}, expected {', '.join(map(str, WEIGHTS))}")
+        eight = '; for 8 bits use precision="fp8"' if getattr(dtype, "itemsize", 1) == 1 else ""
+        raise ValueError(f"got dtype={dtype!r}, expected {', '.join(map(str, WEIGHTS))}{eight}")
     if isinstance(loras, str) or not isinstance(loras, Sequence) or not all(isinstance(each, str) for each in loras):
         raise ValueError(f"got loras={shown(loras)}, expected a list of files, as ['style.safetensors:0.8']")
     path = resolve(path_or_id)

@@ -29,7 +29,17 @@ from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
 from seqpar.pipelines.planning import Grid
-from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, Events, GenerationRequest, Result, as_text, no_event, scales
+from seqpar.pipelines.protocol import (
+    NO_EIGHT,
+    NO_IMAGES,
+    NO_LORA,
+    Events,
+    GenerationRequest,
+    Result,
+    as_text,
+    no_event,
+    scales,
+)
 from seqpar.planner.plan import Plan, make, named_mesh, preferred_images, settled, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Preferences
@@ -156,6 +166,7 @@ class Files:
         scheduler: with its timesteps set; without one the request's steps are the evaluations. loading, settings: in
         addition to those of every model. more: further fields of `OwnJob`.
         """
+        request.refuse(NO_EIGHT, precision=request.precision)
         self.latent_size(request.size)
         evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}

@@ -86,5 +86,6 @@ def planned(transformer: Any, grid: Grid | None, request: GenerationRequest, gui
         tokens = grid.tokens(size)
     # each call makes its modulation, of which no table is kept
     load = replace(load, images=len(request.pictures), steps=request.steps, tokens=tokens, labels=1 + guided, table=0)
+    load = replace(load, eight=request.precision is not None)
     channels = int(transformer.config.get("in_channels") or 1)
     return Planned(work, load, channels, size, exact=grid is not None)

@@ -19,6 +19,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import Picture
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
+from seqpar.transformer.calibration import Precision, why_not_here
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.vae.strips import DecodeMode
@@ -26,6 +27,7 @@ from seqpar.vae.strips import DecodeMode
 FOR_CLASSES = "only models of classes take it"
 NO_VIDEOS = "this model generates images, no videos"
 NO_IMAGES = "this model takes no input image"
+NO_EIGHT = "this model has no blocks that compute in 8 bits"
 NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
@@ -59,6 +61,7 @@ class GenerationRequest:
     loras: tuple[Lora, ...] = ()
     images: tuple[Picture, ...] = ()
     strength: float | None = None
+    precision: Precision | None = None
 
     @property
     def pictures(self) -> list[str]:
@@ -71,6 +74,11 @@ class GenerationRequest:
             if value is not None and value != ():
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise ValueError(f"--{name.replace('_', '-')} {shown} with --model {self.model}: {reason}")
+
+    def check_precision(self, device: torch.device) -> None:
+        """Raise ValueError if a device cannot compute in this precision."""
+        if self.precision is not None and (reason := why_not_here(device, self.dtype)) is not None:
+            self.refuse(reason, precision=self.precision)
 
     def needs_prompts(self) -> None:
         """Raise ValueError for flags that models of prompts do not take, and without a prompt."""

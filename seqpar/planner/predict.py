@@ -17,6 +17,7 @@ from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
 TABLE_BYTES = 2 << 30  # a larger modulation table is computed in parts, for some steps at a time
+EIGHT_SPEED = 1.7  # of a GPU's GEMMs in 8 bits, with their scales, against bf16: 1.62 to 1.86 measured on an H100
 USABLE = 0.95  # share of a device's memory; CUDA's context and NCCL's buffers need the rest
 
 
@@ -27,6 +28,7 @@ class Load:
     guidance: whether there is an unconditional branch. parameters: number of the model's parameters. latent: values of
     one token's latent. labels: number of distinct labels, including the unconditional one. table: maximum bytes of the
     modulation table. others: number of tokens of each stream besides the state (text), which `tokens` leaves out.
+    eight: whether the blocks' GEMMs on the state compute in 8 bits.
     """
 
     images: int
@@ -39,6 +41,7 @@ class Load:
     labels: int
     table: int
     others: tuple[int, ...] = ()
+    eight: bool = False
 
     def rows(self, layout: Layout) -> int:
         """The batch rows of the rank with most images: twice its images if it computes both branches."""
@@ -94,7 +97,13 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     slowest, moved, value = every[0], busiest(every), b * work.head_dim * width
 
     def products_us(kind: Blocks) -> float:
-        return sum(gemm_us(rates, b * rows, i, o, width) for rows, i, o in kind.products(local, others))
+        us = sum(gemm_us(rates, b * rows, i, o, width) for rows, i, o in kind.products(local, others))
+        if not load.eight or rates.device == "CPU":
+            return us
+        rows = b * kind.rows(local, others)[0]
+        eight = sum(gemm_us(rates, rows, *gemm, width) for gemm in kind.gemms)
+        eight -= sum(gemm_us(rates, rows, *gemm, width) for gemm in _of_cross(work, kind))
+        return us - eight * (1 - 1 / EIGHT_SPEED)
 
     def pass_us(read_and_written: float, kernels: int = 1) -> float:
         return kernels * rates.kernel_us + 1e-6 * read_and_written / rates.copy
@@ -149,6 +158,12 @@ def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
     return replace(kind, gemms=first, apart=tuple(others))
 
 
+def _of_cross(work: Work, kind: Blocks) -> Gemms:
+    """The GEMMs of queries and output of cross-attention, which stay in the weights' dtype."""
+    inner = work.heads * work.head_dim
+    return () if kind.cross is None else ((work.width, inner), (inner, work.width))
+
+
 def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
     inputs, outputs = gemms[0]
     queries = work.heads * work.head_dim
@@ -188,6 +203,16 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
     return 1e-6 * call.flops / rate_at(rates.attention[nearest], call.flops)
 
 
+def _bytes_in_8_bits(work: Work) -> int:
+    """The bytes of weights in 8 bits, which are kept beside those that they are made of."""
+    sizes = ((kind.count, _elements(kind.gemms) - _elements(_of_cross(work, kind))) for kind in work.blocks)
+    return sum(count * size for count, size in sizes)
+
+
+def _elements(gemms: Gemms) -> int:
+    return sum(inputs * outputs for inputs, outputs in gemms)
+
+
 def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
     """The memory of a rank: all weights, and the modulation of the steps that fit `load.table`, at least one."""
     b, (mine, others) = load.rows(layout), load.mine(layout)
@@ -195,7 +220,7 @@ def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
     kept = min(load.steps, max(1, load.table // step))
     state = 3 * b * mine * load.latent * STATE  # the tokens and the predictions of both branches
     return Memory(
-        weights=load.parameters * load.itemsize,
+        weights=load.parameters * load.itemsize + (_bytes_in_8_bits(work) if load.eight else 0),
         table=kept * step + b * work.table * STATE,
         activations=b * (mine + sum(others)) * work.live * load.itemsize + state,
         exchange=b * layer.kept * work.head_dim * load.itemsize,

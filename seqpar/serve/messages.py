@@ -101,7 +101,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
     first; unit: divides the sides of every size. schedulers, labels: names of schedulers and classes that requests may
-    have.
+    have. precision: of GEMMs, None for the dtype of the weights.
     """
 
     name: str
@@ -119,6 +119,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     unit: int = 1
     schedulers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    precision: str | None = None
 
     def lora(self, name: str) -> str | None:
         """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""

@@ -20,16 +20,21 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from diffusers.utils import logging
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from seqpar.families._find import BLOCKS
+from seqpar.families._find import BLOCKS, needs_picture, takes_several_images
 from seqpar.kernels.rows8 import Rounding, product8, round_rows, rounded
+from seqpar.loading.errors import context
+from seqpar.loading.names import errors_only
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
 from seqpar.transformer import lora as adapters
+from seqpar.transformer.internals import without_bar
 from seqpar.types.protocols import state_dtype
 
 Precision = Literal["fp8"]
@@ -40,7 +45,8 @@ PROMPTS = (
 )
 STEPS = 4
 SIZES = {"height": 512, "width": 512, "num_frames": 17}
-"""Of the calibration's images and videos, where a pipeline takes them: small, because means need few tokens."""
+"""The most of the calibration's images and videos, where a pipeline takes them: means need few tokens."""
+MORE = {"mask_image", "control_image", "layers"}  # what a pipeline needs though its call has a default for it
 SAMPLE, CALLS = 16, 16  # rows of an input that are kept of each of the first calls, to compare the ways to accumulate
 FAST = 5e-3
 """The largest error of a fast sum, relative to the product's rms: a seventh of what rounding to 8 bits costs alone."""
@@ -67,35 +73,59 @@ def matrices_of(module: nn.Module) -> dict[str, list[Any]]:
     return found
 
 
-def why_not(module: nn.Module, device: torch.device) -> str | None:
-    """Return why no GEMM of a transformer can compute in 8 bits, or None."""
-    if not matrices_of(module):
-        known = ", ".join(sorted(name for name, block in BLOCKS.items() if block.eight))
-        return f"{type(module).__name__} has no blocks that compute in 8 bits; known ones: {known}"
+def check_precision(precision: object) -> None:
+    """Raise ValueError for a precision that does not exist."""
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"got precision={precision!r}, expected one of {', '.join(PRECISIONS)}, or None")
+
+
+def why_no_blocks(module: nn.Module) -> str | None:
+    """Return why no GEMM of a transformer, which may lack its weights, can compute in 8 bits on any device, or None."""
+    if matrices_of(module):
+        return None
+    known = ", ".join(sorted(name for name, block in BLOCKS.items() if block.eight))
+    return f"{type(module).__name__} has no blocks that compute in 8 bits; known ones: {known}"
+
+
+def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a device cannot compute in 8 bits with weights of a dtype, or None. A CPU does so with any.
+
+    A GPU that this machine lacks, for which a run is planned, has what it needs.
+    """
     if device.type != "cuda":
         return None
-    if torch.cuda.get_device_capability(device) < (8, 9):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
         return (
             f"{torch.cuda.get_device_name(device)} has no products of e4m3; these need compute capability 8.9 or newer"
         )
+    return None if dtype == torch.bfloat16 else f"weights are {dtype}, expected bfloat16".replace("torch.", "")
+
+
+def why_not(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Return why no GEMM of a transformer can compute in 8 bits on a device, or None.
+
+    dtype: of the weights, for a transformer that still lacks them; None: their own.
+    """
     weights = [layer.weight for layers in matrices_of(module).values() for layer in layers]
+    dtypes = {weight.dtype for weight in weights} if dtype is None else {dtype}
+    reason = why_no_blocks(module) or next(filter(None, (why_not_here(device, each) for each in dtypes)), None)
     odd = next((weight for weight in weights if weight.shape[0] % 16 or weight.shape[1] % 16), None)
-    if odd is not None:
+    if reason is None and device.type == "cuda" and odd is not None:
         return f"a weight is {tuple(odd.shape)}; 16 must divide both"
-    dtypes = {weight.dtype for weight in weights}
-    return None if dtypes == {torch.bfloat16} else f"weights are {dtypes.pop()}; load them with dtype=torch.bfloat16"
+    return reason
 
 
 def calibrated(
     mesh: Mesh, pipe: Any, modules: Mapping[str, nn.Module], run: Callable[[], object] | None
-) -> dict[str, Calibration]:
+) -> Mapping[str, Calibration]:
     """Return the calibration of each transformer of a pipeline, from the cache or by a run. Collective.
 
-    run: calls the pipeline, or the transformer, with inputs of the caller's choice; the cache keeps no such numbers.
-    None: fixed prompts, where the pipeline takes a prompt alone. Raises ValueError alike on all ranks if a run fails.
+    run: calls the pipeline, or the transformer; the cache keeps numbers of a `FixedRun` alone. None: the fixed run of
+    this pipeline, if there is one. Active adapters take no part, so that one calibration serves all. Raises ValueError
+    alike on all ranks if a run fails.
     """
-    call, reason = (run, None) if run is not None else _fixed_run(pipe)
-    path = None if run is not None or call is None else _path(pipe, modules)
+    call, reason = (run, None) if run is not None else fixed_run(pipe)
+    path = _path(call, modules) if isinstance(call, FixedRun) else None
     kept = streams_of_rank_0(mesh, lambda: {} if path is None or not path.exists() else _read(path))
     if not kept and call is not None:
         measured = mesh.on_all_ranks(lambda: _measured(modules, call))
@@ -103,30 +133,73 @@ def calibrated(
         if path is not None and mesh.is_main:
             _write(path, kept)
     if mesh.is_main:
-        how = "fixed prompts" if run is None else "the caller's run"
+        how = "a given run" if path is None else "fixed prompts"
         text = f"centred by {how}" if call is not None else f"not centred, all sums in fp32, because {reason}"
         print(f"seqpar: inputs of GEMMs in 8 bits are {text}", flush=True)
     return {name: _of_module(kept, name, modules[name]) for name in modules}
 
 
-def _fixed_run(pipe: Any) -> tuple[Callable[[], object] | None, str | None]:
+@dataclass(frozen=True)
+class FixedRun:
+    """A call of a pipeline with inputs that are always the same: those of its class, or random texts."""
+
+    pipe: Any
+    arguments: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from other runs of the same transformer."""
+        return type(self.pipe).__name__, *self.arguments
+
+    def __call__(self) -> None:
+        failing = f"got a {type(self.pipe).__name__} that fails with fixed prompts; pass calibrate=, which calls it"
+        with context(failing), without_bar(self.pipe), errors_only(logging):
+            self.pipe(**self.arguments, generator=torch.Generator().manual_seed(0))
+
+
+def fixed_run(pipe: Any, texts: Mapping[str, Tensor] | None = None) -> tuple[FixedRun | None, str | None]:
+    """Return the call of a pipeline with inputs that no request changes, or why there is none.
+
+    texts: encoded texts in place of prompts, for a pipeline without text encoders. A pipeline that starts from an image
+    gets a fixed one.
+    """
     if isinstance(pipe, nn.Module):
         return None, "a transformer alone has no prompts; pass calibrate=, which calls it"
-    parameters = inspect.signature(type(pipe).__call__).parameters
-    known = {"prompt": list(PROMPTS), "num_inference_steps": STEPS, "output_type": "latent"} | SIZES
-    needed = [name for name, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
-    if "prompt" not in parameters or not {*needed} <= {"self", *known}:
-        return None, f"{type(pipe).__name__} takes more than a prompt; pass calibrate=, which calls it"
-    if getattr(pipe, "tokenizer", None) is None:
-        return None, f"this {type(pipe).__name__} has no text encoders; pass calibrate=, which calls it"
-    arguments = {name: value for name, value in known.items() if name in parameters}
-    return lambda: pipe(**arguments, generator=torch.Generator().manual_seed(0)), None
+    kind, name = type(pipe), type(pipe).__name__
+    parameters = inspect.signature(kind.__call__).parameters
+
+    # a small size, or the model's own; with an image one prompt alone, as some pipelines take it
+    own = getattr(getattr(getattr(pipe, "vae", None), "config", None), "sample_size", None)
+    most = min(own, SIZES["height"]) if isinstance(own, int) else SIZES["height"]
+    known: dict[str, Any] = {**SIZES, "height": most, "width": most}
+    known |= {"num_inference_steps": STEPS, "output_type": "latent"}
+    known |= dict(texts or {"prompt": list(PROMPTS)})
+    if needs_picture(kind):
+        picture = _picture(most)
+        known |= {"image": [picture] if takes_several_images(name) else picture}
+        known |= {} if texts is not None else {"prompt": PROMPTS[0]}
+
+    # what keeps it from being called
+    needed = {key for key, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
+    if "prompt" not in parameters or not needed <= {"self", *known} or MORE & parameters.keys():
+        return None, f"{name} takes more than a prompt; pass calibrate=, which calls it"
+    if texts is None and getattr(pipe, "tokenizer", None) is None:
+        return None, f"this {name} has no text encoders; pass calibrate=, which calls it"
+    return FixedRun(pipe, {key: value for key, value in known.items() if key in parameters}), None
+
+
+def _picture(side: int) -> Image.Image:
+    across = Image.linear_gradient("L")
+    colours = (across, across.rotate(90), Image.radial_gradient("L"))
+    return Image.merge("RGB", colours).resize((side, side))
 
 
 def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
     matrices = {f"{name}|{key}": x for name, part in modules.items() for key, x in matrices_of(part).items()}
     seen = {key: _Inputs() for key in matrices}
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(_cuda(modules)):
+        for part in modules.values():
+            stack.enter_context(adapters.disabled(part))
         for key, (first, *_) in matrices.items():
             stack.callback(first.register_forward_pre_hook(seen[key].look).remove)
         run()
@@ -179,13 +252,16 @@ def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Cali
 # The cache -----------------------------------------------------------------------------------------------------
 
 
-def _path(pipe: Any, modules: Mapping[str, nn.Module]) -> Path:
-    """Return where the means of these weights are kept, for this GPU, torch and pipeline."""
+def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
+    """Return where the means of these weights are kept, for this GPU, torch and run."""
     device = next(iter(next(iter(modules.values())).parameters())).device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    key = hashlib.blake2b(repr((type(pipe).__name__, gpu, torch.__version__, PROMPTS, STEPS, SIZES)).encode())
+    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, PROMPTS, STEPS, SIZES)).encode())
     for name, module in modules.items():
-        for path, weight in module.named_parameters():
+        weights = (
+            (path, x) for path, part in adapters.without_adapters(module) for x in part.parameters(recurse=False)
+        )
+        for path, weight in weights:
             number = int(torch.hash_tensor(weight.detach()).view(torch.int64))
             key.update(repr((name, path, tuple(weight.shape), weight.dtype, number)).encode())
     return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"

@@ -6,7 +6,8 @@ for each name, which says what broke with another version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,17 @@ def hooks_on(module: nn.Module) -> dict[str, ModelHook]:
     """Return the hooks of diffusers on a module by their names, the innermost first."""
     registry: Any = vars(module).get(REGISTRY)
     return {} if registry is None else registry.hooks
+
+
+@contextmanager
+def without_bar(pipe: Any) -> Iterator[None]:
+    """Show no progress bar of a pipeline's loop."""
+    before: dict[str, Any] = vars(pipe).get("_progress_bar_config", {})
+    pipe.set_progress_bar_config(**before | {"disable": True})
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**before)
 
 
 def skips_scores(module: nn.Module) -> bool:

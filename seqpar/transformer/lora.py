@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +23,7 @@ from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, adapter, fitted, load
 from seqpar.transformer.foreign import Addition
 from seqpar.transformer.internals import adapters_of
+from seqpar.vae.pipeline import attach
 
 
 def check_switched(lora: Lora, kind: Any, models: Models) -> dict[Lora, dict[str, int]]:
@@ -117,6 +119,16 @@ def active(layer: nn.Module) -> tuple[str, ...]:
         return ()
     known = adapters_of(wrapper)
     return tuple(name for name in wrapper.active_adapters if name in known)
+
+
+@contextmanager
+def disabled(module: nn.Module) -> Iterator[None]:
+    """Let layers compute without their active adapters; those that are merged stay so."""
+    with ExitStack() as stack:
+        for _, layer in layers(module):
+            if active(layer):
+                stack.callback(attach(layer, {"forward": base_of(layer).forward}))
+        yield
 
 
 def are_on(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_i
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
-from seqpar.transformer.calibration import PRECISIONS, Calibration, Precision, calibrated, why_not
+from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
@@ -103,6 +103,7 @@ def planned(
     preferences: Preferences,
     native: bool,
     cfg: bool,
+    precision: Precision | None = None,
 ) -> Plan:
     # the plan for one picture of the first transformer's family
     module, axis = next(iter(modules.values())), mesh.cfg.size if mesh is not None else preferences.axes.get("cfg")
@@ -113,7 +114,8 @@ def planned(
         guided = guided and not hasattr(pipe_or_transformer, "set_pag_applied_layers")  # PAG reads rows of all branches
         guided = guided and all(look(part).coupled is None for part in modules.values())
     dtype, work, ranks = dtype_of(module), estimate.planned_work(module, native), mesh or Mesh.joined()
-    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=preferred_images(preferences, ranks))
+    images, eight = preferred_images(preferences, ranks), precision is not None
+    load = replace(estimate.load_of(module, dtype, guided, work.joined), images=images, eight=eight)
     return make(work, load, dtype, ranks, preferences, mesh)
 
 
@@ -200,7 +202,7 @@ def parallelize(
     vae: VaeMode = "auto",
     cfg: bool = True,
     precision: Precision | None = None,
-    calibrate: Callable[[], object] | None = None,
+    calibrate: Callable[[], object] | Mapping[str, Calibration] | None = None,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -211,9 +213,9 @@ def parallelize(
     known ones of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. precision: "fp8" computes most GEMMs of fused blocks in 8 bits, with an error (docs/precision.md); None
-    keeps the weights' dtype. calibrate: a function that calls the pipeline or transformer with typical inputs; None
-    uses fixed prompts. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all
-    ranks.
+    keeps the weights' dtype. calibrate: a function that calls the pipeline or transformer with typical inputs, or what
+    `seqpar.transformer.calibration.calibrated` returned; None uses fixed prompts, which takes seconds once a model.
+    Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
@@ -233,10 +235,17 @@ def parallelize(
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, "precision": precision})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
-    plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg)
+    plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg, precision)
     handle = Handle(plan, own)
-    eight = None if precision is None else (lambda: calibrated(handle.mesh, pipe_or_transformer, modules, calibrate))
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, eight)
+
+    def calibrations() -> Mapping[str, Calibration]:
+        if precision is None:
+            return {}
+        if isinstance(calibrate, Mapping):
+            return calibrate
+        return calibrated(handle.mesh, pipe_or_transformer, modules, calibrate)
+
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations)
 
     # calls in place of the forwards
     for module in sharded:
@@ -357,7 +366,7 @@ def _sharded(
     plan: Plan,
     cuts: Mapping[str, Cuts],
     native: bool,
-    calibrate: Callable[[], Mapping[str, Calibration]] | None,
+    calibrate: Callable[[], Mapping[str, Calibration]],
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
@@ -373,7 +382,7 @@ def _sharded(
     try:
         mesh.on_all_ranks(check)
         mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
-        calibrations = {} if calibrate is None else calibrate()
+        calibrations = calibrate()
         for name, module in modules.items():
             sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, calibrations.get(name)))
     except ValueError:
@@ -387,8 +396,7 @@ def _sharded(
 def _check_precision(
     precision: object, calibrate: object, native: bool, modules: Mapping[str, nn.Module], mesh: Mesh
 ) -> None:
-    if precision not in (None, *PRECISIONS):
-        raise ValueError(f"got precision={precision!r}, expected one of {', '.join(PRECISIONS)}, or None")
+    check_precision(precision)
     if precision is None:
         if calibrate is not None:
             raise ValueError('got calibrate= without precision="fp8"')

@@ -12,6 +12,7 @@ import tyro
 
 from seqpar._moved import FLAGS
 
+FEW_BITS = re.compile(r"(fp|nf|u?int|float|e\dm)[468](?!\d).*", re.IGNORECASE)  # names of dtypes of 4 to 8 bits
 BORDER = re.compile(r"\x1b\[[0-9;]*m|[│╭╮╰╯]")
 
 
@@ -44,6 +45,8 @@ def _line(box: str, words: Sequence[str]) -> str:
         kind = re.search(rf"^ *{flag}.*\b(INT|FLOAT)\b", more, re.MULTILINE)
         expected = {"INT": "a whole number", "FLOAT": "a number"}.get(kind[1] if kind else "", "another value")
         return f"got {flag} {_value(words, flag)}, expected {expected}"
+    if "convert" not in words[:1] and "--dtype" in said and FEW_BITS.fullmatch(dtype := _value(words, "--dtype")):
+        return f"got --dtype {dtype}, which no weights have here; use --precision fp8, which computes in 8 bits"
     if choice := re.match(r"invalid choice .* for argument '(--[\w-]+)'\. Expected one of \((.*)\)$", said):
         return f"got {choice[1]} {_value(words, choice[1])}, expected one of {choice[2].replace(chr(39), '')}"
     if said.startswith("Unrec") and (old := [flag for flag in re.findall(r"--[\w-]+", said) if flag in FLAGS]):

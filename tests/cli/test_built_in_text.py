@@ -83,6 +83,38 @@ def test_the_lora_that_comes_with_it_changes_the_picture(tmp_path: Path, capsys:
     assert "lora      outline:1\n" in capsys.readouterr().out
 
 
+def cached(rank: int, world: int, device: torch.device, args: Args, cache: Path) -> tuple[tuple[str, str], bytes]:
+    """What a run prints, and the calibration that it leaves or finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEQPAR_CACHE", str(cache))
+        printed = shown(rank, world, device, args)
+    (file,) = cache.iterdir()
+    return printed, file.read_bytes()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_8_bits_change_little_and_no_request_or_rank_changes_their_calibration(ranks: Pool, tmp_path: Path) -> None:
+    args = Args(prompt=(FROG,), steps=4, seed=3, dtype="fp32", out=tmp_path / "x.png")
+    run(args)
+    wide, eight = pixels(args.out), replace(args, precision="fp8")
+    pictures, calibrations, caches = list[np.ndarray](), list[bytes](), [tmp_path / name for name in ("one", "two")]
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    other = replace(
+        eight, prompt=("a red heart on blue",), seed=1, image=(str(tmp_path / "in.png"),), lora=("outline",)
+    )
+    for world, cache, asked in ((1, caches[0], eight), (2, caches[1], other), (2, caches[1], eight)):
+        ((out, bars), calibration), *_ = ranks.run(world, cached, asked, cache)
+        pictures += [pixels(eight.out)] if asked is eight else []
+        calibrations.append(calibration)
+        assert "GEMMs in 8 bits are centred by fixed prompts" in out
+        assert "13 of 22 GEMMs in 8 bits" in out
+        assert "float32 and fp8, " in out
+        assert {line.partition(":")[0] for line in bars.splitlines() if line} == {"encoding", "denoising", "decoding"}
+    assert len({*calibrations}) == 1
+    for picture in pictures:
+        assert 1e-3 < abs(picture - wide).mean() < 0.02
+
+
 @pytest.mark.whole
 def test_a_run_prints_no_line_of_other_libraries(tmp_path: Path) -> None:
     """In a process of its own: transformers warns once per process of torchvision, also for image-to-image classes."""

@@ -96,7 +96,11 @@ def test_a_wrong_flag_starts_no_rank() -> None:
         ("sample --dry-run 1 x --steps 2", "got --dry-run 1 x, expected a whole number"),
         (f"sample --seed {'9' * 5000}", f"got --seed {'9' * 60}, expected a whole number"),
         ("sample --deadline_s x", "got --deadline-s x, expected a number"),
-        ("sample --dtype fp8", "got --dtype fp8, expected one of auto, fp64, fp32, bf16, fp16"),
+        ("sample --dtype fp2", "got --dtype fp2, expected one of auto, fp64, fp32, bf16, fp16"),
+        ("sample --dtype=INT8", "got --dtype INT8, which no weights have here; use --precision fp8, which computes"),
+        ("plan --dtype nf4", "got --dtype nf4, which no weights have here; use --precision fp8"),
+        ("convert a b --dtype fp8", "got --dtype fp8, expected one of same, fp32, bf16, fp16"),
+        ("sample --precision fp4", "got --precision fp4, expected one of "),
         ("plan --hosts x", "got --hosts x, expected a whole number"),
         ("sample --gpus", "Missing value for argument '--gpus'. Expected 1 values; see seqpar sample --help"),
         ("sample extra", "Unrecognized options: extra; see seqpar --help"),
@@ -126,3 +130,5 @@ def test_local_is_short_for_local_attention() -> None:
 def test_words_of_a_server_that_do_not_parse_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve(["--port", "x"]) == 2
     assert capsys.readouterr() == ("", "error: got --port x, expected a whole number\n")
+    assert serve(["builtin", "--dtype", "fp8"]) == 2
+    assert "use --precision fp8" in capsys.readouterr().err

@@ -101,6 +101,10 @@ FLAGS = [
     ({"prompt": ("a",), "classes": ("7",)}, "--prompt a with --model builtin: this model generates images of classes"),
     ({"model": "builtin-text", "classes": ("7",)}, "--classes 7 with --model builtin-text: FluxPipeline takes prompts"),
     ({"lora": ("style",)}, NO_LORA),
+    ({"precision": "fp8"}, "--precision fp8 with --model builtin: this model has no blocks that compute in 8 bits"),
+    ({"precision": "fp8", "model": "large-dit-3b", "dry_run": (2,)}, "this model has no blocks that compute in 8 bits"),
+    ({"precision": "fp8", "model": "random:FLUX.1-dev", "dry_run": (2,), "dtype": "fp16", **A}, "weights are float16"),
+    ({"precision": "fp8", "verify": True}, "got --verify with --precision fp8, whose error it would report"),
     ({"model": "large-dit-3b", "lora": ("style",), "dry_run": (2,)}, NO_LORA),
     ({"model": "random:FLUX.1-dev", "lora": ("style",), **A}, NO_LORA),
     ({"profile_steps": 4, "steps": 4}, "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change"),
@@ -163,6 +167,12 @@ OF_PROMPTS = [
     ("flux", {**A, "lora": ("elsewhere",)}, "with the key unet.nothing.lora_A.weight, expected a LoRA of a Flux"),
     ("pixart", {**A, "lora": ("style",)}, "diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
     ("unidiffuser", {**A, "lora": ("style",)}, NO_LORA),
+    ("unidiffuser", {**A, "precision": "fp8"}, "this model has no blocks that compute in 8 bits"),
+    (
+        "sd3",
+        {**A, "precision": "fp8"},
+        ": SD3Transformer2DModel has no blocks that compute in 8 bits; known ones: Flux2",
+    ),
     ("flux", {**A, "lora": ("style",), "size": "24x30"}, "got size 24x30, expected multiples of 4"),
 ]
 

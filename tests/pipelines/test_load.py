@@ -192,7 +192,7 @@ def encoded_first(rank: int, world: int, device: torch.device, folder: str, firs
     end, (parts, _) = Weights.finish, checked(folder, torch.float32, ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weights, "finish", placed)
-        pipe = load_pipeline(parts, parts.kind, torch.float32, mesh, encode=call if first else None)
+        pipe = load_pipeline(parts, parts.kind, torch.float32, mesh, encode=(call,) if first else ())
     pipelines.quiet(pipe)
     seqpar.parallelize(pipe, mesh)
     pictures = [call(pipe), call(pipe)]
@@ -226,18 +226,20 @@ def shared_encoders(folder: Path, dtype: torch.dtype, mesh: Mesh) -> dict[str, S
 
 
 def test_results_are_given_again_as_they_were(encoders: Path) -> None:
-    """A pipeline may change what it was given."""
+    """A pipeline may change what it was given, and use several texts in another order."""
     shared = shared_encoders(encoders, torch.float64, Mesh.single())["text_encoder"]
     shared.keep()
     tokens, others, results = torch.tensor([[2, 3, 13]]), torch.tensor([[4, 3, 13]]), list[Any]()
     for _ in range(3):
         results.append(shared.module(tokens).text_embeds.clone())
+        expected = shared.module(others).text_embeds.clone()
         shared.module(others).text_embeds.zero_()
         shared.module(tokens).text_embeds.zero_()
         if len(results) == 1:
             shared.end()
             with pytest.raises(ValueError, match=r"text_encoder\.forward with another text"):
-                shared.module(others)
+                shared.module(tokens + 1)
+            assert torch.equal(shared.module(others).text_embeds, expected)
     assert results[0].any()
     assert all(torch.equal(each, results[0]) for each in results)
 
@@ -305,7 +307,9 @@ def test_a_state_in_fp32_is_asked_for(flux: Path, fp32_state: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, "),
+        ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, .*; for 8 bits use precision="),
+        ("", {"precision": "fp4"}, "got precision='fp4', expected one of fp8, or None"),
+        ("", {"precision": "fp8"}, r'precision="fp8" cannot be used: PixArtTransformer2DModel has no blocks that comp'),
         ("", {"loras": ["a.safetensors"]}, "is not supported: diffusers' PixArtAlphaPipeline loads no LoRA"),
         ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
         ("", {"vae": "strips"}, "got vae='strips', expected 'auto', 'tiled', True or False"),

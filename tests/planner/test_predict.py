@@ -10,10 +10,10 @@ import pytest
 from seqpar.families import flux
 from seqpar.loading.names import PRESETS
 from seqpar.planner import costs
-from seqpar.planner.predict import predict
+from seqpar.planner.predict import EIGHT_SPEED, predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Preferences
-from seqpar.types.facts import Blocks, Layout, Work
+from seqpar.types.facts import Blocks, Cross, Layout, Work
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
 # ms a step of Large-DiT-7B by the `peer` transport (kv_first when its projection was two products):
@@ -55,6 +55,27 @@ def test_predictions_are_what_was_measured(work: Work, rows: dict[int, dict[Layo
 def test_one_rank_needs_no_measured_transport(transport: str) -> None:
     layout = replace(ALONE, transport=transport)
     assert predict(SEVEN_B, ONE, layout, replace(H200, exchange={})).ms == predict(SEVEN_B, ONE, ALONE, H200).ms
+
+
+def test_gemms_of_the_state_in_8_bits_take_less_time_and_their_weights_more_memory() -> None:
+    """Those of text, of cross-attention's queries and output, and all on a CPU keep their time."""
+    (kind,), width = SEVEN_B.blocks, SEVEN_B.width
+    square, text = (width, width), Cross(77, ((width, 2 * width),))
+    crossed = replace(kind, gemms=(*kind.gemms, square, square), cross=text)
+    saved = list[float]()
+    for blocks in (kind, replace(kind, apart=(kind.gemms,)), crossed):
+        work = replace(SEVEN_B, blocks=(blocks,), once=())
+        wide, eight = (predict(work, replace(ONE, others=(64,), eight=on), ALONE, H200) for on in (False, True))
+        saved.append(wide.gemm - eight.gemm)
+        assert eight.attention == wide.attention
+        size = kind.count * sum(inputs * outputs for inputs, outputs in kind.gemms)
+        assert eight.memory.weights - wide.memory.weights == size
+        cpu = replace(H200, device="CPU")
+        assert predict(work, replace(ONE, others=(64,), eight=True), ALONE, cpu).gemm == wide.gemm
+        if blocks is kind:
+            assert wide.gemm / eight.gemm == pytest.approx(EIGHT_SPEED)
+    assert saved[2] == pytest.approx(saved[0])
+    assert saved[1] == pytest.approx(saved[0], rel=0.03)  # without the rows of text
 
 
 def test_the_page_shows_these_predictions() -> None:

@@ -96,7 +96,8 @@ def test_models_documentation_and_metrics(front: Running) -> None:
     about = front.http.get("/openapi.json").json()["components"]["schemas"]["Generation"]["properties"]
     assert "ignored" in about["quality"]["description"]
     assert front.http.get("/health").json() == {"status": "ok"}
-    assert front.http.get("/ready").json()["ranks"] == 2
+    ready = front.http.get("/ready").json()
+    assert (ready["ranks"], ready["precision"], models[0]["seqpar"]["precision"]) == (2, "fp8", "fp8")
     answer = front.http.post(GENERATIONS, json={"prompt": "x", "quality": "hd", "user": "me", "seed": None})
     assert (answer.status_code, answer.headers["x-ignored"]) == (200, "user, quality")
     numbers = front.http.get("/metrics").text

@@ -327,6 +327,24 @@ def test_loras_of_two_transformers_have_the_frames_of_the_command(tmp_path: Path
     assert plain == again != changed
 
 
+def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_the_command(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    words = ("builtin-text", "--precision", "fp8", "--loras", str(folders["loras"]))
+    with replica(tmp_path, 2, *words) as ranks:
+        assert ranks.ready.models[0].precision == "fp8"
+        (made,) = (tmp_path / "cache").iterdir()
+        plain, outlined = (image(ranks.ask(replace(FROG, loras=SETS[name]))) for name in ("none", "one"))
+        assert ranks.output.count("GEMMs in 8 bits are centred by fixed prompts") == 1
+        assert ranks.finish() == 0
+    lora = "--lora", folders["loras"] / "outline.safetensors"
+    for name, ours, more in (("plain", plain, ()), ("lora", outlined, lora)):
+        file = sampled(tmp_path / f"{name}.png", "--steps", 6, "--precision", "fp8", *more, prompt=FROG.prompt)
+        assert np.array_equal(ours, np.asarray(Image.open(file)))
+    assert [*(tmp_path / "cache").iterdir()] == [made]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -335,6 +353,7 @@ def test_loras_of_two_transformers_have_the_frames_of_the_command(tmp_path: Path
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),
         (("--loras", "misfit"), "LoRA misfit fits no served model"),
+        (("builtin", "--precision", "fp8"), "--precision fp8 with --model builtin: this model has no blocks that com"),
     ],
 )
 def test_invalid_flags_end_the_start(

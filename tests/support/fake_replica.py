@@ -53,7 +53,9 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "clip": {"video": VIDEO, "edits": True, "needs_picture": True},
 }
-MODELS = tuple(ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, **facts) for name, facts in FACTS.items())
+MODELS = tuple(
+    ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, precision="fp8", **facts) for name, facts in FACTS.items()
+)
 SHRINK = 4
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 import seqpar
@@ -15,9 +16,11 @@ from seqpar.families._block import Matrix
 from seqpar.families._find import BLOCKS
 from seqpar.families._matrix8 import quantised
 from seqpar.kernels.rows8 import Rounding, product8, reference, rounded
+from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import calibration
-from seqpar.transformer.calibration import calibrated, matrices_of
+from seqpar.transformer.calibration import FixedRun, calibrated, fixed_run, matrices_of, why_not_here
+from tests.support import pipelines
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import EXACT, TRANSPORTS
 from tests.support.pool import Pool
@@ -154,9 +157,12 @@ def test_negative_control_faults_of_a_gemm_are_seen(fault: str) -> None:
 # Calibration ----------------------------------------------------------------------------------------------------
 
 
+def means_of(module: Any, mesh: Mesh | None = None) -> dict[str, Tensor]:
+    return dict(calibrated(mesh or Mesh.single(), module, {"": module}, run_of(module, "flux"))[""].means)
+
+
 def means(rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
-    module = model("flux")
-    return dict(calibrated(Mesh.joined(device), module, {"": module}, run_of(module, "flux"))[""].means)
+    return means_of(model("flux"), Mesh.joined(device))
 
 
 def test_calibrations_are_equal_on_any_number_of_ranks_and_are_the_means(cpu_ranks: Pool) -> None:
@@ -181,12 +187,59 @@ def test_fixed_prompts_calibrate_once_for_the_same_weights(monkeypatch: pytest.M
     monkeypatch.setattr(calibration, "_measured", lambda *args: runs.append(1) or measured(*args))
     for change in (0.0, 0.0, 1.0):
         pipe = CASES["flux"].pipe()
+        pipe.set_progress_bar_config(disable=True)
         with torch.no_grad():
             pipe.transformer.proj_out.weight += change
         seqpar.parallelize(pipe, precision="fp8")
         CASES["flux"].pictures(pipe, 0, steps=2)
         seqpar.release(pipe)
     assert (len(runs), len(list(tmp_path.iterdir()))) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2_klein", "wan", "wan_i2v"])
+def test_fixed_inputs_reach_all_gemms_and_show_no_bar(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "SIZES", {"height": 32, "width": 32, "num_frames": 5})
+    pipe = getattr(pipelines, name)().to(torch.float32)
+    pipe.set_progress_bar_config(desc="mine")
+    (made,) = calibrated(Mesh.single(), pipe, transformers_of(pipe), None).values()
+    assert made.means.keys() == matrices_of(pipe.transformer).keys()
+    out, errors = capsys.readouterr()
+    assert (out, "it/s" in errors) == ("seqpar: inputs of GEMMs in 8 bits are centred by fixed prompts\n", False)
+    with pipe.progress_bar([]) as bar:
+        assert bar.desc == "mine"
+
+
+def test_adapters_take_no_part() -> None:
+    """Neither in the numbers nor in the name of the file, and they are active as before."""
+    module = model("flux")
+    run = FixedRun(module, {})
+    plain, path = means_of(module), calibration._path(run, {"": module})
+    module.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
+    adapted = module(**MODELS["flux"].arguments())[0]
+    assert error(adapted, whole("flux")[0]) > 1e-3
+    again = means_of(module)
+    assert again.keys() == plain.keys()
+    assert all(map(torch.equal, again.values(), plain.values()))
+    assert calibration._path(run, {"": module}) == path
+    assert torch.equal(module(**MODELS["flux"].arguments())[0], adapted)
+
+
+def test_encoded_texts_stand_in_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
+    pipe, random = pipelines.flux().to(torch.float32), torch.Generator().manual_seed(0)
+    width, pooled = pipe.transformer.config.joint_attention_dim, pipe.transformer.config.pooled_projection_dim
+    pipe.tokenizer = pipe.tokenizer_2 = pipe.text_encoder = pipe.text_encoder_2 = None
+    assert "has no text encoders; pass calibrate=" in str(fixed_run(pipe)[1])
+    texts = {"prompt_embeds": (2, 16, width), "pooled_prompt_embeds": (2, pooled)}
+    run, _ = fixed_run(pipe, {name: torch.randn(*shape, generator=random) for name, shape in texts.items()})
+    (made,) = calibrated(Mesh.single(), pipe, transformers_of(pipe), run).values()
+    assert made.means.keys() == matrices_of(pipe.transformer).keys()
+    pipe.transformer.norm_out = None
+    with pytest.raises(ValueError, match="got a FluxPipeline that fails with fixed prompts; pass calibrate="):
+        calibrated(Mesh.single(), pipe, transformers_of(pipe), run)
 
 
 # The door -------------------------------------------------------------------------------------------------------
@@ -216,6 +269,24 @@ def test_what_has_no_8_bits_is_refused_before_anything_changes(name: str, option
     module = MODELS[name].build()
     assert says in raised(lambda: seqpar.parallelize(module, **options))
     assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "says"),
+    [
+        ((8, 0), torch.bfloat16, "Old GPU has no products of e4m3; these need compute capability 8.9 or newer"),
+        ((9, 0), torch.float16, "weights are float16, expected bfloat16"),
+        ((8, 9), torch.bfloat16, None),
+    ],
+)
+def test_a_gpu_needs_e4m3_and_bf16(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, says: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    assert why_not_here(torch.device("cuda"), dtype) == says
+    assert why_not_here(CPU, torch.float64) is None
 
 
 def test_every_matrix_in_8_bits_exists() -> None:

@@ -121,7 +121,8 @@ async def ready(server: Server) -> dict[str, Any]:
     if not server.replica.ready.is_set():
         raise not_ready()
     since_s = int(time.time()) - server.started
-    return {"status": "ready", "ranks": facts.ranks, "device": facts.device, "since_s": since_s}
+    about = {"ranks": facts.ranks, "device": facts.device, "precision": facts.models[0].precision}
+    return {"status": "ready", **about, "since_s": since_s}
 
 
 async def metrics(server: Server) -> Response:
@@ -143,6 +144,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "sizes": [f"{wide}x{high}" for high, wide in model.sizes],
         "classes": model.classes,
         "loras": model.loras,
+        "precision": model.precision,
     }
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)

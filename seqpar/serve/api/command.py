@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -50,6 +50,8 @@ class ServeArgs:
     warm: tuple[str, ...] = ()
     """Sizes, WIDTHxHEIGHT or auto, that each model runs before it is ready, if it takes them. Other sizes work too; the
     first image of a size takes longer."""
+    precision: Literal["fp8"] | None = None
+    """fp8: most GEMMs of all models compute in 8 bits, as --precision of `seqpar sample`."""
     queue: int = 64
     """Maximum queue length; further requests get HTTP 429."""
     connections: int = 512
@@ -96,7 +98,8 @@ class ServeArgs:
         count = ["--gpus", str(self.gpus)] if self.gpus is not None else ["--ranks", str(self.ranks or 1)]
         loras = [] if self.loras is None else ["--loras", str(self.loras)]
         warm = ["--warm", *self.warm] if self.warm else []
-        return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *loras, *warm]
+        eight = [] if self.precision is None else ["--precision", self.precision]
+        return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *loras, *warm, *eight]
 
 
 def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences
 from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
+from seqpar.transformer.calibration import Precision
 
 EXAMPLE = 256  # pixels along a side of the image that a model is planned with if it requires one
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
@@ -45,22 +46,27 @@ class CheckedModel:
     example: Job
     plan: Plan
     loras: FittingLoras
+    precision: Precision | None = None
     video: VideoFacts | None = None
     room: float | None = None
 
     @staticmethod
-    def of(name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora]) -> CheckedModel:
+    def of(
+        name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora], precision: Precision | None = None
+    ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
         source = ranks.on_all_ranks(lambda: find(name))
         prompts = () if source.takes == "classes" else ("a",)
-        request = GenerationRequest(name, dtype, prompts=prompts, images=example_images(source.needs_image))
+        images = example_images(source.needs_image)
+        request = GenerationRequest(name, dtype, prompts=prompts, images=images, precision=precision)
+        ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
         video = ranks.on_all_ranks(lambda: _video_facts(example))
         plan = make(example.work, example.load, dtype, ranks, Preferences())
         fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
         if ranks.is_main and preset_of(name) is not None:
             print(f"seqpar: {name} has random weights (preset)", flush=True)
-        return CheckedModel(name, source, dtype, example, plan, fitting, video)
+        return CheckedModel(name, source, dtype, example, plan, fitting, precision, video)
 
     @property
     def prompt(self) -> str:
@@ -97,6 +103,7 @@ class CheckedModel:
             strength=request.strength,
             frames=request.frames,
             fps=request.fps,
+            precision=self.precision,
         )
         if request.steps is not None:
             order = replace(order, steps=request.steps)
@@ -131,6 +138,7 @@ class CheckedModel:
             unit_of(size, fits),
             tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
             source.class_labels,
+            self.precision,
         )
 
 

@@ -46,6 +46,7 @@ from seqpar.serve.messages import (
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
 from seqpar.serve.ranks.link import ServerLink
 from seqpar.serve.ranks.preview import Previews, Watch
+from seqpar.transformer.calibration import Precision
 
 MARGIN = 1 << 16  # bytes of a message besides the file of a video
 IDLE_S = 60.0  # after which idle ranks exchange a message, so that no wait for a request reaches a deadline
@@ -138,18 +139,24 @@ class Served:
 
 
 def run(
-    names: Sequence[str], dtype: torch.dtype | None, deadlines: Deadlines, loras: Path | None, sizes: Sequence[str]
+    names: Sequence[str],
+    dtype: torch.dtype | None,
+    deadlines: Deadlines,
+    loras: Path | None,
+    sizes: Sequence[str],
+    precision: Precision | None = None,
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
-    before the ranks are ready.
+    before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load.
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"{SOCKET} is not set; start the ranks with `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
-    models = checked(names, dtype or default_dtype(mesh.device), mesh, mesh.on_all_ranks(lambda: loras_in(loras)))
+    dtype = dtype or default_dtype(mesh.device)
+    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision)
     warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
     loaded = {model.name: LoadedModel(model, mesh) for model in models}
     link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
@@ -166,9 +173,11 @@ def run(
         link.close()
 
 
-def checked(names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora]) -> list[CheckedModel]:
+def checked(
+    names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora], precision: Precision | None = None
+) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
-    models = [CheckedModel.of(name, dtype, mesh, loras) for name in dict.fromkeys(names)]
+    models = [CheckedModel.of(name, dtype, mesh, loras, precision) for name in dict.fromkeys(names)]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
     if mesh.is_main:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seqpar.loading import parts
@@ -109,6 +109,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 30), ANY), min_size=1, max_size=3)
 
 @settings(max_examples=300, database=None)
 @given(st.sampled_from(sorted(READERS)), CHANGES, st.lists(st.integers(0, 30), max_size=2))
+@example("large_dit", [(1, 1)], [])  # fewer heads than the tensors have
 def test_a_mutated_config_is_read_or_refused_by_one_short_message(
     name: str, changes: list[tuple[int, Any]], dropped: list[int]
 ) -> None:

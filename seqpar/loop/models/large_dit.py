@@ -228,7 +228,7 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     heads, dim = read.num_attention_heads, read.attention_head_dim
     if heads * dim != sizes["width"]:
         raise ValueError(
-            f"a Large-DiT config has {heads} heads of width {dim}, but the tensors are {sizes['width']} wide"
+            f"got a Large-DiT config with {heads} heads of width {dim}, but the tensors are {sizes['width']} wide"
         )
     confirm("Large-DiT", config, {key: value for key, value in sizes.items() if key != "num_key_value_heads"})
     complete = with_heads(sizes, heads)

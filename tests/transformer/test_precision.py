@@ -127,6 +127,7 @@ def test_the_sum_is_exact_and_saturates_nowhere() -> None:
     x = 1e30 * torch.randn(1, 3, 512, dtype=torch.float64, generator=random)
     rows, (weight, scales) = reference(x, Rounding(None)), rounded(torch.randn(8, 512, generator=random))
     assert rows.values.float().abs().max() == 448
+    assert error(rows.wide(), x) < 1 / 16
     order = torch.randperm(512, generator=random)
     turned = rows._replace(values=rows.values[..., order])
     assert torch.equal(product8(rows, weight, scales.flatten()), product8(turned, weight[:, order], scales.flatten()))

@@ -18,6 +18,7 @@ from seqpar.kernels.rows8 import Rounding, Rows8
 from seqpar.types.protocols import Prepare, Projected, Stream
 
 T = TypeVar("T")
+EIGHT = ("qkv", "out", "up", "down")  # usual names of the matrices of one stream that compute in 8 bits
 Input = Tensor | Rows8
 """What a matrix multiplies: rows in the dtype of the weights, or rows that a kernel has rounded to 8 bits for it."""
 
@@ -163,9 +164,19 @@ class BlockCall(Protocol):
         ...
 
 
-def reads_next(call: BlockCall, name: str) -> Rounding | None:
-    """Return the rounding of a matrix of the next block of this class, or None after the last one."""
-    return None if call.index + 1 == len(call.all_matrices) else call.all_matrices[call.index + 1][name].rounding
+def rounding_for(matrices: Matrices, *names: str) -> Rounding | None:
+    """Return how an input is rounded to 8 bits that the matrices of these names read, as far as the block has them.
+
+    None: it keeps its dtype, because one of them computes in 16 bits or takes out another centre.
+    """
+    first, *others = [matrices[name].rounding for name in names if name in matrices]
+    return first if all(rounding is first for rounding in others) else None
+
+
+def reads_next(call: BlockCall, *names: str) -> Rounding | None:
+    """Return `rounding_for` matrices of the next block of this class, or None after the last one."""
+    following = call.all_matrices[call.index + 1 : call.index + 2]
+    return rounding_for(following[0], *names) if following else None
 
 
 class DeclinedError(Exception):

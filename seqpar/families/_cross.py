@@ -67,12 +67,12 @@ def finished(
     norm: Norm,
     before: Vectors | None = None,
     mlp: tuple[str, str] = ("up", "down"),
-    reader: str | None = "qkv",
+    readers: Sequence[str] = ("qkv",),
 ) -> Tensor:
     """Return the stream after attention to whole tokens, the branch, and after the MLP.
 
-    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices. reader: that of the matrix
-    that reads the next block's input, if nothing else does.
+    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices. readers: of those that read
+    the next block's input.
     """
     every, index = modulation
     shift, scale, gate = every[call.index][3:6]
@@ -83,7 +83,7 @@ def finished(
     if call.index + 1 == len(every):
         return added(x, gate, branch, index_Bl=index)
     shift, scale, *_ = every[call.index + 1]
-    rounding = None if reader is None else reads_next(call, reader)
+    rounding = reads_next(call, *readers)
     x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index, rounding=rounding)
     call.hand_over(x, h)
     return x

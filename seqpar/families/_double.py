@@ -23,6 +23,7 @@ from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
 DOUBLE_EIGHT = ("image qkv", "image out", "image up", "image down")  # few tokens gain nothing
+PARALLEL_EIGHT = ("qkv", "up", "out")
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]

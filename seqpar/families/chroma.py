@@ -18,9 +18,20 @@ import torch
 from torch import Tensor
 
 from seqpar.families import Pipelines, flux
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import Block, BlockCall, rounding_for
 from seqpar.families._cuts import Boundary, Cuts
-from seqpar.families._double import NAMES, branch, by_head, checked, following, of_both, pairs, two_streams
+from seqpar.families._double import (
+    DOUBLE_EIGHT,
+    NAMES,
+    PARALLEL_EIGHT,
+    branch,
+    by_head,
+    checked,
+    following,
+    of_both,
+    pairs,
+    two_streams,
+)
 from seqpar.families._masks import JOINED, MOST, Keys, Prepared, keys_of, mask_code
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.types.facts import Work
@@ -110,8 +121,8 @@ def single(
     """Return text and image (B, l' + l, E), one stream, after a block. temb: (B, 3, E). See `double`."""
     checked(joint_attention_kwargs)
     (shift, scale, gate), norm, of = temb.unbind(1), Norm("layer", block.norm.norm.eps), call.matrices
-    h = norm_modulate(hidden_states, shift, scale, norm)
-    how = by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, h))
+    h = norm_modulate(hidden_states, shift, scale, norm, rounding=rounding_for(of, "qkv", "up"))
+    how = by_head(block.attn.norm_q, block.attn.norm_k, *pairs(call, image_rotary_emb, hidden_states))
     both = of["out"].split_inputs(block.attn.inner_dim)
     of_block = branch(call, h, how, block.attn.heads, of["qkv"], of["up"].gelu, both)
     x, _ = following(hidden_states, gate, of_block, (), norm)
@@ -123,8 +134,8 @@ def _without_modulation(layers: Mapping[str, Sequence[str]]) -> dict[str, Sequen
 
 
 BLOCKS = {
-    "ChromaTransformerBlock": Block(double, NAMES, _without_modulation(flux.LAYERS)),
-    "ChromaSingleTransformerBlock": Block(single, NAMES, _without_modulation(flux.SINGLE_LAYERS)),
+    "ChromaTransformerBlock": Block(double, NAMES, _without_modulation(flux.LAYERS), eight=DOUBLE_EIGHT),
+    "ChromaSingleTransformerBlock": Block(single, NAMES, _without_modulation(flux.SINGLE_LAYERS), eight=PARALLEL_EIGHT),
 }
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import NAMES, checked, modulations, pairs
 from seqpar.families._tiny import Tiny
@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
     """Text and video as one stream (B, l' + l, E), the input of attention made of it, and the row of each token."""
 
     x: Tensor
-    h: Tensor
+    h: Input
     of_token: Tensor
 
 
@@ -102,12 +102,14 @@ def block(
 def _finished(call: BlockCall, tokens: Tokens, branch_BlE: Tensor, every: list[tuple[NormRows, NormRows]]) -> Tokens:
     """Return the tokens after attention, the branch, and after the MLP, with the next block's input."""
     (mine, mlp), of, index = every[call.index], call.matrices, tokens.of_token
-    x, h = gate_norm_modulate(tokens.x, mine.gate, branch_BlE, mlp.shift, mlp.scale, mlp.norm, index_Bl=index)
-    branch = of["down"](of["up"].gelu(h))
+    up, down, rows = of["up"], of["down"], (mlp.shift, mlp.scale, mlp.norm)
+    x, h = gate_norm_modulate(tokens.x, mine.gate, branch_BlE, *rows, index_Bl=index, rounding=up.rounding)
+    branch = down(up.gelu(h, down))
     if call.index + 1 == len(every):
         return tokens._replace(x=added(x, mlp.gate, branch, index_Bl=index))
-    after, _ = every[call.index + 1]
-    x, h = gate_norm_modulate(x, mlp.gate, branch, after.shift, after.scale, after.norm, index_Bl=index)
+    (after, _), rounding = every[call.index + 1], reads_next(call, "qkv")
+    rows = after.shift, after.scale, after.norm
+    x, h = gate_norm_modulate(x, mlp.gate, branch, *rows, index_Bl=index, rounding=rounding)
     return Tokens(x, h, index)
 
 
@@ -120,7 +122,8 @@ def _joined(call: BlockCall, text: Tensor, video: Tensor, rows: NormRows) -> Tok
     of_video = (torch.arange(len(video), dtype=torch.int32, device=video.device) % each)[:, None]
     index = torch.cat([(of_video + each).expand(-1, counts[0]), of_video.expand(-1, counts[1])], dim=1)
     x = torch.cat([text, video], dim=1)
-    h = norm_modulate(x, rows.shift, rows.scale, rows.norm, index_Bl=index)
+    rounding = call.matrices["qkv"].rounding
+    h = norm_modulate(x, rows.shift, rows.scale, rows.norm, index_Bl=index, rounding=rounding)
     return Tokens(x, h, index)
 
 
@@ -158,7 +161,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> list[tuple[NormRows, NormRows
     return list(zip(every[0::2], every[1::2], strict=True))
 
 
-BLOCKS = {"CogVideoXBlock": Block(block, NAMES, LAYERS, why_not)}
+BLOCKS = {"CogVideoXBlock": Block(block, NAMES, LAYERS, why_not, EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:

@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall, reads_next
+from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     NAMES,
+    PARALLEL_EIGHT,
     apart,
     branch,
     by_head,
@@ -115,16 +116,16 @@ def single(
     checked(joint_attention_kwargs)
     every = [rows for (rows,) in call.once("modulation", temb, lambda: modulations(call, temb, ["modulation"]))]
     attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
-    x, h = joined(call, encoder_hidden_states, hidden_states, every, norm, of["qkv"].rounding)
+    x, h = joined(call, encoder_hidden_states, hidden_states, every, norm, rounding_for(of, "qkv", "up"))
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, image_rotary_emb, x))
     both = of["out"].split_inputs(attn.inner_dim)
     of_block = branch(call, h, how, attn.heads, of["qkv"], of["up"].gelu, both)
-    return apart(call, x, of_block, every, norm, encoder_hidden_states.shape[1], reads_next(call, "qkv"))
+    return apart(call, x, of_block, every, norm, encoder_hidden_states.shape[1], reads_next(call, "qkv", "up"))
 
 
 BLOCKS = {
     "FluxTransformerBlock": Block(double, NAMES, LAYERS, eight=DOUBLE_EIGHT),
-    "FluxSingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS, eight=("qkv", "up", "out")),
+    "FluxSingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS, eight=PARALLEL_EIGHT),
 }
 
 

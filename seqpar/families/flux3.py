@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families._block import Block, BlockCall, Input
+from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next, rounding_for
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, branch, by_head, following, pairs
 from seqpar.kernels.adaln import Norm, norm_modulate
@@ -98,18 +98,21 @@ def _computed(
     call: BlockCall,
     block: Any,
     x_BlE: Tensor,
-    h_BlE: Tensor | None,
+    h_BlE: Input | None,
     modulation: tuple[Tensor, ...],
     rotary: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Input | None]:
     """Return the stream after a block, and the next block's input. modulation: (B, l, 3 E) of its parts, in order."""
     rows, index_Bl = call.once("rows", modulation, lambda: _by_token(modulation))
     norm, attn, of = Norm("layer", block.norm.eps), block.attn, call.matrices
-    h = norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index_Bl) if h_BlE is None else h_BlE
+    h = h_BlE
+    if h is None:
+        rounding = rounding_for(of, "qkv", "up")
+        h = norm_modulate(x_BlE, rows[0], rows[1], norm, index_Bl=index_Bl, rounding=rounding)
     how = by_head(attn.norm_q, attn.norm_k, *pairs(call, rotary, x_BlE))
     of_block = branch(call, h, how, attn.heads, of["qkv"], of["up"].swiglu, (of["out"], of["down"]))
     after = [rows] * (len(call.all_matrices) - call.index - 1)
-    return following(x_BlE, rows[2], of_block, after, norm, index_Bl)
+    return following(x_BlE, rows[2], of_block, after, norm, index_Bl, reads_next(call, "qkv", "up"))
 
 
 def _by_token(modulation: tuple[Tensor, ...]) -> tuple[Rows, Tensor]:
@@ -121,8 +124,8 @@ def _by_token(modulation: tuple[Tensor, ...]) -> tuple[Rows, Tensor]:
 
 
 BLOCKS = {
-    "Flux3ModeTransformerBlock": Block(mode, ("image",), LAYERS),
-    "Flux3SingleTransformerBlock": Block(single, ("text", "image", "reference"), LAYERS),
+    "Flux3ModeTransformerBlock": Block(mode, ("image",), LAYERS, eight=EIGHT),
+    "Flux3SingleTransformerBlock": Block(single, ("text", "image", "reference"), LAYERS, eight=EIGHT),
 }
 
 

@@ -21,9 +21,11 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import (
+    DOUBLE_EIGHT,
+    PARALLEL_EIGHT,
     apart,
     branch,
     by_head,
@@ -284,13 +286,13 @@ def single(
     """Return video and text after a block; see `double`. They are views of one stream, which is left for the next."""
     every = [rows for (rows,) in call.once("modulation", temb, lambda: modulations(call, temb, ["modulation"]))]
     attn, norm, of = block.attn, Norm("layer", block.norm.norm.eps), call.matrices
-    x, h = joined(call, hidden_states, encoder_hidden_states, every, norm)
+    x, h = joined(call, hidden_states, encoder_hidden_states, every, norm, rounding_for(of, "qkv", "up"))
     rows, text = pairs(call, image_rotary_emb, x), encoder_hidden_states.shape[1]
     rows = call.once("rotary of both", image_rotary_emb, lambda: _with_text(rows, text))
     how = by_head(attn.norm_q, attn.norm_k, *rows)
     inputs = h, how, attn.heads, of["qkv"], of["up"].gelu, of["out"].split_inputs(attn.inner_dim)
     of_block = branch(call, *inputs, mask=attention_mask)
-    return apart(call, x, of_block, every, norm, hidden_states.shape[1])
+    return apart(call, x, of_block, every, norm, hidden_states.shape[1], reads_next(call, "qkv", "up"))
 
 
 def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
@@ -300,9 +302,9 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
 
 
 BLOCKS = {
-    "HunyuanVideoTransformerBlock": Block(double, ORDER, LAYERS, why_not),
-    "HunyuanVideoSingleTransformerBlock": Block(single, ORDER, SINGLE_LAYERS, why_not),
-    "HunyuanVideo15TransformerBlock": Block(double15, ORDER, LAYERS, why_not),
+    "HunyuanVideoTransformerBlock": Block(double, ORDER, LAYERS, why_not, DOUBLE_EIGHT),
+    "HunyuanVideoSingleTransformerBlock": Block(single, ORDER, SINGLE_LAYERS, why_not, PARALLEL_EIGHT),
+    "HunyuanVideo15TransformerBlock": Block(double15, ORDER, LAYERS, why_not, DOUBLE_EIGHT),
 }
 
 

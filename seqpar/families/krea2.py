@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import EIGHT, Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, pairs
 from seqpar.families._masks import Prepared, shorten
@@ -108,8 +108,9 @@ def block(
     """
     every = call.once("rows", temb, lambda: _rows(call.blocks, temb))
     x, mine, of, attn = hidden_states, every[call.index], call.matrices, block.attn
-    (scale, shift, *_), handed = mine.rows, call.handed(x)
-    h = norm_modulate(x, shift, scale, mine.norm) if handed is None else handed
+    (scale, shift, *_), h = mine.rows, call.handed(x)
+    if h is None:
+        h = norm_modulate(x, shift, scale, mine.norm, rounding=rounding_for(of, "qkv", "gate"))
     cos, sin = pairs(call, image_rotary_emb, x)
     how = Prepare("rms", True, attn.norm_q.eps, mine.q_weight, None, mine.k_weight, None, cos, sin)
     gates = list[Tensor]()
@@ -123,13 +124,15 @@ def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, every: Sequenc
     """Return the tokens after attention, the branch, and after SwiGLU; the next block's input is left for it."""
     mine, of = every[call.index], call.matrices
     _, _, gate, scale_mlp, shift_mlp, gate_mlp = mine.rows
-    x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift_mlp, scale_mlp, mine.norm_mlp)
-    branch = of["down"](of["up"].swiglu(h))
+    up, down = of["up"], of["down"]
+    x, h = gate_norm_modulate(x_BlE, gate, branch_BlE, shift_mlp, scale_mlp, mine.norm_mlp, rounding=up.rounding)
+    branch = down(up.swiglu(h, down))
     if call.index + 1 == len(every):
         return added(x, gate_mlp, branch)
     after = every[call.index + 1]
     scale, shift, *_ = after.rows
-    x, h = gate_norm_modulate(x, gate_mlp, branch, shift, scale, after.norm)
+    rounding = reads_next(call, "qkv", "gate")
+    x, h = gate_norm_modulate(x, gate_mlp, branch, shift, scale, after.norm, rounding=rounding)
     call.hand_over(x, h)
     return x
 
@@ -152,7 +155,7 @@ def _rows(blocks: Sequence[Any], temb: Tensor) -> list[BlockRows]:
     ]
 
 
-BLOCKS = {"Krea2TransformerBlock": Block(block, NAMES, LAYERS)}
+BLOCKS = {"Krea2TransformerBlock": Block(block, NAMES, LAYERS, eight=(*EIGHT, "gate"))}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:

@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutpu
 from torch import Tensor
 
 from seqpar.families import Pipelines, ltx
-from seqpar.families._block import Block, BlockCall, DeclinedError
+from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._tiny import Tiny
@@ -74,6 +74,8 @@ LAYERS = {
     "audio up": ("audio_ff.net.0.proj",),
     "audio down": ("audio_ff.net.2",),
 }
+# the sound is few tokens
+EIGHT = ("video qkv", "video out", "video up", "video down")
 
 
 def why_not(block: Any) -> str | None:
@@ -168,8 +170,14 @@ def block(
         x_branch = _read(call, "video reads audio", block.audio_to_video_attn, (video, x_asks), (audio, y_tells))
         y_branch = _read(call, "audio reads video", block.video_to_audio_attn, (audio, y_asks), (video, x_tells))
         x_gate, y_gate = video.crossing[4], audio.crossing[4]
-    x = finished(call, x, x_branch, own["video"], norm, x_gate, ("video up", "video down"), None)
-    return x, finished(call, y, y_branch, own["audio"], norm, y_gate, ("audio up", "audio down"), None)
+    video_layers, audio_layers = ((f"{name} up", f"{name} down") for name in NAMES)
+    x = finished(call, x, x_branch, own["video"], norm, x_gate, video_layers, _readers("video"))
+    return x, finished(call, y, y_branch, own["audio"], norm, y_gate, audio_layers, _readers("audio"))
+
+
+def _readers(name: str) -> tuple[str, str]:
+    """Return the matrices that read the input of a side's attention to itself; gates of heads are in 2.3 alone."""
+    return f"{name} qkv", f"{name} gates"
 
 
 def _skips(block: Any, given: Mapping[str, Any]) -> bool:
@@ -240,8 +248,10 @@ def _read_text(
 ) -> tuple[Tensor, Tensor, Vectors | None]:
     """Return one side after attention to itself, what it reads of its text, and the gate of that, if there is one."""
     shift, scale, gate, *_ = side.own
-    zero, handed = constant(call, 0.0, x_BlE), call.handed(x_BlE)
-    h = norm_modulate(x_BlE, shift, scale, norm, index_Bl=side.of_token) if handed is None else handed
+    zero, h = constant(call, 0.0, x_BlE), call.handed(x_BlE)
+    if h is None:
+        rounding = rounding_for(call.matrices, *_readers(side.name))
+        h = norm_modulate(x_BlE, shift, scale, norm, index_Bl=side.of_token, rounding=rounding)
     branch = _output(call, side.name, h, _to_itself(call, side, h, skips))
     shift, scale, text_gate = side.own[6:] or (zero, zero, None)
     x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.of_token)
@@ -251,7 +261,7 @@ def _read_text(
     return x, _output(call, name, h, out), text_gate
 
 
-def _to_itself(call: BlockCall, side: Side, h_BlE: Tensor, skips: bool) -> Tensor:
+def _to_itself(call: BlockCall, side: Side, h_BlE: Input, skips: bool) -> Tensor:
     """Return attention (B, l, H, D) of one side to itself, or its values alone."""
     qkv, attn, heads = call.matrices[f"{side.name} qkv"], side.attn, side.attn.heads
     if skips:
@@ -290,14 +300,14 @@ def _prepare(attn: Any, norm: Any, rows: Rotary, k_norm: Any = None) -> Prepare:
     return Prepare("rms", False, norm.eps, norm.weight, None, k_weight, None, *rows, attn.rope_type == "interleaved")
 
 
-def _output(call: BlockCall, name: str, h_BlE: Tensor, out_BlHD: Tensor) -> Tensor:
+def _output(call: BlockCall, name: str, h_BlE: Input, out_BlHD: Tensor) -> Tensor:
     """Return the product of attention's output, whose heads have gates in 2.3. h: attention's input."""
     if (gates := call.matrices.get(f"{name} gates")) is not None:
         out_BlHD = out_BlHD * (2 * torch.sigmoid(gates(h_BlE)))[..., None]
     return call.matrices[f"{name} out"](out_BlHD.flatten(2))
 
 
-BLOCKS = {"LTX2VideoTransformerBlock": Block(block, ("image",), LAYERS, why_not)}
+BLOCKS = {"LTX2VideoTransformerBlock": Block(block, ("image",), LAYERS, why_not, EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts
-from seqpar.families._double import Rows, by_head, checked, double_work, entered, modulations, two_streams
+from seqpar.families._double import DOUBLE_EIGHT, Rows, by_head, checked, double_work, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare
@@ -63,6 +63,7 @@ LAYERS = {
     "text up": ("ff_context.net.0.proj",),
     "text down": ("ff_context.net.2",),
 }
+EIGHT = (*DOUBLE_EIGHT, "alone qkv", "alone out")
 
 
 def why_not(block: Any) -> str | None:
@@ -85,7 +86,7 @@ def joint(
     every, alone = call.once("modulation", temb, lambda: _modulations(call, temb))
     x, attn, norm, h = hidden_states, block.attn, Norm("layer", block.norm2.eps), None
     if block.attn2 is not None:
-        h = entered(call, x, every[call.index][0], norm)
+        h = entered(call, x, every[call.index][0], norm, rounding=call.matrices["image qkv"].rounding)
         x = _attended_alone(call, block.attn2, x, alone[call.index], norm)
     prepares = {"image": _prepare(attn.norm_q, attn.norm_k), "text": _prepare(attn.norm_added_q, attn.norm_added_k)}
     streams = x, encoder_hidden_states
@@ -99,8 +100,9 @@ def _attended_alone(call: BlockCall, attn: Any, x_BlE: Tensor, rows: Rows, norm:
     So it comes first here: its result is used up before joint attention writes into the same memory.
     """
     shift, scale, gate = rows
-    h, how = norm_modulate(x_BlE, shift, scale, norm), _prepare(attn.norm_q, attn.norm_k)
-    stream = call.matrices["alone qkv"].projected(h, attn.heads, how)
+    qkv = call.matrices["alone qkv"]
+    h = norm_modulate(x_BlE, shift, scale, norm, rounding=qkv.rounding)
+    stream = qkv.projected(h, attn.heads, _prepare(attn.norm_q, attn.norm_k))
     (out_BlHD,) = call.attend([stream], only="image")
     return added(x_BlE, gate, call.matrices["alone out"](out_BlHD.flatten(2)))
 
@@ -120,7 +122,7 @@ def _modulations(call: BlockCall, temb: Tensor) -> tuple[list[list[Rows]], list[
     return joined, [image[6:] for image, _ in every]
 
 
-BLOCKS = {"JointTransformerBlock": Block(joint, ORDER, LAYERS, why_not)}
+BLOCKS = {"JointTransformerBlock": Block(joint, ORDER, LAYERS, why_not, EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:

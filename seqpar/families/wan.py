@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall
+from seqpar.families._block import EIGHT, Block, BlockCall
 from seqpar.families._cross import constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
@@ -83,8 +83,6 @@ LAYERS = {
     "up": ("ffn.net.0.proj",),
     "down": ("ffn.net.2",),
 }
-
-EIGHT = ("qkv", "out", "up", "down")
 
 
 def block(

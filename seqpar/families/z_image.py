@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall, DeclinedError
+from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
 from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
 from seqpar.families._tiny import Tiny
@@ -88,9 +88,10 @@ def block(
         raise DeclinedError("its tokens have one of two timesteps (noise_mask)")
     every = call.once("modulation", adaln_input, lambda: _modulations(call, adaln_input))
     rows = call.once("rotary", freqs_cis, lambda: (freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()))
-    handed, attn, of = call.handed(x), block.attention, call.matrices
-    mine = every[call.index]
-    h = norm_modulate(x, mine.shift, mine.scale, _norm(block.attention_norm1)) if handed is None else handed
+    h, attn, of, mine = call.handed(x), block.attention, call.matrices, every[call.index]
+    if h is None:
+        norm = _norm(block.attention_norm1)
+        h = norm_modulate(x, mine.shift, mine.scale, norm, rounding=of["qkv"].rounding)
     how = by_head(attn.norm_q, attn.norm_k, *rows)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)], mask=attn_mask)
     return _finished(call, block, x, of["out"](out.flatten(2)), every)
@@ -100,12 +101,16 @@ def _finished(call: BlockCall, block: Any, x_BlE: Tensor, branch_BlE: Tensor, ev
     """Return the tokens after attention, the branch, and after SwiGLU; the next block's input is left for it."""
     mine, of = every[call.index], call.matrices
     inner, behind = _norm(block.ffn_norm1), _branch_norm(block.attention_norm2)
-    x, h = gate_norm_modulate(x_BlE, mine.gate, branch_BlE, mine.shift, mine.scale_mlp, inner, branch_norm=behind)
-    branch, behind = of["down"](of["up"].swiglu(h)), _branch_norm(block.ffn_norm2)
+    up, down = of["up"], of["down"]
+    x, h = gate_norm_modulate(
+        *(x_BlE, mine.gate, branch_BlE, mine.shift, mine.scale_mlp, inner), branch_norm=behind, rounding=up.rounding
+    )
+    branch, behind = down(up.swiglu(h, down)), _branch_norm(block.ffn_norm2)
     if call.index + 1 == len(every):
         return added(x, mine.gate_mlp, branch, branch_norm=behind)
     scale, first = every[call.index + 1].scale, _norm(call.blocks[call.index + 1].attention_norm1)
-    x, h = gate_norm_modulate(x, mine.gate_mlp, branch, mine.shift, scale, first, branch_norm=behind)
+    rounding = reads_next(call, "qkv")
+    x, h = gate_norm_modulate(x, mine.gate_mlp, branch, mine.shift, scale, first, branch_norm=behind, rounding=rounding)
     call.hand_over(x, h)
     return x
 
@@ -132,7 +137,7 @@ def _modulations(call: BlockCall, adaln_input: Tensor) -> list[ScalesAndGates]:
 
 
 # the stream of the refiners is the image, that of the other blocks has the text behind it
-BLOCKS = {"ZImageTransformerBlock": Block(block, ("image",), LAYERS, why_not)}
+BLOCKS = {"ZImageTransformerBlock": Block(block, ("image",), LAYERS, why_not, EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:

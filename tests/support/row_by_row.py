@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.local import sdpa
 from seqpar.mesh import exact
-from seqpar.types.masks import is_kept
 
 aten = torch.ops.aten
 VECTORS = 64  # numbers; the vectors of every CPU divide it
@@ -48,7 +47,9 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     k_BHLD, v_BHLD = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k_BLGD, v_BLGD))
     scores = _sums(q_BHLD, k_BHLD) * q_BLHD.shape[3] ** -0.5
     if mask_BL is not None:
-        scores = scores.masked_fill(~is_kept(mask_BL)[:, None, None], -torch.inf)
+        mask_BHLL = mask_BL[:, None, None]
+        is_bool = mask_BL.dtype == torch.bool
+        scores = scores.masked_fill(~mask_BHLL, -torch.inf) if is_bool else scores + mask_BHLL
     most = scores.amax(-1, keepdim=True)
     weights = _filled(torch.exp, scores - most)  # also where no `RowByRow` is around
     total = weights.sum(-1, keepdim=True)

@@ -12,10 +12,11 @@ from peft import LoraConfig
 from torch import Tensor
 
 import seqpar
+from seqpar.families import _matrix8
 from seqpar.families._block import Matrix
 from seqpar.families._find import BLOCKS
 from seqpar.families._matrix8 import quantised
-from seqpar.kernels.rows8 import Rounding, product8, reference, rounded
+from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, reference, rounded
 from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import calibration
@@ -96,6 +97,24 @@ def test_matrices_that_stay_get_inputs_that_are_not_rounded(
     body = body_of(model(name), fused=True, calibration=calibrations[name])
     right = whole(name)
     assert 1e-4 < error(called(body, MODELS[name].arguments()), right) < error(alone[name], right)
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_only_attentions_output_takes_a_pass_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, calibrations: dict[str, Calibration], name: str
+) -> None:
+    body, passes = body_of(model(name), fused=True, calibration=calibrations[name]), list[Rounding]()
+
+    def counting(x: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+        passes.extend([rounding] if activation is None else [])
+        return reference(x, rounding, activation)
+
+    monkeypatch.setattr(_matrix8, "round_rows", counting)
+    called(body, MODELS[name].arguments())
+    computed = [hook.matrices for hook in body.sharded.fused.hooks.values() if hook.all_matrices]
+    outputs = [part for of in computed for part in of if part in ("out", "image out", "alone out", "video out")]
+    gated = ["video gates" for of in computed if "video gates" in of]  # in 16 bits, of the input of q, k and v
+    assert len(passes) == len(outputs + gated)
 
 
 # One GEMM -------------------------------------------------------------------------------------------------------

@@ -169,9 +169,9 @@ OF_PROMPTS = [
     ("unidiffuser", {**A, "lora": ("style",)}, NO_LORA),
     ("unidiffuser", {**A, "precision": "fp8"}, "this model has no blocks that compute in 8 bits"),
     (
-        "sd3",
+        "pixart",
         {**A, "precision": "fp8"},
-        ": SD3Transformer2DModel has no blocks that compute in 8 bits; known ones: Flux2",
+        ": PixArtTransformer2DModel has no blocks that compute in 8 bits; known ones: Chroma",
     ),
     ("flux", {**A, "lora": ("style",), "size": "24x30"}, "got size 24x30, expected multiples of 4"),
 ]

@@ -138,10 +138,13 @@ class PlanArgs(Options):
 
 @dataclass(frozen=True)
 class VerifyArgs(StartFlags, Options):
-    """Compare all strategies, transports and dtypes with one full-precision rank; fail if one is too imprecise."""
+    """Compare all strategies, transports and dtypes with one full-precision rank; fail if one is too imprecise. With
+    --precision fp8: measure what 8 bits change in the images of a diffusers pipeline (docs/precision.md)."""
 
-    steps: int = 3
-    """Denoising steps; each runs 10 to 20 single-rank evaluations."""
+    steps: int = 0
+    """Denoising steps; each runs 10 to 20 single-rank evaluations [3; with --precision 25]."""
+    min_psnr: float | None = None
+    """With --precision: fail if the PSNR of an image against the weights' own dtype is lower, in dB."""
     dtype: Dtype = "auto"
     """Dtype to compare; auto is fp32 and bf16, on GPUs also fp16 (exact mode: bf16 and fp16)."""
     out: Path = Path("verify.json")

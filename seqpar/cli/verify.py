@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import torch
 
@@ -14,11 +15,17 @@ from seqpar.cli.summary import say, versions
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
+from seqpar.pipelines.diffusers import DiffusersJob, Source
+from seqpar.pipelines.find import find
+from seqpar.pipelines.load import load
 from seqpar.pipelines.own_loop import OwnJob
 from seqpar.pipelines.pictures import written
 from seqpar.pipelines.protocol import scales
+from seqpar.transformer.parallelize import release
+from seqpar.verifying.precision import PROMPTS, measure_precision
 from seqpar.verifying.ways import Row, judged, loaded, meshes, table, ways
 
+MADE_BY_PROMPT = ("prompt", "negative_prompt", "output_type", "image", "num_images_per_prompt", "num_videos_per_prompt")
 RANDOM = (
     "WARNING: these weights are random: a wrong position changes less with them than with trained ones; run --model "
     "builtin or a checkpoint, too"
@@ -30,6 +37,9 @@ def run_verify(args: VerifyArgs) -> None:
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
+    if args.precision is not None:
+        _run_precision(args, ranks)
+        return
     job, dtypes = ranks.on_all_ranks(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
     preferences, mesh_of, counts = (
         preferences_of(_as_sample(args)),
@@ -49,7 +59,7 @@ def run_verify(args: VerifyArgs) -> None:
     verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
     say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
     if ranks.is_main:
-        _write(args, rows)
+        _write(args, {"rows": [asdict(row) for row in rows]})
     if failures:
         raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
 
@@ -57,6 +67,8 @@ def run_verify(args: VerifyArgs) -> None:
 def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     """The job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
+    if args.min_psnr is not None:
+        raise ValueError("got --min-psnr without --precision fp8, whose error it bounds")
     if any(not 1 <= count <= world for count in args.counts):
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
@@ -69,8 +81,35 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     return job
 
 
+def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
+    """Measure what 8 bits change in each image; FloatingPointError if one is worse than --min-psnr."""
+
+    def checked_pipeline() -> DiffusersJob:
+        prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
+        job = check(replace(_as_sample(args), prompt=prompts), ranks)
+        if not isinstance(job, DiffusersJob) or job.preset is not None or args.image or args.counts:
+            raise ValueError(
+                "--precision is measured for pipelines of trained weights that draw from prompts alone, by one layout; "
+                "leave --image and --counts out"
+            )
+        return job
+
+    job = ranks.on_all_ranks(checked_pipeline)
+    settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
+    names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision")}
+    mesh = None if args.mesh == "auto" else args.mesh
+    pipe = load(args.model, dtype=job.request.dtype, **{**names, "mesh": mesh}, loras=args.lora)
+    result = measure_precision(pipe, job.arguments["prompt"], seed=args.seed, **settings)
+    release(pipe)
+    if ranks.is_main:
+        _write(args, {"precision": asdict(result)})
+    if args.min_psnr is not None and not result.worst_psnr >= args.min_psnr:
+        raise FloatingPointError(f"got an image with {result.worst_psnr:.1f} dB, expected --min-psnr {args.min_psnr}")
+
+
 def _as_sample(args: VerifyArgs) -> Args:
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
+    shared["steps"] = args.steps or (3 if args.precision is None else Options.steps)
     return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 
@@ -92,8 +131,8 @@ def _head(args: VerifyArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequ
         "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
     }
     lines = [
-        f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
-        f"{type(job.scheduler).__name__}, {scales(job)}",
+        f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {_as_sample(args).steps} steps "
+        f"of {type(job.scheduler).__name__}, {scales(job)}",
         "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
         f"compared  {compared} of {ranks.world.size} x {device}",
     ]
@@ -101,7 +140,7 @@ def _head(args: VerifyArgs, job: OwnJob, ranks: Mesh, compared: str, notes: Sequ
     return "\n".join([*lines, *(f"note      {note}" for note in shown)])
 
 
-def _write(args: VerifyArgs, rows: Sequence[Row]) -> None:
-    facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
+def _write(args: VerifyArgs, results: Mapping[str, Any]) -> None:
+    facts = {**asdict(args), "versions": versions(), **results}
     with written(args.out) as path:
         path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")

@@ -50,6 +50,23 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_verdicts_are_written(ran
     assert "attention in blocks.0" in json.loads(args.out.read_text())["rows"][1]["finding"]
 
 
+def test_the_error_of_8_bits_is_printed_written_and_bounded(ranks: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "precision.json"
+    args = VerifyArgs("builtin-text", prompt=("a red heart",), precision="fp8", steps=2, min_psnr=99.0, out=out)
+    ends = ranks.run(2, printed, args, none)
+    assert all("dB, expected --min-psnr 99.0" in ended for _, ended in ends)
+    assert "precision 8 bits" in ends[0][0]
+    (error,), (floor,) = (json.loads(out.read_text())["precision"][name] for name in ("errors", "floor"))
+    assert 15 < error["psnr"] < 99 < floor["psnr"]
+    for wrong, message in (
+        ({"precision": None, "min_psnr": 20.0}, "--min-psnr without --precision fp8"),
+        ({"model": "random:FLUX.1-dev"}, "pipelines of trained weights"),
+        ({"model": "builtin", "prompt": ()}, "no blocks that compute in 8 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_verify(VerifyArgs(**{**vars(args), **wrong}))
+
+
 def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
     args, alone = VerifyArgs("dit-s/8", ("1",), size="128", out=tmp_path / "verdicts.json"), Mesh.single()
     assert RANDOM in _head(args, checked(args, alone), alone, "1 way", ())

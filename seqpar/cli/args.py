@@ -82,8 +82,8 @@ class Options:
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bf16 on GPUs, fp32 on CPUs."""
     precision: Literal["fp8"] | None = None
-    """fp8: most GEMMs of a transformer compute in 8 bits, which is faster and changes the results; FLUX.1, FLUX.2,
-    Qwen-Image and Wan in bf16, on GPUs of compute capability 8.9 or newer. A model's first run takes seconds more."""
+    """fp8: most GEMMs of fused blocks compute in 8 bits, which is faster and changes the results (docs/precision.md).
+    Weights in bf16, GPUs of compute capability 8.9 or newer. A model's first run takes seconds more."""
     first_deadline_s: float = 120.0
     """Exchange timeout in seconds until all ranks finish the first call of a shape (compile, capture)."""
     deadline_s: float = 30.0

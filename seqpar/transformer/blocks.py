@@ -275,20 +275,22 @@ class FusedBlocks:
         return matrices
 
     def _in_8_bits(self, block: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
-        if self._calibration is None or not self.eight:
+        known = self._calibration
+        if known is None or not self.eight:
             return matrices
-        path, roundings = next(path for path, part in self._blocks if part is block), list[Rounding]()
-        for name in BLOCKS[type(block).__name__].eight:
-            if name not in matrices:
-                continue
-            matrix, key = matrices[name], f"{path}, {name}"
-            mean = self._calibration.means.get(key)
-            wanted = Rounding(None if mean is None else mean.to(matrix.weight.device))
-            # matrices that read one input have one centre, and one object says so
-            reads = next((known for known in roundings if known.equals(wanted)), wanted)
+        path = next(path for path, part in self._blocks if part is block)
+        keys = {name: f"{path}, {name}" for name in BLOCKS[type(block).__name__].eight if name in matrices}
+
+        # matrices that read one input have one centre, and one object says so
+        roundings, eight = list[Rounding](), dict[str, Matrix]()
+        for name, key in keys.items():
+            mean = known.means.get(key)
+            wanted = Rounding(None if mean is None else mean.to(matrices[name].weight.device))
+            reads = next((other for other in roundings if other.equals(wanted)), wanted)
             roundings.append(reads)
-            matrices[name] = quantised(matrix, reads, key in self._calibration.fast)
-        return matrices
+            if key not in known.rough:
+                eight[name] = quantised(matrices[name], reads, key in known.fast)
+        return matrices | eight
 
     def text(self) -> str:
         """Return what computes the blocks, as a text that must be equal on all ranks."""

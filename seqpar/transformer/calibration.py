@@ -46,18 +46,25 @@ PROMPTS = (
 STEPS = 4
 SIZES = {"height": 512, "width": 512, "num_frames": 17}
 """The most of the calibration's images and videos, where a pipeline takes them: means need few tokens."""
+ERRORS = "|errors"  # after a GEMM's name in the cache
 MORE = {"mask_image", "control_image", "layers"}  # what a pipeline needs though its call has a default for it
 SAMPLE, CALLS = 16, 16  # rows of an input that are kept of each of the first calls, to compare the ways to accumulate
 FAST = 5e-3
 """The largest error of a fast sum, relative to the product's rms: a seventh of what rounding to 8 bits costs alone."""
+ROUGH = 0.1
+"""The largest error of rounding, relative to the product's rms: 0.04 for normal numbers, more with outlier channels."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix; and the GEMMs with fast sums."""
+    """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix.
+
+    fast: the GEMMs with fast sums. rough: those that rounding would change too much, which keep the weights' dtype.
+    """
 
     means: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     fast: frozenset[str] = frozenset()
+    rough: frozenset[str] = frozenset()
 
 
 def matrices_of(module: nn.Module) -> dict[str, list[Any]]:
@@ -136,7 +143,15 @@ def calibrated(
         how = "a given run" if path is None else "fixed prompts"
         text = f"centred by {how}" if call is not None else f"not centred, all sums in fp32, because {reason}"
         print(f"seqpar: inputs of GEMMs in 8 bits are {text}", flush=True)
-    return {name: _of_module(kept, name, modules[name]) for name in modules}
+    made = {name: _of_module(kept, name, modules[name]) for name in modules}
+    rough = [f"{name}.{key}" for name, of in made.items() for key in sorted(of.rough)]
+    if rough and mesh.is_main:
+        print(
+            f"seqpar: {len(rough)} GEMMs keep the dtype of the weights, because rounding changes them by more than "
+            f"{ROUGH:.0%}: {', '.join(rough[:3])}",
+            flush=True,
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -207,8 +222,8 @@ def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> di
     for key, inputs in seen.items():
         if inputs.rows:
             mean = inputs.mean()
-            error = _error_of_fast_sums(matrices[key], torch.cat(inputs.samples), mean)
-            tensors |= {key: mean.cpu(), f"{key}|fast": torch.tensor(error <= FAST)}
+            errors = _errors(matrices[key], torch.cat(inputs.samples), mean)
+            tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
     return tensors
 
 
@@ -233,20 +248,23 @@ class _Inputs:
         return (self.total / self.rows).float()
 
 
-def _error_of_fast_sums(layers: Sequence[Any], x_RE: Tensor, mean_E: Tensor) -> float:
-    # relative to the product's rms; CPUs have one way to add only
-    if not x_RE.is_cuda:
-        return inf
-    weight, scales = rounded(torch.cat([layer.weight for layer in layers]).float())
-    rows = round_rows(x_RE[None], Rounding(mean_E))
-    exact, quick = (product8(rows, weight, scales.flatten(), fast=fast).float() for fast in (False, True))
-    return float((quick - exact).norm() / exact.norm())
+def _errors(layers: Sequence[Any], x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
+    # the errors of a fast sum and of rounding, relative to the product's rms; CPUs have one way to add only
+    weight_FE = torch.cat([layer.weight for layer in layers]).to(state_dtype(x_RE.dtype))
+    values, scales = rounded(weight_FE)
+    rows, centre_F = round_rows(x_RE[None], Rounding(mean_E)), weight_FE @ mean_E.to(weight_FE.dtype)
+    exact_RF, quick_RF = (product8(rows, values, scales.flatten(), fast=fast)[0].double() for fast in (False, True))
+    truth_RF = (x_RE.to(weight_FE.dtype) @ weight_FE.t()).double()
+    rounding = float((exact_RF + centre_F.double() - truth_RF).norm() / truth_RF.norm())
+    return float((quick_RF - exact_RF).norm() / truth_RF.norm()) if x_RE.is_cuda else inf, rounding
 
 
 def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Calibration:
     keys = {key: f"{name}|{key}" for key in matrices_of(module)}
     means = {key: kept[at] for key, at in keys.items() if at in kept}
-    return Calibration(means, frozenset(key for key in means if kept[f"{keys[key]}|fast"]))
+    errors = {key: kept[f"{keys[key]}{ERRORS}"].tolist() for key in means}
+    fast = frozenset(key for key, (of_sums, _) in errors.items() if of_sums <= FAST)
+    return Calibration(means, fast, frozenset(key for key, (_, rounding) in errors.items() if not rounding <= ROUGH))
 
 
 # The cache -----------------------------------------------------------------------------------------------------
@@ -256,7 +274,7 @@ def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
     """Return where the means of these weights are kept, for this GPU, torch and run."""
     device = next(iter(next(iter(modules.values())).parameters())).device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, PROMPTS, STEPS, SIZES)).encode())
+    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, PROMPTS, STEPS, SIZES, ERRORS)).encode())
     for name, module in modules.items():
         weights = (
             (path, x) for path, part in adapters.without_adapters(module) for x in part.parameters(recurse=False)

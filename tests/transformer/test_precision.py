@@ -221,6 +221,25 @@ def test_calibrations_are_equal_on_any_number_of_ranks_and_are_the_means(cpu_ran
             assert all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
+def test_gemms_that_rounding_would_ruin_keep_their_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    """A channel of 1e6, which the weights of q, k and v do not read, leaves few steps for the others."""
+    module = model("flux")
+    block = module.single_transformer_blocks[0]
+    with torch.no_grad():
+        block.norm.linear.bias[2 * block.norm.linear.in_features - 1] = 1e6  # scale of the norm's last channel
+        for layer in (block.attn.to_q, block.attn.to_k, block.attn.to_v):
+            layer.weight[:, -1] = 0
+    (made,) = calibrated(Mesh.single(), module, {"": module}, run_of(module, "flux")).values()
+    assert made.rough == {"single_transformer_blocks.0, qkv"}
+    assert (
+        "1 GEMMs keep the dtype of the weights, because rounding changes them by more than 10%"
+        in capsys.readouterr().out
+    )
+    body = body_of(module, fused=True, calibration=made)
+    assert "13 of 28 GEMMs in 8 bits" in body.sharded.texts()["computation"]
+    called(body, MODELS["flux"].arguments())
+
+
 def test_fixed_prompts_calibrate_once_for_the_same_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from tests.transformer.test_pipelines import CASES
 

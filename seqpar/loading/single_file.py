@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ PARTS = ("transformer", "unet")  # subfolders with the model that is sampled; Un
 
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
 OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")
+
+SCALES = (".scale_weight", ".weight_scale")  # of a weight in 8 bits, as ComfyUI saves it: one number, or one a row
+BESIDE = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")  # for its own arithmetic alone
+EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Later(Tensor):
@@ -118,10 +123,7 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
 def _converted(
     checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
 ) -> dict[str, Later]:
-    unread = dict[str, Any]()
-    for key, own in source.items():
-        like = torch.empty(checkpoint.shapes[own], dtype=checkpoint.dtypes[own], device="meta")
-        unread[key] = _later(like, partial(checkpoint.read, own))
+    unread: dict[str, Any] = _unread(checkpoint, source)
     kind = config["_class_name"]
     try:
         converted = convert(config=config, checkpoint=unread)
@@ -135,3 +137,31 @@ def _converted(
         unknown = ", ".join(sorted(unread)[:3])
         raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(unread)} to a {kind}: {unknown}")
     return {key: later for key, later in converted.items() if later is not None}
+
+
+def _unread(checkpoint: Checkpoint, source: Mapping[str, str]) -> dict[str, Later]:
+    # weights in 8 bits with a scale, as ComfyUI saves them, are read as their products in fp32
+    ends = ((key, own, end) for key, own in source.items() for end in SCALES if key.endswith(end))
+    scales = {key.removesuffix(end) + ".weight": own for key, own, end in ends}
+    left_out, unread = (*SCALES, *BESIDE) if scales else (), dict[str, Later]()
+    for key, own in source.items():
+        if left_out and key.endswith(left_out):
+            continue
+        shape, dtype, read = checkpoint.shapes[own], checkpoint.dtypes[own], partial(checkpoint.read, own)
+        if (scale := scales.pop(key, None)) is not None:
+            sizes = checkpoint.shapes[scale]
+            if dtype not in EIGHT or prod(sizes) not in (1, shape[0]):
+                raise ValueError(
+                    f"{checkpoint.name}: {own} is {dtype} with a scale of shape {sizes}; expected 8 bits with one number, "
+                    f"or one a row: load another file of this model".replace("torch.", "")
+                )
+            dtype, read = torch.float32, partial(_scaled, checkpoint, own, scale)
+        unread[key] = _later(torch.empty(shape, dtype=dtype, device="meta"), read)
+    if scales:
+        raise ValueError(f"{checkpoint.name}: {next(iter(scales.values()))} is a scale without its weight")
+    return unread
+
+
+def _scaled(checkpoint: Checkpoint, weight: str, scale: str) -> Tensor:
+    values = checkpoint.read(weight).float()
+    return values * checkpoint.read(scale).float().view(-1, *(1 for _ in values.shape[1:]))

@@ -60,6 +60,34 @@ def test_a_flux_in_its_authors_keys_is_diffusers(tmp_path: Path, narrow: Any, fo
     assert all(torch.equal(checkpoint.tensor(key), theirs[key]) for key in theirs)
 
 
+def scaled(state: Mapping[str, Tensor], form: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a file's tensors in 8 bits as ComfyUI saves them, and the weights that they stand for."""
+    by_row, saved, meant = form == "a scale a row", dict[str, Tensor](), dict[str, Tensor]()
+    for key, x in state.items():
+        saved[key] = meant[key] = x.float()
+        if key.endswith(".weight") and x.dim() == 2:
+            scale = (x.abs().amax(1, keepdim=True) if by_row else x.abs().amax()).float() / 448
+            saved[key] = (x / scale).to(torch.float8_e4m3fn)
+            meant[key] = saved[key].float() * scale
+            saved[key.removesuffix("weight") + ("weight_scale" if by_row else "scale_weight")] = scale
+            saved[key.removesuffix("weight") + ("input_scale" if by_row else "scale_input")] = torch.ones(())
+    saved["scaled_fp8"] = torch.zeros(2).to(torch.float8_e4m3fn)
+    return saved, meant
+
+
+@pytest.mark.parametrize("form", ["a scale a weight", "a scale a row"])
+def test_weights_in_8_bits_of_comfyui_are_their_products(tmp_path: Path, narrow: Any, form: str) -> None:
+    saved, meant = scaled(single_files.flux(narrow), form)
+    save_file(single_files.prefixed(saved), tmp_path / "scaled.safetensors")
+    save_file(single_files.prefixed(meant), tmp_path / "meant.safetensors")
+    got, wanted = (check_single(tmp_path / f"{name}.safetensors") for name in ("scaled", "meant"))
+    assert got.config == wanted.config
+    assert got.checkpoint.shapes == wanted.checkpoint.shapes
+    for key in wanted.checkpoint.shapes:
+        assert torch.equal(got.checkpoint.tensor(key), wanted.checkpoint.tensor(key)), key
+    assert not torch.equal(got.checkpoint.tensor("proj_out.weight"), narrow.proj_out.weight.float())
+
+
 def sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Write a safetensors file of zeros that takes no room on the disk."""
     header, end = {}, 0
@@ -135,6 +163,8 @@ def test_converting_writes_the_folder_of_diffusers(tmp_path: Path, narrow: Any) 
         ({"lora.down": torch.ones(2)}, r"wrong keys\. Unknown 1 to a FluxTransformer2DModel: lora\.down"),
         ({"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(64)}, "heads 64 wide; released ones have 128"),
         ({"img_in.weight": torch.ones(128, 16).to(torch.float8_e4m3fn)}, "of type float8_e4m3fn, expected floating-p"),
+        ({"img_in.scale_weight": torch.ones(())}, "img_in.weight is float64 with a scale of shape"),
+        ({"none.scale_weight": torch.ones(())}, "none.scale_weight is a scale without its weight"),
         ({"txt_in.weight": torch.ones(128, 8, 2)}, r"txt_in\.weight of shape \(128, 8, 2\), expected 2 dims"),
     ],
 )

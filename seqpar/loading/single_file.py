@@ -152,8 +152,8 @@ def _unread(checkpoint: Checkpoint, source: Mapping[str, str]) -> dict[str, Late
             sizes = checkpoint.shapes[scale]
             if dtype not in EIGHT or prod(sizes) not in (1, shape[0]):
                 raise ValueError(
-                    f"{checkpoint.name}: {own} is {dtype} with a scale of shape {sizes}; expected 8 bits with one number, "
-                    f"or one a row: load another file of this model".replace("torch.", "")
+                    f"{checkpoint.name}: {own} is {dtype} with a scale of shape {sizes}; expected 8 bits with one, "
+                    f"or one a row; load another file of this model".replace("torch.", "")
                 )
             dtype, read = torch.float32, partial(_scaled, checkpoint, own, scale)
         unread[key] = _later(torch.empty(shape, dtype=dtype, device="meta"), read)

@@ -15,7 +15,7 @@ from seqpar.cli.summary import say, versions
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import Deadlines
-from seqpar.pipelines.diffusers import DiffusersJob, Source
+from seqpar.pipelines.diffusers import VAE, DiffusersJob, Source
 from seqpar.pipelines.find import find
 from seqpar.pipelines.load import load
 from seqpar.pipelines.own_loop import OwnJob
@@ -87,18 +87,21 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     def checked_pipeline() -> DiffusersJob:
         prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
         job = check(replace(_as_sample(args), prompt=prompts), ranks)
-        if not isinstance(job, DiffusersJob) or job.preset is not None or args.image or args.counts:
+        if not isinstance(job, DiffusersJob) or job.preset is not None or args.image or args.counts or args.repeat > 1:
             raise ValueError(
                 "--precision is measured for pipelines of trained weights that draw from prompts alone, by one layout; "
-                "leave --image and --counts out"
+                "leave --image, --counts and --repeat out"
             )
         return job
 
     job = ranks.on_all_ranks(checked_pipeline)
     settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
+    if args.negative_prompt is not None:
+        settings["negative_prompt"] = args.negative_prompt
     names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision")}
     mesh = None if args.mesh == "auto" else args.mesh
-    pipe = load(args.model, dtype=job.request.dtype, **{**names, "mesh": mesh}, loras=args.lora)
+    pipe = load(args.model, dtype=job.request.dtype, **{**names, "mesh": mesh}, vae=VAE[args.vae], loras=args.lora)
+    pipe.scheduler = job.scheduler_of(pipe.scheduler)
     result = measure_precision(pipe, job.arguments["prompt"], seed=args.seed, **settings)
     release(pipe)
     if ranks.is_main:

@@ -61,6 +61,7 @@ def test_the_error_of_8_bits_is_printed_written_and_bounded(ranks: Pool, tmp_pat
     for wrong, message in (
         ({"precision": None, "min_psnr": 20.0}, "--min-psnr without --precision fp8"),
         ({"model": "random:FLUX.1-dev"}, "pipelines of trained weights"),
+        ({"repeat": 2}, "leave --image, --counts and --repeat out"),
         ({"model": "builtin", "prompt": ()}, "no blocks that compute in 8 bits"),
     ):
         with pytest.raises(ValueError, match=message):

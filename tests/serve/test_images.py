@@ -48,11 +48,8 @@ def test_sizes_are_width_by_height_and_pixels_are_of_the_seed(front: Running) ->
 def test_loras_go_to_the_ranks_with_their_scales_and_into_files_as_a_command_names_them(front: Running) -> None:
     cases: list[tuple[Any, Any, Any]] = [
         ("style", [["style", 1.0]], ["style:1"]),
-        (
-            [{"name": "lines", "scale": 0.5}, {"name": "style"}],
-            [["lines", 0.5], ["style", 1.0]],
-            ["lines:0.5", "style:1"],
-        ),
+        ([{"name": "lines", "scale": 0.5}], [["lines", 0.5]], ["lines:0.5"]),
+        ([{"name": "lines"}, {"name": "style"}], [["lines", 1.0], ["style", 1.0]], ["lines:1", "style:1"]),
         (None, [], None),
     ]
     for lora, sent, written in cases:

@@ -213,6 +213,8 @@ def test_the_client_of_openai_raises_its_own_errors(front: Running) -> None:
         front.ai.images.generate(prompt="x", model="none", stream=True)
 
 
+NUMBER = "or the number of a class"
+OWN = "or leave it out for the model's own"
 NAMES = {"classes": ("cat", "tench"), "labels": ("cat", "tench", "Tinca tinca"), "schedulers": ("DDIMScheduler",)}
 MANY = {
     "schedulers": ("DDIMScheduler", "DDPMScheduler", "HeunScheduler", "PNDMScheduler", "TCDScheduler", "LCMScheduler")
@@ -227,32 +229,19 @@ MANY = {
         ({"prompt": "Tinca tinca", "size": "auto"}, NAMES, None),
         ({"prompt": "7"}, NAMES, None),
         ({"prompt": "Tenhc"}, NAMES, "class 'Tenhc' is not of model m; use tench, or the number of a class"),
-        (
-            {"prompt": "xyz"},
-            NAMES,
-            "class 'xyz' is not of model m; use a name that /v1/models lists, or the number of a class",
-        ),
+        ({"prompt": "xyz"}, NAMES, f"class 'xyz' is not of model m; use a name that /v1/models lists, {NUMBER}"),
         ({"prompt": "cat"}, {}, "class 'cat' is not of model m; use the number of a class"),
         ({"size": "65x9"}, {"unit": 8}, "size 65x9 is not divisible by 8; nearest: 64x8, 72x16"),
         ({"size": "1000x1024"}, {"unit": 16}, "size 1000x1024 is not divisible by 16; nearest: 992x1024, 1008x1024"),
         ({"size": "3x8"}, {"unit": 8}, "size 3x8 is not divisible by 8; nearest: 8x8"),
         ({"size": "8190x99"}, {"unit": 12}, "size 8190x99 is not divisible by 12; nearest: 8184x96, 8184x108"),
         ({"size": "8190x96"}, {"unit": 12}, "size 8190x96 is not divisible by 12; nearest: 8184x96"),  # 8196: too large
-        (
-            {"scheduler": "Nothing"},
-            NAMES,
-            "scheduler 'Nothing' is unknown; use DDIMScheduler, or leave it out for the model's own",
-        ),
-        (
-            {"scheduler": "HenuScheduler"},
-            MANY,
-            "scheduler 'HenuScheduler' is unknown; use HeunScheduler, or leave it out for the model's own",
-        ),
+        ({"scheduler": "Nothing"}, NAMES, f"scheduler 'Nothing' is unknown; use DDIMScheduler, {OWN}"),
+        ({"scheduler": "HenuScheduler"}, MANY, f"scheduler 'HenuScheduler' is unknown; use HeunScheduler, {OWN}"),
         (
             {"scheduler": "XScheduler"},
             MANY,
-            "scheduler 'XScheduler' is unknown; use the name of a scheduler of diffusers, or leave it out for the "
-            "model's own",
+            f"scheduler 'XScheduler' is unknown; use the name of a scheduler of diffusers, {OWN}",
         ),
     ],
 )

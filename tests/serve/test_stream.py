@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ from seqpar.serve.api.images import COMMENT, events, listen
 from seqpar.serve.api.jobs import JobSpec, Queue
 from seqpar.serve.messages import ImageRequest
 from tests.support.fake_replica import pixels_of, preview_of
-from tests.support.front import Running, file_of, opened, running, until
+from tests.support.front import Running, file_of, opened, until
 
 
 def enlarged(seed: int, index: int, size: tuple[int, int]) -> bytes:
@@ -126,16 +125,6 @@ def test_a_client_that_disconnects_cancels_its_job(front: Running) -> None:
     until(lambda: front.http.get(job).json()["state"] == "cancelled")
     assert "client disconnected" in front.http.get(job).json()["error"]["message"]
     assert front.http.post(GENERATIONS, json={"prompt": "a cat"}).status_code == 200
-
-
-def test_an_image_that_is_retried_sends_no_preview_twice(tmp_path: Path) -> None:
-    body = {"prompt": "die-once first", "stream": True, "partial_images": 2, "stream_steps": True}
-    with running(tmp_path) as front, front.http.stream("POST", GENERATIONS, json=body) as answer:
-        all_events = list(received(answer))
-        assert front.prompts == ["die-once first"] * 2
-    assert [event["partial_image_index"] for event in all_events if "partial_image_index" in event] == [0, 1]
-    assert [event["step"] for event in all_events if "step" in event] == [1, 1, 2, 3, 4]
-    assert all_events[-1]["type"] == "image_generation.completed"
 
 
 def test_a_quiet_stream_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,8 @@ def test_two_machines_make_one_picture(tmp_path: Path) -> None:
     for number, command in enumerate(commands):
         given = command.replace("HOST", "127.0.0.1").replace("29500", str(port)).replace("launch/sample.py", SCRIPT)
         flags_of = [*words(given)[1:], "--out", str(tmp_path / "out.png")]
-        nodes.append(
-            Forked(agent, flags_of, environment(), tmp_path / f"{number}", tmp_path / f"errors{number}", sample)
-        )
+        output, errors = tmp_path / f"{number}", tmp_path / f"errors{number}"
+        nodes.append(Forked(agent, flags_of, environment(), output, errors, sample))
     assert [node.wait(LIMIT_S) for node in nodes] == [0, 0], (tmp_path / "errors0").read_text()
     assert "2 x CPU, gloo" in (tmp_path / "0").read_text()
     assert (tmp_path / "out.png").stat().st_size > 1000

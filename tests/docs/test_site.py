@@ -21,11 +21,7 @@ pytestmark = pytest.mark.whole
 # question -> the page and section that answers it, and words that it has
 QUESTIONS = {
     "install": ("index.html", "start-in-two-minutes", "pip install"),
-    "FLUX on 2 GPUs": (
-        "models/flux.html",
-        "commands",
-        "--nproc_per_node=2 launch/sample.py --model black-forest-labs/FLUX",
-    ),
+    "FLUX on 2 GPUs": ("models/flux.html", "commands", "--nproc_per_node=2 launch/sample.py --model black-forest"),
     "out of memory": ("troubleshooting.html", "out-of-memory", "--vae tiled"),
     "wrong picture": ("troubleshooting.html", "a-wrong-or-another-picture", "--verify"),
     "LoRA": ("adapter.html", "adapters-your-own-blocks-offload", "load_lora_weights"),

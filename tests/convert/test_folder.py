@@ -90,9 +90,8 @@ def test_large_dit_becomes_a_folder_that_says_its_heads(tmp_path: Path) -> None:
     assert (dit.config.num_attention_heads, dit.config.qk_norm_groups) == (16, 2)
     truth = opened(tmp_path, 16)(x, timestep=t, class_labels=y).sample
     assert (dit(x, timestep=t, class_labels=y).sample - truth).abs().max() < 1e-4 * truth.abs().max()
-    assert {x.dtype for x in load_file(tmp_path / "new" / "diffusion_pytorch_model.safetensors").values()} == {
-        torch.float32
-    }
+    written = load_file(tmp_path / "new" / "diffusion_pytorch_model.safetensors")
+    assert {x.dtype for x in written.values()} == {torch.float32}
 
 
 def test_an_original_autoencoder_becomes_diffusers(tmp_path: Path) -> None:
@@ -194,11 +193,7 @@ def test_a_missing_or_second_part_is_one_sentence(original: Path, tmp_path: Path
         ("dit.pt", "new", r"does not state the attention heads.*add --heads"),
         ("folder", "new", "folder is a folder of diffusers; seqpar loads it as it is"),
         ("notes.pt", "new", r"notes\.pt is neither an archive nor a pickle"),
-        (
-            "evil.pt",
-            "new",
-            r"evil\.pt requires posix\.system, but only tensors and plain values are loaded; nothing was",
-        ),
+        ("evil.pt", "new", r"evil\.pt requires posix\.system, but only tensors and plain values are loaded; nothing"),
         ("other.pt", "new", r"other\.pt: keys like a belong to no checkpoint of DiT, Large-DiT, UniDiffuser or"),
     ],
 )

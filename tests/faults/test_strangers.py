@@ -30,10 +30,10 @@ from tests.support.pool import PRELOADED
 
 KIND = tuple[int, float, list[str]]
 ENDS_S = 60.0  # within which a job must end, on a busy machine too
-SHORT = Deadlines(first_s=6.0, later_s=4.0, host_s=7.0)  # of a job that ends by them
+SHORT = Deadlines(first_s=4.0, later_s=2.0, host_s=4.0)  # of a job that ends by them
 LONG = Deadlines(first_s=ENDS_S, later_s=ENDS_S, host_s=ENDS_S)
 CPU = torch.device("cpu")
-TALKS_S = 3.0  # the ranks talk so long
+TALKS_S = 1.5  # the ranks talk so long
 
 
 def real(folder: Path, limits: Deadlines = LONG) -> None:

@@ -195,10 +195,7 @@ def deserted(rank: int, world: int, device: torch.device, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        (
-            "an absence",
-            "LostRankError: rank 0: timed out after 1[.0-9]* s waiting for one of ranks .0, 1. .the comparison of",
-        ),
+        ("an absence", "LostRankError: rank 0: timed out after 1[.0-9]* s waiting for one of ranks .0, 1. .the compar"),
         ("a mistake", "RuntimeError: shape '.3.' is invalid"),
     ],
 )
@@ -213,8 +210,3 @@ def test_texts_of_a_stranger_are_told_and_never_evaluated() -> None:
     assert "rank 1 makes another call" in _difference([{CALL: "calls x"}, {}])
     with pytest.raises(LostRankError, match=r"digests of inputs differ .*another process took the place of a rank"):
         _difference([{"x": "1"}] * 3)
-
-
-def test_one_rank_keeps_its_tensors() -> None:
-    x = torch.zeros(2)
-    assert from_rank_0(Mesh.single(), {"x": x})["x"] is x

@@ -18,13 +18,6 @@ def test_shard_covers_all_items_once_in_balanced_slices(total: int, parts: int) 
     assert list(shard.sizes) == sorted(shard.sizes, reverse=True)
 
 
-@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 7))
-def test_joint_shard_adds_its_streams(text: int, image: int, parts: int) -> None:
-    joint = JointShard((Shard(text, parts), Shard(image, parts)))
-    assert joint.total == text + image == sum(joint.sizes)
-    assert joint.sizes == tuple(a + b for a, b in zip(Shard(text, parts).sizes, Shard(image, parts).sizes, strict=True))
-
-
 def test_fewer_tokens_than_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="got 3 tokens for 4 ranks"):
         check_tokens(Shard(3, 4), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def of_flux(folder: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def wan_model() -> Any:
+    return pipelines.wan().transformer
+
+
 def of_wan(kind: str, seed: int, part: str = "transformer") -> dict[str, Tensor]:
     """A LoRA of all layers of Wan's blocks in one of `FORMATS`.
 
@@ -74,7 +80,7 @@ def of_wan(kind: str, seed: int, part: str = "transformer") -> dict[str, Tensor]
     names, as the distilled pairs (differences of biases, of norms and of the last layer), and as musubi-tuner does.
     part: the transformer that "peft" names.
     """
-    made, model = dict[str, Tensor](), pipelines.wan().transformer
+    made, model = dict[str, Tensor](), wan_model()
     down, up = ("lora_A", "lora_B") if kind in ("peft", "trained") else ("lora_down", "lora_up")
     for block in range(2):
         for number, (name, original) in enumerate(ORIGINAL.items()):

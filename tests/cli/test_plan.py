@@ -153,8 +153,3 @@ def test_a_prompt_alone_is_drawn_by_the_model_of_texts(tmp_path: Path, capsys: C
     assert pixels(tmp_path / "x.png").shape == (16, 16, 3)
     told = parameters(tmp_path / "x.png")
     assert (told["model"], told["chosen"]["size"]) == ("builtin-text", "16x16")
-
-
-def test_names_of_built_in_models_need_no_files() -> None:
-    assert names.resolve("builtin") == names.BUILTIN
-    assert names.resolve("builtin-text") == names.BUILTIN.with_name("emoji-flux")

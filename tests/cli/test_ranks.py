@@ -29,11 +29,8 @@ from tests.cli.processes import LIMIT_S, LONG, running, seqpar, torchrun
 RIGHT = ("--steps", "2", "--size", "64")
 FAILURE = Report("failure", "error: full", 1.0)
 LOST = Report("lost", "error: rank 0 waited in vain for rank 1", 0.0)
-MISTAKE, BUG, LATER = (
-    Report("mistake", "error: got x", 2.0),
-    Report("bug", "Traceback: x", 1.0),
-    Report("bug", "y", 3.0),
-)
+MISTAKE, BUG = Report("mistake", "error: got x", 2.0), Report("bug", "Traceback: x", 1.0)
+LATER = Report("bug", "y", 3.0)
 
 
 def gone(pids: list[int]) -> bool:
@@ -77,18 +74,15 @@ def test_ranks_end_where_a_later_one_cannot_be_started(monkeypatch: pytest.Monke
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", first_only)
-    with pytest.raises(
-        OSError, match="Resource temporarily unavailable"
-    ) as caught:  # which `guarded` tells in one line
+    with pytest.raises(OSError, match="Resource temporarily unavailable") as caught:  # one line by `guarded`
         start(["sample"], 2)
     assert kind_of(caught.value) == "failure"
     assert started[0].poll() == -signal.SIGTERM
 
 
 def test_a_mistake_is_one_line_and_torchrun_reports_nothing(folder: Path, tmp_path: Path) -> None:
-    done = seqpar(
-        *("sample", "--ranks", "2", "--model", folder, "--out", tmp_path / "x.png", *RIGHT, "--mesh", "ulysses=3")
-    )
+    out = tmp_path / "x.png"
+    done = seqpar("sample", "--ranks", "2", "--model", folder, "--out", out, *RIGHT, "--mesh", "ulysses=3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: got a mesh of data=1 x cfg=1 x ring=1 x ulysses=3, 3 ranks, for 2 process")
     assert done.stderr.count("\n") == 1

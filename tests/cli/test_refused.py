@@ -92,8 +92,7 @@ FLAGS = [
     ({"size": "9" * 5000}, "expected 1 to 131072 pixels along a side"),
     ({"size": "64x131073"}, "got --size 64x131073, expected 1 to 131072"),
     ({"size": "0"}, "got --size 0, expected 1 to 131072"),
-    ({"size": "64x0"}, "got --size 64x0, expected 1 to 131072"),
-    *(({"size": size}, "expected pixels like 256 or 256x384") for size in ("1x2x3", "big", "-5", "64x")),
+    *(({"size": size}, "expected pixels like 256 or 256x384") for size in ("1x2x3", "-5")),
     *(({"mesh": mesh}, "expected axes like cfg=2") for mesh in ("rings=2", "cfg", "", "cfg=-1")),
     ({"mesh": "cfg=2,cfg=1"}, "each axis once: cfg is there twice"),
     ({"frames": 0}, "got --frames=0, expected"),
@@ -114,21 +113,15 @@ FLAGS = [
 ]
 # of a model of classes, on two ranks
 ON_RANKS = [
-    ({"mesh": "rings=2"}, "got --mesh rings=2, expected axes like cfg=2,ulysses=2"),
     ({"model": "nothing-there"}, "got model 'nothing-there': there is no such path; presets"),
     ({"strategy": "ulises"}, f"got strategy 'ulises', expected one of {', '.join(sorted(LAYOUTS))}"),
     ({"local": "flush"}, f"got local attention 'flush', expected one of {', '.join(plugins(seqpar.local))}"),
-    ({"mesh": "ulysses=2,ulysses=2"}, "expected each axis once: ulysses is there twice"),
     ({"size": "100"}, "got size 100x100, expected multiples of 16"),
     ({"size": "16"}, "1 tokens cannot be sharded over 2 ranks"),
     ({"guidance": 1.0, "mesh": "cfg=2"}, "got cfg=2 with guidance 1.0, expected guidance > 1"),
-    ({"scheduler": "DDIMSchedular"}, "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
-    ({"steps": 0}, "got --steps=0"),
     ({"image": ("no.png",)}, "got --image no.png, which cannot be read: No such file or directory; name a picture"),
     ({"out": Path("/proc/nowhere/x.png")}, "got output /proc/nowhere/x.png, which cannot be written"),
-    ({"dry_run": (0,)}, "got GPUs to plan for=0, expected a whole number from 1"),
     ({"model": "dit-xl/2", "size": "131072", "mesh": "auto"}, "the run does not fit: its smallest layout"),  # terabytes
-    ({"prompt": ("a cat",)}, "this model generates images of classes (--classes)"),
 ]
 # of a pipeline's folder
 OF_PROMPTS = [
@@ -139,21 +132,15 @@ OF_PROMPTS = [
     ("flux", {**A, "frames": 5}, "FluxPipeline generates images, no videos"),
     ("flux", {**A, "guidance_channels": 3}, "diffusers' loop has no such setting"),
     ("flux", {**A, "respacing": "25"}, "only models of classes take it"),
-    ("flux", {**A, "steps": 1001}, "got 1001 steps, expected 1 to 1000"),
     ("flux", {**A, "mesh": "cfg=2"}, "got cfg=2 with guidance 1.0, expected guidance > 1"),
     ("flux", {**A, "scheduler": "DDIMScheduler"}, "got scheduler 'DDIMScheduler' of diffusion by"),
     ("flux", {**A, "scheduler": "FlowMatchHeunDiscreteScheduler"}, "expected one of flow matching that takes sigmas"),
     ("schnell", {**A, "guidance": 3.5}, "of this FluxPipeline takes no scale as an input; use --true-guidance"),
-    ("sd3", {}, "needs --prompt: StableDiffusion3Pipeline takes prompts"),
-    ("sd3", {**A, "frames": 5}, "--frames 5 with --model"),
     ("sd3", {**A, "true_guidance": 2.0}, "StableDiffusion3Pipeline takes no true_cfg_scale"),
-    ("sd3", {**A, "size": "24x30"}, "got size 24x30, expected multiples of 4 (patch 2 x decoder 2)"),
-    ("sd3", {**A, "strategy": "best"}, "got strategy 'best'"),
     ("wan", {**A, "dry_run": ()}, "no plan: the files of WanPipeline do not state"),
     ("wan", A, "expected a name that ends in .mp4"),
     ("wan", {**A, "frames": 7}, "got --frames 7, expected 1 more than a multiple of 4, such as 5"),
     ("wan", {**A, "image": (PICTURE,)}, "WanPipeline takes no input image"),
-    ("flux", {**A, "image": ("no.png",)}, "got --image no.png, which cannot be read: No such file"),
     ("flux", {**A, "image": (PICTURE,), "strength": 2.0}, "got --strength 2.0, expected 0.001 to 1"),
     ("flux", {**A, "lora": ("nothing",)}, "got --lora nothing, expected a .safetensors file that exists"),
     ("flux", {**A, "lora": ("bin",)}, "style.bin, expected a .safetensors file that exists"),
@@ -168,12 +155,7 @@ OF_PROMPTS = [
     ("pixart", {**A, "lora": ("style",)}, "diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
     ("unidiffuser", {**A, "lora": ("style",)}, NO_LORA),
     ("unidiffuser", {**A, "precision": "fp8"}, "this model has no blocks that compute in 8 bits"),
-    (
-        "pixart",
-        {**A, "precision": "fp8"},
-        ": PixArtTransformer2DModel has no blocks that compute in 8 bits; known ones: Chroma",
-    ),
-    ("flux", {**A, "lora": ("style",), "size": "24x30"}, "got size 24x30, expected multiples of 4"),
+    ("pixart", {**A, "precision": "fp8"}, ": PixArtTransformer2DModel has no blocks that compute in 8 bits; known"),
 ]
 
 
@@ -181,11 +163,8 @@ OF_PROMPTS = [
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=named)
 def test_of_the_built_in_model(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     profiles = any(name.startswith("profile") for name in flags)
-    given: dict[str, Any] = {
-        "out": tmp_path / "new" / "x.png",
-        **({"profile_out": tmp_path / "p"} if profiles else {}),
-        **flags,
-    }
+    profile: dict[str, Any] = {"profile_out": tmp_path / "p"} if profiles else {}
+    given: dict[str, Any] = {"out": tmp_path / "new" / "x.png", **profile, **flags}
     started = time.process_time()
     error, printed = told(0, 1, torch.device("cpu"), (ProfileArgs if profiles else Args)(**given))
     assert time.process_time() - started < 5  # whatever the numbers are

@@ -123,7 +123,7 @@ def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:
 def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """docs/reliability.md counts those that were run outside of the tests."""
     folder, out, made = folders("sd3"), tmp_path / "x.png", 0
-    for path, change in altered(folder, 10):
+    for path, change in altered(folder, 6):
         message = None
         try:
             run(Args(str(folder), prompt=("a",), steps=2, size="24x32", out=out))
@@ -133,7 +133,7 @@ def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str]
         assert out.exists() == (message is None), (path, change)
         out.unlink(missing_ok=True)
         made += message is None
-    assert 0 < made < 10
+    assert 0 < made < 6
 
 
 @pytest.mark.usefixtures("no_gpu")

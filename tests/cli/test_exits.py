@@ -112,20 +112,10 @@ def test_an_error_is_told_and_not_the_rank_that_was_lost_while_it_was_handled(er
     assert str(cause_of(raised(*errors))) == cause
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("a\n\n  b\r\nc", "a; b; c"),
-        ("\x1b[31mred\x00\u202e", r"\x1b[31mred\x00\u202e"),
-        ("", "ValueError"),
-        ("a caf\u00e9", "a caf\u00e9"),
-    ],
-)
-def test_a_message_is_one_line_that_terminals_show_as_it_is(text: str, line: str) -> None:
-    assert line_of(ValueError(text)) == line
-
-
-def test_a_message_that_quotes_a_long_flag_keeps_its_ends() -> None:
+def test_a_message_is_one_line_that_terminals_show_as_it_is_and_keeps_its_ends() -> None:
+    texts = ["a\n\n  b\r\nc", "\x1b[31mred\x00\u202e", "", "a caf\u00e9"]
+    lines = ["a; b; c", r"\x1b[31mred\x00\u202e", "ValueError", "a caf\u00e9"]
+    assert [line_of(ValueError(text)) for text in texts] == lines
     line = line_of(ValueError(f"got {'x' * 10**6}, expected y"))
     assert len(line) <= LONGEST + 5
     assert line.startswith("got x")

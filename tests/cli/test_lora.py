@@ -243,7 +243,7 @@ def test_a_lora_of_texts_fits_a_transformer_that_reads_image_features(
 
 
 def switching(rank: int, world: int, device: torch.device, folder: Path, loras: Path) -> list[np.ndarray]:
-    """Videos of a server's pipeline: with both LoRAs, without, with a third in either transformer, with both."""
+    """Videos of a server's pipeline: with both LoRAs, without, with a third in the second transformer, with both."""
     mesh, job = mesh_of(device, ulysses=world), job_of(folder)
     fitting = FittingLoras.of(job, loras_in(loras))
     names = ["high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"]
@@ -253,7 +253,7 @@ def switching(rank: int, world: int, device: torch.device, folder: Path, loras: 
     seqpar.parallelize(pipe, mesh)
     made = []
     pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))
-    for wanted in (pair, (), (("style@transformer_2", 1.0),), pair, (("style@transformer", 1.0),)):
+    for wanted in (pair, (), (("style@transformer_2", 1.0),), pair):
         merging.switch(wanted)
         made.append(frames(pipe))
     seqpar.release(pipe)
@@ -266,9 +266,9 @@ def test_a_server_switches_the_loras_of_both_transformers(
 ) -> None:
     folder, kinds = folders("wan22"), {"high": "lightning", "low": "lightning", "style": "trained"}
     files = written(tmp_path, {name: of_wan(kind, seed) for seed, (name, kind) in enumerate(kinds.items(), start=1)})
-    pairs = ((files["high"], files["low"]), (None, None), (None, files["style"]), (files["style"], None))
-    pair, none, second, first = (frames(by_diffusers(folder, *each)) for each in pairs)
-    truths = [pair, none, second, pair, first]
+    pairs = ((files["high"], files["low"]), (None, None), (None, files["style"]))
+    pair, none, second = (frames(by_diffusers(folder, *each)) for each in pairs)
+    truths = [pair, none, second, pair]
     assert min(abs(a - b).max() for a, b in pairwise(truths)) > 100 * TOLERANCE
     for videos in ranks.run(2, switching, folder, tmp_path):
         assert max(abs(a - b).max() for a, b in zip(videos, truths, strict=True)) < TOLERANCE

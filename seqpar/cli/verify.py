@@ -96,11 +96,12 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
 
     job = ranks.on_all_ranks(checked_pipeline)
     settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
-    if args.negative_prompt is not None:
-        settings["negative_prompt"] = args.negative_prompt
+    for negative in job.arguments.get("negative_prompt", ())[:1]:  # also an empty one, for true guidance
+        settings["negative_prompt"] = negative
     names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision")}
     mesh = None if args.mesh == "auto" else args.mesh
-    pipe = load(args.model, dtype=job.request.dtype, **{**names, "mesh": mesh}, vae=VAE[args.vae], loras=args.lora)
+    options = {**names, "mesh": mesh, "vae": VAE[args.vae], "loras": args.lora}
+    pipe = load(args.model, dtype=job.request.dtype, fp32_state=True, **options)
     pipe.scheduler = job.scheduler_of(pipe.scheduler)
     result = measure_precision(pipe, job.arguments["prompt"], seed=args.seed, **settings)
     release(pipe)

@@ -101,9 +101,11 @@ class Matrix8(Matrix):
 
 
 @torch.no_grad()
-def quantised(matrix: Matrix, reads: Rounding, fast: bool) -> Matrix8:
-    """Return a matrix in 8 bits, whose inputs are rounded like this."""
+def quantised(matrix: Matrix, reads: Rounding, fast: bool, room: Matrix8 | None = None) -> Matrix8:
+    """Return a matrix in 8 bits, whose inputs are rounded like this. room: an older one, whose memory is used again."""
     values, scales = rounded(matrix.weight.to(state_dtype(matrix.weight.dtype)))
+    if room is not None and (room.values.shape, room.values.device) == (values.shape, values.device):
+        values = room.values.copy_(values)
     return eight_of(matrix.weight, matrix.bias, values, scales.flatten(), reads, fast)
 
 
@@ -114,7 +116,8 @@ def eight_of(
     folded = bias
     if reads.centre_E is not None:
         wide = state_dtype(weight.dtype)
-        folded = weight.to(wide) @ reads.centre_E.to(wide)
+        with torch.autocast(weight.device.type, enabled=False):  # of a call in which weights have changed
+            folded = weight.to(wide) @ reads.centre_E.to(wide)
         folded = (folded if bias is None else folded + bias.to(wide)).to(weight.dtype)
     return Matrix8(weight, bias, values, scales, reads, folded, fast)
 

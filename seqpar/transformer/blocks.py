@@ -143,6 +143,7 @@ class FusedBlocks:
     def __init__(self, module: nn.Module, state: CallState, on: bool, calibration: Calibration | None = None) -> None:
         self._module, self._state, self.on, self._calibration = module, state, on, calibration
         self.eight = calibration is not None  # whether GEMMs that can compute in 8 bits do so
+        self._in_8 = dict[tuple[nn.Module, str], Matrix8]()
         self._blocks: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self._merges = True  # as long as the copies fit into the memory of every rank
@@ -167,7 +168,7 @@ class FusedBlocks:
     @property
     def is_copied(self) -> bool:
         """Whether blocks compute with copies of weights, which a write to these does not change."""
-        return self.eight and self.on
+        return self.eight and bool(self._in_8)
 
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
@@ -250,8 +251,10 @@ class FusedBlocks:
             else:
                 by_kind[type(block).__name__].append(block)
         before, self._copies = self._copies, {}
+        rooms, self._in_8 = self._in_8, {}
         for kind, blocks in by_kind.items():
-            matrices = [self._in_8_bits(block, self._matrices(block, BLOCKS[kind].layers, before)) for block in blocks]
+            own = [self._matrices(block, BLOCKS[kind].layers, before) for block in blocks]
+            matrices = [self._in_8_bits(block, of, rooms) for block, of in zip(blocks, own, strict=True)]
             for index, block in enumerate(blocks):
                 self.hooks[block].take(blocks, matrices, index)
 
@@ -274,22 +277,29 @@ class FusedBlocks:
                     matrices[name] = self._copies[block, name] = copy
         return matrices
 
-    def _in_8_bits(self, block: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
+    def _in_8_bits(
+        self, block: nn.Module, matrices: dict[str, Matrix], rooms: Mapping[tuple[nn.Module, str], Matrix8]
+    ) -> dict[str, Matrix]:
         known = self._calibration
         if known is None or not self.eight:
+            return matrices
+        first = next(iter(matrices.values())).weight
+        if first.is_cuda and first.dtype != torch.bfloat16:
+            self._state.say(f"GEMMs are not computed in 8 bits, because weights are {first.dtype}, not bfloat16")
             return matrices
         path = next(path for path, part in self._blocks if part is block)
         keys = {name: f"{path}, {name}" for name in BLOCKS[type(block).__name__].eight if name in matrices}
 
         # matrices that read one input have one centre, and one object says so
-        roundings, eight = list[Rounding](), dict[str, Matrix]()
+        roundings, eight = list[Rounding](), dict[str, Matrix8]()
         for name, key in keys.items():
             mean = known.means.get(key)
             wanted = Rounding(None if mean is None else mean.to(matrices[name].weight.device))
             reads = next((other for other in roundings if other.equals(wanted)), wanted)
             roundings.append(reads)
             if key not in known.rough:
-                eight[name] = quantised(matrices[name], reads, key in known.fast)
+                eight[name] = quantised(matrices[name], reads, key in known.fast, rooms.get((block, name)))
+        self._in_8 |= {(block, name): matrix for name, matrix in eight.items()}
         return matrices | eight
 
     def text(self) -> str:

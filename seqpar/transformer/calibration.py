@@ -2,8 +2,8 @@
 
 They are measured once, by runs of the whole model in its own dtype on every rank before its tokens are split, and rank
 0's numbers are everybody's. So they are the same on any number of ranks, and no request changes them. Any fixed vector
-may be taken out of an input, because its product is put back exactly: other prompts change the error, not the result's
-mean. Where no run can be made, nothing is taken out, and all GEMMs accumulate in fp32.
+may be taken out of an input, because its product is put back. Where no run can be made, nothing is taken out, and all
+GEMMs accumulate in fp32.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import diffusers
 import torch
 from diffusers.utils import logging
 from PIL import Image
@@ -30,6 +30,7 @@ from seqpar.families._find import BLOCKS, needs_picture, takes_several_images
 from seqpar.kernels.rows8 import Rounding, product8, round_rows, rounded
 from seqpar.loading.errors import context
 from seqpar.loading.names import errors_only
+from seqpar.mesh import exact
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
@@ -128,22 +129,36 @@ def calibrated(
     """Return the calibration of each transformer of a pipeline, from the cache or by a run. Collective.
 
     run: calls the pipeline, or the transformer; the cache keeps numbers of a `FixedRun` alone. None: the fixed run of
-    this pipeline, if there is one. Active adapters take no part, so that one calibration serves all. Raises ValueError
-    alike on all ranks if a run fails.
+    this pipeline, if there is one; where it fails, nothing is centred. Active adapters take no part, so that one
+    calibration serves all. Raises ValueError alike on all ranks if another run fails or reaches no GEMM.
     """
     call, reason = (run, None) if run is not None else fixed_run(pipe)
     path = _path(call, modules) if isinstance(call, FixedRun) else None
-    kept = streams_of_rank_0(mesh, lambda: {} if path is None or not path.exists() else _read(path))
+    kept = streams_of_rank_0(mesh, lambda: {} if path is None else _read(path))
     if not kept and call is not None:
-        measured = mesh.on_all_ranks(lambda: _measured(modules, call))
+        try:
+            measured = mesh.on_all_ranks(lambda: _measured(modules, call))
+        except ValueError as error:
+            if not isinstance(call, FixedRun):
+                raise
+            measured, reason = dict[str, Tensor](), str(error)
         kept = streams_of_rank_0(mesh, lambda: measured)
-        if path is not None and mesh.is_main:
+        if path is not None and kept and mesh.is_main:
             _write(path, kept)
-    if mesh.is_main:
-        how = "a given run" if path is None else "fixed prompts"
-        text = f"centred by {how}" if call is not None else f"not centred, all sums in fp32, because {reason}"
-        print(f"seqpar: inputs of GEMMs in 8 bits are {text}", flush=True)
     made = {name: _of_module(kept, name, modules[name]) for name in modules}
+    centred = sum(len(of.means) for of in made.values())
+    every = sum(len(matrices_of(module)) for module in modules.values())
+    if not centred and call is not None and not isinstance(call, FixedRun):
+        raise ValueError("calibrate= reached no GEMM that computes in 8 bits; pass a function that calls the model")
+    if mesh.is_main:
+        how = "by a given run" if path is None else "by fixed prompts"
+        others = f"; the sums of others are exact{'' if reason is None else f', because {reason}'}"
+        print(
+            f"seqpar: {centred} of {every} GEMMs in 8 bits are centred {how}{others if centred < every else ''}"
+            if centred
+            else f"seqpar: GEMMs in 8 bits are not centred, and all sums are exact, because {reason}",
+            flush=True,
+        )
     rough = [f"{name}.{key}" for name, of in made.items() for key in sorted(of.rough)]
     if rough and mesh.is_main:
         print(
@@ -167,8 +182,8 @@ class FixedRun:
         return type(self.pipe).__name__, *self.arguments
 
     def __call__(self) -> None:
-        failing = f"got a {type(self.pipe).__name__} that fails with fixed prompts; pass calibrate=, which calls it"
-        with context(failing), without_bar(self.pipe), errors_only(logging):
+        failed = f"{type(self.pipe).__name__} failed with fixed prompts (parallelize takes calibrate=, a function)"
+        with context(failed), without_bar(self.pipe), errors_only(logging):
             self.pipe(**self.arguments, generator=torch.Generator().manual_seed(0))
 
 
@@ -217,13 +232,14 @@ def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> di
             stack.enter_context(adapters.disabled(part))
         for key, (first, *_) in matrices.items():
             stack.callback(first.register_forward_pre_hook(seen[key].look).remove)
-        run()
-    tensors = dict[str, Tensor]()
-    for key, inputs in seen.items():
-        if inputs.rows:
-            mean = inputs.mean()
-            errors = _errors(matrices[key], torch.cat(inputs.samples), mean)
-            tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
+        with nullcontext() if isinstance(run, FixedRun) else context("calibrate= failed"):
+            run()
+        tensors = dict[str, Tensor]()
+        for key, inputs in seen.items():
+            if inputs.rows:
+                mean = inputs.mean()
+                errors = _errors(matrices[key], torch.cat(inputs.samples), mean)
+                tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
     return tensors
 
 
@@ -271,30 +287,36 @@ def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Cali
 
 
 def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
-    """Return where the means of these weights are kept, for this GPU, torch and run."""
+    """Return where the means of these weights are kept, for this GPU, these libraries and this run."""
     device = next(iter(next(iter(modules.values())).parameters())).device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, PROMPTS, STEPS, SIZES, ERRORS)).encode())
+    gemms = {name: sorted(matrices_of(module)) for name, module in modules.items()}
+    settings = (PROMPTS, STEPS, SIZES, SAMPLE, CALLS, ERRORS, exact.is_on())
+    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, diffusers.__version__, settings, gemms)).encode())
     for name, module in modules.items():
         weights = (
             (path, x) for path, part in adapters.without_adapters(module) for x in part.parameters(recurse=False)
         )
         for path, weight in weights:
-            number = int(torch.hash_tensor(weight.detach()).view(torch.int64))
-            key.update(repr((name, path, tuple(weight.shape), weight.dtype, number)).encode())
+            rows = torch.hash_tensor(weight.detach().reshape(-1, *weight.shape[-1:]), dim=-1)  # of each row
+            key.update(repr((name, path, tuple(weight.shape), weight.dtype)).encode())
+            key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
     return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    # a file that cannot be read is measured and written anew
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it") from error
+    except (OSError, SafetensorError):
+        return {}
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    save_file(dict(tensors), temporary)
-    os.replace(temporary, path)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), part)
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        print(f"seqpar: the calibration is not kept for the next start: {error}", flush=True)

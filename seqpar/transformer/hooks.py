@@ -149,7 +149,7 @@ class ShardedModule:
 
     def version(self) -> Hashable:
         """Return a key that also changes with weights that are written in place."""
-        return self.module.training, self._changes.count(), self._changes.values()
+        return self.module.training, self._changes.count(), self._changes.values(), self.fused.eight, self.fused.on
 
     def texts(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks, as it was at the last `key`: what computes, and adapters."""

@@ -35,7 +35,7 @@ from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
-from seqpar.types.arguments import check_kind
+from seqpar.types.arguments import check_kind, shown
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import VaeMode
 
@@ -232,7 +232,8 @@ def parallelize(
 
     own, preferences, modules, where = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
-    agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, "precision": precision})
+    how = {"precision": precision, "calibrate": type(calibrate).__name__}
+    agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, **how})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg, precision)
@@ -287,7 +288,10 @@ def refresh(pipe_or_transformer: Any) -> None:
 @contextmanager
 def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True) -> Iterator[None]:
     """Compute in this context without GEMMs in 8 bits, or without fused blocks, to compare with them. Collective."""
-    blocks = [call.sharded.fused for _, call in calls_of(pipe_or_transformer)]
+    calls = [call for _, call in calls_of(pipe_or_transformer)]
+    for call in calls:
+        call.settle()  # a deferred call is computed as it was made
+    blocks = [call.sharded.fused for call in calls]
     before = [(each.eight, each.on) for each in blocks]
     for each in blocks:
         each.eight, each.on = each.eight and eight, each.on and fused
@@ -401,6 +405,10 @@ def _check_precision(
         if calibrate is not None:
             raise ValueError('got calibrate= without precision="fp8"')
         return
+    if not (calibrate is None or callable(calibrate) or isinstance(calibrate, Mapping)):
+        raise ValueError(f"got calibrate={shown(calibrate)}, expected a function that calls the model")
+    if isinstance(calibrate, Mapping) and calibrate.keys() != modules.keys():
+        raise ValueError(f"got calibrate= for {', '.join(calibrate)}, expected one for {', '.join(modules)}")
     if not native:
         raise ValueError(f'precision="{precision}" is computed by fused blocks, which native=False turns off')
     for module in modules.values():

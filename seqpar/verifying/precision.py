@@ -53,7 +53,7 @@ class PrecisionError:
 
     @property
     def worst_psnr(self) -> float:
-        return min(error.psnr for error in self.errors)
+        return min(-math.inf if math.isnan(error.psnr) else error.psnr for error in self.errors)
 
     def __str__(self) -> str:
         lines = [f"{'':12} {'PSNR mean, worst':>20} {'pixels mean, worst':>22} {'latents mean, worst':>22}"]

@@ -1,7 +1,8 @@
 """Tests that every family computes on 1 to 4 ranks what diffusers computes in one process, in fp64.
 
 One table: each model of `tests/support/diffusers_tiny.py` by each strategy, with odd numbers of tokens and of heads, by
-diffusers' own blocks and by the family's. Ranks, transports and exact mode take turns. Select by `pytest -k chroma`.
+the family's blocks if it has some; ranks, transports, exact mode and diffusers' own blocks beside them take turns.
+Select by `pytest -k chroma`.
 The truth is the unchanged module, without its roundings to fp32 (`StayDouble`); what remains is the order of sums.
 """
 
@@ -32,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autoca
 WORLDS = {"wan_like_lengths": (3, 3, 3, 3)}  # as many tokens of the text as a rank has of the video
 
 
-Way = tuple[str, str, bool]
-"""A strategy, a transport, and whether it is exact mode."""
+Way = tuple[str, str, bool, tuple[bool, ...]]
+"""A strategy, a transport, whether it is exact mode, and whether blocks are the family's, diffusers' own, or both."""
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
@@ -48,7 +49,8 @@ def _cases() -> list[Any]:
         if refused(strategy, world, heads, kv_heads) is None:
             exact = strategy in EXACT and turn // 2 % 2 == 1
             transport = TRANSPORTS[(turn + index // 2) % len(TRANSPORTS)]
-            cases.setdefault((name, world), []).append((strategy, transport, exact))
+            blocks = (True, False)[: 1 + (turn + index) % 2] if name in FUSED else (False,)
+            cases.setdefault((name, world), []).append((strategy, transport, exact, blocks))
     return [pytest.param(*case, tuple(ways), id=f"{case[0]}-{case[1]}") for case, ways in cases.items()]
 
 
@@ -58,13 +60,10 @@ CASES = _cases()
 def computed(
     rank: int, world: int, device: torch.device, name: str, ways: tuple[Way, ...]
 ) -> dict[tuple[Way, bool], tuple[Outputs, list[str]]]:
-    """Return outputs and called functions: by diffusers' own blocks, and by fused ones where the family has some.
-
-    The second of two calls counts, which uses the same buffers.
-    """
+    """Return outputs and called functions of the second of two calls, which uses the same buffers."""
     results, module = {}, MODELS[name].build().to(device)
-    for way, fused in product(ways, (False, True)[: 1 + (name in FUSED)]):
-        strategy, transport, exact = way
+    for way, fused in ((each, fused) for each in ways for fused in each[3]):
+        strategy, transport, exact, _ = way
         with counted() as calls:
             body = body_of(module, world, device, strategy, transport, fused=fused, exact=exact)
             called(body, MODELS[name].arguments(device))
@@ -86,11 +85,13 @@ def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> N
     cases = [(name, world, *way) for name, world, ways in (case.values for case in CASES) for way in ways]  # pyright: ignore
     assert set(CUTS) - {"QwenImage21Transformer2DModel"} <= {MODELS[str(name)].kind for name, *_ in cases}
     assert {world for _, world, *_ in cases} == {1, 2, 3, 4}
+    assert {name for name, *_ in cases} == {case[0] for case in cases if False in case[-1]}
     for strategy in LAYOUTS:
         of_strategy = [case for case in cases if case[2] == strategy]
         assert {2, 3, 4} <= {case[1] for case in of_strategy}
         assert {case[3] for case in of_strategy} == set(TRANSPORTS)
         assert {bool(case[4]) for case in of_strategy} == ({False, True} if strategy in EXACT else {False})
+        assert {fused for case in of_strategy for fused in case[5]} == {False, True}
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "lumina2"])

@@ -84,13 +84,13 @@ def test_every_file_of_the_original_dit_reproduces_its_arithmetic(tmp_path: Path
 STATED: list[tuple[dict[str, Any], int | None, int | str]] = [
     ({"num_heads": HEADS, "results_dir": Path("results")}, None, HEADS),
     ({"num_heads": HEADS}, HEADS, HEADS),
-    ({"num_heads": HEADS}, 3, "heads of this DiT is 3 by its files, but 4"),
-    ({"num_heads": HEADS, "image_size": 512}, None, "image_size of this DiT is 512 by its files, but 64 by its ten"),
+    ({"num_heads": HEADS}, 3, "got a DiT with heads=3 by its files, but 4"),
+    ({"num_heads": HEADS, "image_size": 512}, None, "got a DiT with image_size=512 by its files, but 64 by its ten"),
     ({"model": "DiT-tiny/2", "num_heads": HEADS}, HEADS, HEADS),
     ({"model": "DiT-tiny/2", "num_heads": HEADS}, 3, r"--heads is 3, but args\.model is DiT-tiny/2, a DiT of 4 heads"),
     ({"model": "DiT-tiny/2", "num_heads": 3}, None, r"args\.num_heads is 3, but args\.model is DiT-tiny/2"),
-    ({"model": "DiT-tiny/4"}, None, "patch_size of this DiT is 4 by its files, but 2 by its tensors"),
-    ({"model": "DiT-XL/2"}, None, r"(width|layers) of this DiT is (1152|28) by its files, but (24|3) by"),
+    ({"model": "DiT-tiny/4"}, None, "got a DiT with patch_size=4 by its files, but 2 by its tensors"),
+    ({"model": "DiT-XL/2"}, None, r"got a DiT with (width=1152|layers=28) by its files, but (24|3) by"),
 ]
 
 
@@ -202,7 +202,7 @@ def test_the_arguments_of_large_dits_training_confirm_and_complete(tmp_path: Pat
         with pytest.raises(ValueError, match=name):
             opened(tmp_path)
     torch.save(Namespace(**args), tmp_path / "model_args.pth")
-    with pytest.raises(ValueError, match="heads of this Large-DiT is 16 by its files, but 32"):
+    with pytest.raises(ValueError, match="got a Large-DiT with heads=16 by its files, but 32"):
         opened(tmp_path, 16)
 
 

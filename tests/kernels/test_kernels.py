@@ -386,7 +386,7 @@ def test_mistakes_are_noticed(name: str) -> None:
         assert error(kernel.launch(*change(*args)), want) > VISIBLE, mistake
 
 
-@pytest.mark.parametrize("width", [384, 385, 1160])
+@pytest.mark.parametrize("width", [385, 1160])  # an odd one, and one of several blocks
 @pytest.mark.parametrize("name", of_rows())
 def test_a_row_depends_on_neither_other_rows_nor_strides(name: str, width: int) -> None:
     case = {"batch": 3, "tokens": MANY, "width": width, "pad": 2 * (width % 2)}

@@ -86,9 +86,6 @@ def test_push_refuses_views_that_it_would_write_wrongly() -> None:
     strided = torch.empty(8, 1, 2, 16, device=DEVICE)[..., :8]
     with pytest.raises(ValueError, match="strided heads"):
         push.launch(out, Destinations([strided]))
-
-
-def test_push_refuses_an_output_whose_head_dims_are_apart() -> None:
     apart = torch.randn(1, 8, 2, 16, device=DEVICE)[..., ::2]
     with pytest.raises(ValueError, match="contiguous last dim"):
         push.launch(apart, Destinations([torch.empty(8, 1, 2, 8, device=DEVICE)]))

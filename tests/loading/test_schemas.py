@@ -110,6 +110,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 30), ANY), min_size=1, max_size=3)
 @settings(max_examples=300, database=None)
 @given(st.sampled_from(sorted(READERS)), CHANGES, st.lists(st.integers(0, 30), max_size=2))
 @example("large_dit", [(1, 1)], [])  # fewer heads than the tensors have
+@example("large_dit", [(3, 1)], [])  # fewer layers
 def test_a_mutated_config_is_read_or_refused_by_one_short_message(
     name: str, changes: list[tuple[int, Any]], dropped: list[int]
 ) -> None:

@@ -123,10 +123,10 @@ def without_blocks(rank: int, world: int, device: torch.device, layout: Layout, 
 @pytest.mark.parametrize("guidance", [SOME, Guidance(1.0)], ids=str)
 def test_ddpm_has_the_same_bits_on_every_mesh(ranks: Pool, guidance: Guidance) -> None:
     (truth,) = ranks.run(1, without_blocks, ALONE, guidance)
-    layouts: list[tuple[int, Layout]] = [(3, ("kv_gather", 1, 1)), (4, ("usp", 1, 1))]
+    layouts: list[tuple[int, Layout]] = [(4, ("usp", 1, 1))]
     if guidance.on:
-        layouts += [(2, ("ulysses", 1, 2)), (2, ("ulysses", 2, 1)), (4, ("ulysses", 2, 1)), (4, ("ulysses", 2, 2))]
-    for world, layout in sorted(layouts):
+        layouts = [(2, ("ulysses", 1, 2)), (3, ("kv_gather", 1, 1)), (4, ("ulysses", 2, 1)), (4, ("ulysses", 2, 2))]
+    for world, layout in layouts:
         for got in ranks.run(world, without_blocks, layout, guidance):
             assert torch.equal(got, truth), (world, layout)
 

@@ -208,7 +208,11 @@ TRUTHS: dict[str, tuple[Case, float, Case | None]] = {
     **{f"learned {name}": (replace(LEARNED, guidance=how), TOLERANCE, None) for name, how in GUIDANCES.items()},
     **{name: (case, 1e-6, None) for name, case in (NAMED | NOISY).items()},
     # random draws depend on the dtype, so fp32 is compared with fp32
-    **{f"{name} fp32": (replace(case, dtype=torch.float32), 3e-6, None) for name, case in NOISY.items()},
+    **{
+        f"{name} fp32": (replace(case, dtype=torch.float32), 3e-6, None)
+        for name, case in NOISY.items()
+        if name != "KDPM2 ancestral"  # which draws as Euler does, and takes a second
+    },
     # image-to-image begins in the middle; Heun evaluates twice per step
     **{
         f"{name} from 7": (replace(case, options=(("begin", 7),)), 1e-6, case)
@@ -272,8 +276,9 @@ ROWS: list[tuple[int, Layout, Case]] = [
     *((4, ("usp", 2, 1), case) for case in OTHERS),
     *((3, ("kv_gather", 1, 1), NAMED[name]) for name in ("UniPC", "Heun")),
     (3, ("kv_gather", 1, 1), NOISY["SDE-DPM++ 2M"]),
-    *((*mesh, LEARNED) for mesh in MESHES if mesh[1] != ("ring", 1, 1)),
-    *((*mesh, replace(LEARNED, guidance=Guidance(1.0))) for mesh in (MESHES[5], MESHES[7])),
+    # of which test_original.py compares bits
+    *((*mesh, LEARNED) for mesh in MESHES[::4]),
+    (*MESHES[5], replace(LEARNED, guidance=Guidance(1.0))),
     *((*mesh, RESCALED) for mesh in (MESHES[5], MESHES[9])),
 ]
 

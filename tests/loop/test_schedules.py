@@ -248,22 +248,3 @@ def test_the_page_is_what_the_installed_diffusers_does() -> None:
         for lines in (page().splitlines(), committed)
     ]
     assert installed[0] == installed[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "stepped"),
-    [
-        ("DPMSolverMultistepScheduler", ("local", "2 states, 2 outputs, residual < 1e-12")),
-        ("UniPCMultistepScheduler", ("local", "3 states, 3 outputs, residual < 1e-12")),
-        ("EulerDiscreteScheduler", ("local", "1 state, 1 output, residual < 1e-12")),
-        ("HeunDiscreteScheduler", ("local", "1 state, 2 outputs, residual < 1e-12")),
-        ("DDPMScheduler", ("whole", "because of its clip_sample")),
-        ("EntropyBoundScheduler", ("refused", "")),  # its states are token indices, which ranks would draw differently
-    ],
-)
-def test_lines_of_any_diffusers(name: str, stepped: tuple[str, str]) -> None:
-    from docs.tools.schedulers_page import row
-
-    kind, why = row(name, {})
-    assert kind == stepped[0]
-    assert why == stepped[1] or kind == "refused"

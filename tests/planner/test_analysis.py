@@ -21,7 +21,7 @@ from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200, time_at
 from seqpar.planner.search import name_of
 from seqpar.types.facts import Blocks, Cost, Layout
-from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, U4, planned
+from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, planned
 
 
 def test_the_page_is_what_the_code_computes() -> None:
@@ -88,12 +88,6 @@ def test_tensor_parallelism_divides_products_attention_and_weights_by_hand() -> 
     assert share.gemms == ((8, 12), (4, 8), (8, 16), (16, 8))
 
 
-def test_pipeline_stages_make_no_step_faster() -> None:
-    alone = predict(SEVEN_B, ONE, ALONE, H200).ms
-    row = analysis.pipeline_parallel(SEVEN_B, ONE, 4, H200, "peer")
-    assert row.ms == pytest.approx(alone + 3 * time_at(H200.exchange["peer"], 2 * 4096 * 4096 * 2) / 1e3)
-
-
 def test_crossings_are_where_the_notes_put_them() -> None:
     """Attention with its projections has the FLOPs of the MLP at s = 2 d, and its core those of all products at 6 d."""
     assert first(partial(int.__le__, 3072)) == 3072
@@ -102,27 +96,6 @@ def test_crossings_are_where_the_notes_put_them() -> None:
     plain = Blocks(1, ((48, 144), (48, 48), (48, 192), (192, 48)), ())
     work = replace(SEVEN_B, width=48, heads=6, kv_heads=6, head_dim=8, blocks=(plain,), once=())
     assert half_of_flops(work) == 6 * 48
-
-
-def test_ulysses_overtakes_tensor_parallelism_where_predictions_cross() -> None:
-    tokens = analysis.sequence_beats_tensor(SEVEN_B, ONE, 4, H200, "peer")
-    assert tokens is not None
-
-    def gap(tokens: int) -> float:
-        load = replace(ONE, tokens=tokens)
-        ours = predict(SEVEN_B, load, U4, H200).ms
-        return ours - analysis.tensor_parallel(SEVEN_B, load, 4, H200, "peer").ms
-
-    assert gap(tokens - 1) > 0 >= gap(tokens)
-    assert gap(64) > 0 > gap(4096)
-
-
-def test_the_most_tokens_fit_and_one_more_does_not() -> None:
-    most = analysis.most_tokens(SEVEN_B, ONE, 4, 80)
-    rows = [predict(SEVEN_B, replace(ONE, tokens=tokens), U4, H200).too_big(80) for tokens in (most, most + 1)]
-    assert rows[0] is None
-    assert rows[1] is not None
-    assert analysis.most_tokens(SEVEN_B, ONE, 4, 10) == 0
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from seqpar.profiling.ranks import (
     COMPUTES,
-    NAMES,
     ORDER,
     Columns,
     Interval,
@@ -179,20 +178,3 @@ def test_every_instant_counts_once(intervals: list[Interval], marks: list[tuple[
     assert sum(each.wall for each in found.values()) == END - START
     shuffled = random.Random(0).sample(intervals, len(intervals))
     assert columns(shuffled, START, END, marks) == found
-
-
-@given(INTERVALS)
-def test_what_runs_twice_at_a_time_counts_once(intervals: list[Interval]) -> None:
-    assert columns([*intervals, *intervals], START, END) == columns(intervals, START, END)
-
-
-def test_an_exchange_is_hidden_while_something_computes_and_exposed_after_it() -> None:
-    intervals = [Interval(0, 6, "products"), Interval(4, 10, "exchange"), Interval(12, 14, "waiting")]
-    (found,) = columns(intervals, 0, 15).values()
-    assert found == Columns(products=6, hidden=2, exposed=4, waiting=2, gaps=3)
-    assert found.wall == 15
-    assert set(NAMES) == {"products", "attention", "elementwise", "exposed", "waiting", "gaps"}
-
-
-def test_an_empty_window_has_no_columns() -> None:
-    assert columns([Interval(0, 6, "products")], 3, 3) == {}

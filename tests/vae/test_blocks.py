@@ -53,7 +53,7 @@ def test_one_rank_decodes_and_encodes_like_diffusers_and_gives_the_weights_back(
 
 
 def test_strips_in_channels_last_memory_are_exact(ranks: Pool) -> None:
-    tasks: list[Task] = [(name, False, SIZE) for name in ("kl", "wan 2.2", "hunyuan", "ltx 0.9.5")]
+    tasks: list[Task] = [(name, False, SIZE) for name in ("kl", "wan 2.2", "hunyuan")]
     for pictures in ranks.run(2, on_strips, tasks, torch.float64, "collective", True):
         for task, picture in zip(tasks, pictures, strict=True):
             assert largest(picture, truth(*task)) < TOLERANCE[task[0]], task

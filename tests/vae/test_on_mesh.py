@@ -124,7 +124,6 @@ def picture(rows: int) -> Tensor:
     [
         (2, {"cfg": 1}, torch.float64, CLOSE),
         (3, {"cfg": 1, "ring": 3}, torch.float32, 1e-4),
-        (4, {"cfg": 2, "ulysses": 2}, torch.float64, CLOSE),
         (4, {"data": 2, "cfg": 2, "ulysses": 1}, torch.float64, CLOSE),
     ],
     ids=str,

@@ -102,7 +102,7 @@ def test_every_vae_decodes_and_encodes_as_one_process(ranks: Pool, world: int) -
 
 def test_fp32_is_close_and_bf16_is_as_exact_as_one_process(ranks: Pool) -> None:
     """In bf16 the error against fp64 is at most 1.25 times that of diffusers on one process."""
-    names = ("kl", "wan 2.2", "hunyuan", "ltx 0.9.5")
+    names = ("kl", "wan 2.2", "ltx 0.9.5")
     tasks: list[Task] = [(name, encode, SIZES[0]) for name in names for encode in (False, True)]
     answers = ranks.run(3, in_narrow_dtypes, tasks)
     for fp32, _, _ in answers:
@@ -114,9 +114,9 @@ def test_fp32_is_close_and_bf16_is_as_exact_as_one_process(ranks: Pool) -> None:
         assert ours <= 1.25 * theirs, task
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "collective"])  # which is above
 def test_every_transport_moves_the_edges(ranks: Pool, transport: str) -> None:
-    if ranks.device == "cuda" and transport != "collective":
+    if ranks.device == "cuda":
         pytest.skip("the peer transport of a CPU is tested here")
     tasks: list[Task] = [("kl", False, SIZES[1]), ("wan", True, SIZES[0])]
     for results in ranks.run(2, on_strips, tasks, torch.float64, transport):

@@ -99,5 +99,5 @@ def confirm(kind: str, by_files: Mapping[str, Any], by_tensors: Mapping[str, Any
     for name in by_files.keys() & by_tensors.keys():
         if by_files[name] is not None and by_files[name] != by_tensors[name]:
             raise ValueError(
-                f"{name} of this {kind} is {by_files[name]!r} by its files, but {by_tensors[name]!r} by its tensors"
+                f"got a {kind} with {name}={by_files[name]!r} by its files, but {by_tensors[name]!r} by its tensors"
             )

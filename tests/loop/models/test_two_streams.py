@@ -23,7 +23,6 @@ from seqpar.loop.run import Run, begin
 from seqpar.verifying.own_loop import ByFormula
 from tests.graphs.test_distributed import local
 from tests.support.meshes import EXACT, mesh_for, random
-from tests.support.meshes import LAYOUTS as STRATEGIES
 from tests.support.one_file.models import two_streams
 from tests.support.pairs import covering
 from tests.support.pool import Pool
@@ -86,10 +85,10 @@ def exactly(rank: int, world: int, device: torch.device, *rows: tuple[Layout, bo
 
 
 EXACT_ROWS: dict[int, list[tuple[Layout, bool]]] = {
-    world: [*(((strategy, 1, 1), True) for strategy in EXACT if world < 4)] for world in (2, 3, 4)
+    2: [(("ulysses", 1, 2), True), (("kv_gather", 1, 1), False)],
+    3: [((strategy, 1, 1), True) for strategy in EXACT],
+    4: [(("ulysses", 2, 1), True)],
 }
-EXACT_ROWS[2] += [(("ulysses", 2, 1), True), (("ulysses", 1, 2), True), (("kv_gather", 1, 1), False)]
-EXACT_ROWS[4] += [(("ulysses", 2, 1), True)]
 
 
 @pytest.mark.parametrize("world", EXACT_ROWS)
@@ -219,15 +218,6 @@ def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
         drawn = {"text": random(shape, 8)}
         with pytest.raises(ValueError, match=r"got drawn text of shape .*, expected \(3, 2, tokens, width\)"):
             start(dit, 5, prompt=prompt, negative=None, drawn=drawn)
-
-
-def planned(rank: int, world: int, device: torch.device) -> str:
-    """The plan that the planner makes from the file's `work` if everything is "auto"."""
-    return DistributedDiT(model_of("two-streams", device), local=local(device)).strategy.name
-
-
-def test_the_planner_knows_a_new_model(ranks: Pool) -> None:
-    assert set(ranks.run(2, planned)) <= set(STRATEGIES)
 
 
 def test_video_latents_are_cut_in_three_dimensions() -> None:

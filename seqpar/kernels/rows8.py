@@ -4,8 +4,8 @@
 
 Tensor cores of Hopper do not accumulate products of e4m3 in full fp32: sums of one sign are truncated, and inputs with
 a mean lose 1 to 4 % of it. So a fixed vector, the mean of each input channel, is taken out before rounding, and its
-product, in full precision, is added with the bias. The pass that rounds also applies the activation before it: it reads a
-row once, keeps it in registers, and writes a byte a number. A row's bits do not depend on other rows.
+product, in full precision, is added with the bias. The pass that rounds also applies the activation before it: it reads
+a row once, keeps it in registers, and writes a byte a number. A row's bits do not depend on other rows.
 Source: FP8 formats (arXiv 2209.05433).
 """
 

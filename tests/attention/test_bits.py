@@ -38,6 +38,7 @@ from tests.attention.test_strategies import (
     whole_stream,
 )
 from tests.support.meshes import EXACT, TRANSPORTS, build, mesh_for, refused
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.row_by_row import attend as row_by_row
 from tests.support.row_by_row import by_rows
@@ -143,7 +144,7 @@ def differing(ranks: Pool, pieces: list[dict[Row, list[Tensor]]]) -> list[Row]:
     return [row for row in pieces[0] if differs(row)]
 
 
-@pytest.mark.parametrize(("world", "strategy", "transport"), itertools.product((2, 3, 4), EXACT, TRANSPORTS))
+@pytest.mark.parametrize(("world", "strategy", "transport"), covering((2, 3, 4), EXACT, turns=TRANSPORTS))
 def test_strategy_that_only_moves_data_has_one_ranks_bits(
     ranks: Pool, world: int, strategy: str, transport: str
 ) -> None:

@@ -165,7 +165,7 @@ FAULTS = (
         "seqpar/attention/_key_order.py",
         "return ByStream(local, tokens)",
         "return local",
-        "tests/attention/test_bits.py::test_strategy_that_only_moves_data_has_one_ranks_bits[2-ulysses-collective]",
+        "tests/attention/test_bits.py::test_strategy_that_only_moves_data_has_one_ranks_bits[2-ulysses-peer]",
         "other bits on another number of ranks",
     ),
     Fault(
@@ -328,7 +328,7 @@ FAULTS = (
         "q, k, v = into.deliver(met)\n",
         "q, k, v = into.deliver(met)\n"
         '        q, k, v = vars(self).setdefault("_stale", (q.clone(), k.clone(), v.clone()))\n',
-        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention[2-ulysses-collective]",
+        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention[2-ulysses-peer]",
         "a buffer of the call before, which a test that repeats its data cannot see",
     ),
     Fault(

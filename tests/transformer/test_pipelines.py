@@ -335,11 +335,8 @@ def given_up(rank: int, world: int, device: torch.device, name: str, cfg: int) -
 
 PLACES = [
     (1, 1, "sd3"),
-    (2, 1, "flux"),
     (2, 2, "flux, true guidance"),
-    (2, 2, "wan"),
-    (2, 1, "wan, two experts"),
-    (2, 2, "qwen-image"),
+    (2, 2, "wan, two experts"),
     (3, 1, "pixart"),
     (2, 1, "image to image"),
 ]
@@ -404,10 +401,8 @@ def run(name: str, scheduler: Any, way: str, mesh: Mesh | None = None, **argumen
 
 
 STATES: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
-    ("flux", lambda: pipelines.flow(shift=3.0), SHORT, 2.0),
     ("flux", lambda: pipelines.flow(shift=3.0), TRUE, 1.5),
     ("flux", lambda: pipelines.THEIRS.UniPCMultistepScheduler(**FLOW, **SHIFT), SHORT, 2.0),
-    ("flux", lambda: pipelines.THEIRS.DPMSolverMultistepScheduler(**FLOW, **SHIFT), SHORT, 1.5),
     ("sd3", lambda: pipelines.flow(shift=3.0), SHORT, 1.05),
     ("wan", lambda: pipelines.flow(shift=3.0), STATE_VIDEO, 1.3),
 ]
@@ -417,7 +412,7 @@ STATES: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
 def test_latents_are_closer_to_the_truth(
     name: str, scheduler: Callable[[], Any], arguments: dict[str, Any], factor: float
 ) -> None:
-    """Measured: FLUX 2.8 (with two branches 1.8, UniPC 3.0, DPM-Solver 1.6), SD3 1.1, Wan 1.6 times as close."""
+    """Measured: FLUX 1.8 (UniPC 3.0), SD3 1.1, Wan 1.6 times as close."""
     truth = run(name, scheduler(), "truth", **arguments)
     plain, fp32 = (run(name, scheduler(), way, **arguments) for way in ("bf16", "fp32"))
     assert fp32.dtype == torch.float32

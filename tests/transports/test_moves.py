@@ -28,6 +28,7 @@ from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
 from tests.support.meshes import TRANSPORTS, coded
 from tests.support.meshes import mesh as make_mesh
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 Case = tuple[int, int, int, int]
@@ -220,9 +221,9 @@ def in_flight(rank: int, world: int, device: torch.device, name: str, first_in_f
     return right
 
 
-@pytest.mark.parametrize("first_in_first_out", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "first_in_first_out", "world"), covering(TRANSPORTS, (True, False), turns=(2, 3))
+)
 def test_exchanges_in_flight_do_not_disturb_each_other(
     ranks: Pool, world: int, transport: str, first_in_first_out: bool
 ) -> None:

@@ -195,8 +195,8 @@ def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int
     assert all(answer[1] for answer in answers)
 
 
-def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> bool:
-    """Return whether our loop and a call work in either order, although they share exchange buffers."""
+def loop_and_calls(rank: int, world: int, device: torch.device) -> None:
+    """Our loop and a call share exchange buffers."""
     dit = sharded(make_mesh(device, cfg=1))
     x, t, y = latents(2, (8, 8), device)
     scheduler = DDIMScheduler(clip_sample=False)
@@ -208,14 +208,12 @@ def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> b
     def call() -> None:
         dit(x, timestep=t, class_labels=y).sample.mul_(2)
 
-    for step in (loop, call) if first == "loop" else (call, loop):
+    for step in (loop, call, loop):
         step()
-    return True
 
 
-@pytest.mark.parametrize("first", ["loop", "call"])
-def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool, first: str) -> None:
-    assert all(ranks.run(2, loop_then_call, first))
+def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool) -> None:
+    ranks.run(2, loop_and_calls)
 
 
 def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:

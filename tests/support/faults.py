@@ -60,7 +60,7 @@ FAULTS = (
         "seqpar/transformer/hooks.py",
         "            check_joined(self.module, self.cuts)\n",
         "            pass\n",
-        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[2-hidden in wan]",
+        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[3-hidden in wan]",
         "a wrong image without an error",
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = (
         "seqpar/transformer/attention.py",
         "if not self._running or self._running[-1] is None or queries != keys:",
         "if not self._running or self._running[-1] is None or queries != keys or queries:",
-        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[3-a block by hand]",
+        "tests/transformer/test_foreign.py::test_users_code_is_right_or_refused_on_every_rank[2-a block by hand]",
         "a wrong image without an error",
     ),
     Fault(

@@ -160,23 +160,6 @@ def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[
     assert torch.equal(theirs(module, given), before)
 
 
-@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
-def test_an_attention_backend_is_refused_until_it_is_reset(wished: bool) -> None:
-    module, given = tiny(), arguments()
-    captured(module, Mesh.single(), wished)
-    truth = [theirs(module, given) for _ in range(3)][-1]
-    module.set_attention_backend("native")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="Attention backend native is not supported by a parallelized"):
-            theirs(module, given)
-    module.reset_attention_backend()
-    assert torch.equal(theirs(module, given), truth)
-    seqpar.release(module)
-    module.set_attention_backend("native")
-    with pytest.raises(ValueError, match="Attention backend native is not supported by a parallelized"):
-        seqpar.parallelize(module, Mesh.single(), native=wished)
-
-
 def test_the_watch_compares_attributes_of_all_kinds() -> None:
     """Values are compared, also inside of containers; tensors and other objects by identity, as graphs read them."""
     module: Any = tiny(num_layers=1, num_single_layers=1)

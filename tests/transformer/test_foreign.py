@@ -175,14 +175,14 @@ H3 = "minimax_h3"  # cut by diffusers' own plan here
 BLOCKS = {
     # some blocks wrapped and others not: the cuts' pattern still matches the others
     **{f"held in {name}": Case(name, wrapped(Held)) for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", H3)},
-    **{f"all held in {name}": Case(name, wrapped(Held, slice(None))) for name in ("flux", H3, "wan")},
-    **{f"a partial in {name}": Case(name, by_partial) for name in ("flux", H3, "sd3_dual")},
-    **{f"inserted into {name}": Case(name, inserted(name)) for name in ("flux", "qwen", H3)},
+    **{f"all held in {name}": Case(name, wrapped(Held, slice(None))) for name in ("flux", H3)},
+    **{f"a partial in {name}": Case(name, by_partial) for name in ("flux", H3)},
+    **{f"inserted into {name}": Case(name, inserted(name)) for name in ("flux", H3)},
     **{f"removed from {name}": Case(name, lambda m: blocks_of(m).pop(0)) for name in ("pixart", H3)},
-    **{f"swapped in {name}": Case(name, swapped) for name in ("flux", "wan", H3)},
+    **{f"swapped in {name}": Case(name, swapped) for name in ("flux", H3)},
     **{
         f"hidden in {name}": Case(name, wrapped(Hidden), "inside Hidden at|a wrapper must hold its block as .module")
-        for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", H3)
+        for name in ("flux", "wan", "qwen", "pixart", H3)
     },
     **{
         f"all hidden in {name}": Case(name, wrapped(Hidden, slice(None)), "inside Hidden at|a wrapper must hold")
@@ -347,14 +347,6 @@ class Repeated(ModelHook):
         return self.last if last is None else last
 
 
-@dataclass(frozen=True)
-class Frozen:
-    factor: float = 1.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return by_hand(*args, **kwargs)
-
-
 class Slots:
     __slots__ = ("factor",)
 
@@ -404,7 +396,6 @@ MODULES = {
     ),
     "around": put(Around, "WanAttention at blocks.0.attn1.attn of WanTransformer3DModel inside Around at blocks.0"),
     "a function": put(lambda attn: changed(attn, processor=by_hand), unreached("WanAttention", "by_hand")),
-    "frozen": put(lambda attn: changed(attn, processor=Frozen()), unreached("WanAttention", "Frozen")),
     "slots": put(lambda attn: changed(attn, processor=Slots()), unreached("WanAttention", "Slots")),
 }
 

@@ -312,13 +312,12 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
 
 BRANCHES = {"adapters switched late", "an adapter for each branch", "auto guidance"}  # they concern the cfg axis alone
 LAYOUTS = [*((2, 2, name) for name in GUIDANCE), *((2, 1, name) for name in GUIDANCE if name not in BRANCHES), *MORE]
-# each cache by `enable_cache`, and in one of the other ways where branches are on other ranks, or it is refused
+# each cache in one of the ways where branches are on other ranks; else by `enable_cache`, and in another if refused
+LAYOUTS += [(2, 2, f"{name}, {('enabled', 'apply', 'before')[index % 3]}") for index, name in enumerate(CACHES)]
 LAYOUTS += [
-    (world, cfg, f"{name}, {how}")
+    (3 - index % 2, 1, f"{name}, {how}")
     for index, name in enumerate(CACHES)
-    for world, cfg in ((2, 2), (3 - index % 2, 1))
-    for how in ("enabled", ("apply", "before")[(index + cfg) % 2])
-    if how == "enabled" or world == cfg or CACHES[name][-1]
+    for how in ("enabled", ("before", "apply")[index % 2])[: 1 if CACHES[name][-1] is None else 2]
 ]
 
 
@@ -414,17 +413,19 @@ def with_cache_dit(rank: int, world: int, device: torch.device, name: str, cfg: 
         cache_dit.disable_cache(pipe)
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
-@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (2, 1), (3, 1)])
+WAYS = ((1, 1, "before"), (2, 2, "before"), (2, 1, "before"), (1, 1, "after"), (2, 1, "after"))
+
+
 @pytest.mark.parametrize("name", ["flux", "sd3"])
-def test_cache_dit_is_right_or_refused(ranks: Pool, name: str, world: int, cfg: int, how: str) -> None:
+def test_cache_dit_is_right_or_refused(ranks: Pool, name: str) -> None:
     """With FLUX.1 it sets a forward of its own, which does not call ours."""
     pytest.importorskip("cache_dit")
     late = "was replaced after parallelize by CachedAdapter" if name == "flux" else "was enabled after parallelize"
-    refused = late if how == "after" else DECIDES if world > cfg else None
-    results = ranks.run(world, with_cache_dit, name, cfg, how)
     (true,) = ranks.run(1, with_cache_dit, name, 1, "whole")
     plain = PIPELINES[name].pictures(PIPELINES[name].pipe().to(ranks.device), steps=STEPS_OF_DIT).cpu()
     assert (true - plain).abs().max() > VISIBLE
-    # latents that are not decoded stay a rank's own
-    assert_right_or_refused(results[: 1 if refused is None else world], true, 1e-12, refused)
+    for world, cfg, how in WAYS:
+        refused = late if how == "after" else DECIDES if world > cfg else None
+        results = ranks.run(world, with_cache_dit, name, cfg, how)
+        # latents that are not decoded stay a rank's own
+        assert_right_or_refused(results[: 1 if refused is None else world], true, 1e-12, refused)

@@ -154,17 +154,6 @@ def test_a_pipelines_loras(tmp_path: Path, fused: bool) -> None:
     assert error(results[-1], before) < 1e-12  # unfusing rounds
 
 
-def test_a_body_made_with_loaded_adapters() -> None:
-    module, given = tiny(), arguments()
-    plain = theirs(module, given)
-    step("load", module)
-    step("both", module)
-    body = body_of(module, fused=True)
-    assert error(ours(body, given), theirs(module, given)) < TOLERANCE
-    module.unload_lora()
-    assert error(ours(body, given), plain) < TOLERANCE
-
-
 def test_bf16_is_rounded_once() -> None:
     """Merged weights are those of fp32 sums; peft's own products round three times."""
     module = tiny(torch.bfloat16)

@@ -232,9 +232,7 @@ def story(
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-@pytest.mark.parametrize(
-    ("world", "name"), [(1, "qwen_masked"), (3, "qwen_masked"), (2, "mochi"), (2, "ltx")]
-)
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen_masked"), (3, "qwen_masked"), (2, "mochi"), (2, "ltx")])
 def test_a_mask_that_leaves_no_key_out_is_dropped_as_rank_0_decides(ranks: Pool, world: int, name: str) -> None:
     steps = [steps for step, steps in STORY.items() if step[0] != "none" or name != "mochi"]
     for rank, (results, counts, graphs) in enumerate(ranks.run(world, story, name)):

@@ -377,7 +377,9 @@ SMALL: Any = {"in_channels": 16, "attention_head_dim": 8, "num_attention_heads":
 SHAPES = {"flux": (1, 48, 16), "sd3": (1, 4, 12, 16), "wan": (1, 16, 2, 4, 4)}
 
 
-def run(name: str, scheduler: Any, way: str, mesh: Mesh | None = None, **arguments: Any) -> Tensor:
+def run(
+    name: str, scheduler: Any, way: str, mesh: Mesh | None = None, steps: int = STATE_STEPS, **arguments: Any
+) -> Tensor:
     pipelines.THEIRS.utils.logging.set_verbosity_error()  # about `to`
     pipe = getattr(pipelines, name)().to(torch.bfloat16).to(torch.float64 if way == "truth" else torch.bfloat16)
     pipe.scheduler = scheduler
@@ -392,7 +394,7 @@ def run(name: str, scheduler: Any, way: str, mesh: Mesh | None = None, **argumen
         pipe(
             **{**CALL, **arguments},
             latents=noise.to(pipe.transformer.dtype),
-            num_inference_steps=STATE_STEPS,
+            num_inference_steps=steps,
             callback_on_step_end=lambda pipe, i, t, tensors: seen.append(tensors["latents"]) or {},
         )
     seqpar.release(pipe)
@@ -421,12 +423,11 @@ def test_latents_are_closer_to_the_truth(
 
 
 def on_ranks(rank: int, world: int, device: torch.device, cfg: int) -> Tensor:
-    scheduler = pipelines.flow(shift=3.0)
-    return run("flux", scheduler, "fp32", mesh_for("ulysses", world, device, cfg), **TRUE)
+    return run("flux", pipelines.flow(shift=3.0), "fp32", mesh_for("ulysses", world, device, cfg), 5, **TRUE)
 
 
 def test_ranks_keep_it_alike_and_promise_it(ranks: Pool) -> None:
-    alone = run("flux", pipelines.flow(shift=3.0), "fp32", **TRUE)
+    alone = run("flux", pipelines.flow(shift=3.0), "fp32", steps=5, **TRUE)
     for latents in (x for cfg in (1, 2) for x in ranks.run(2, on_ranks, cfg)):
         assert latents.dtype == torch.float32
         assert (latents - alone).norm() / alone.norm() < 0.05

@@ -58,17 +58,10 @@ def test_a_picture_is_turned_as_its_camera_says(tmp_path: Path, mode: str, form:
         assert np.array_equal(got, np.rot90(flipped, quarters)), number
     if mode in ("RGBA", "LA"):
         assert (plain[:20, :25] == 255).all()
+    if mode == "RGBA":
+        assert (plain[20:] == NOISE[20:]).all()
     if mode == "PA" and form == "PNG":
         assert ((plain == 255).all(axis=2) == (np.asarray(picture) == 3)).all()
-
-
-def test_what_is_transparent_becomes_white(tmp_path: Path) -> None:
-    seen = np.dstack([NOISE, np.full(NOISE.shape[:2], 255, np.uint8)])
-    seen[:9, :, 3] = 0
-    Image.fromarray(seen).save(tmp_path / "x.png")
-    got = np.asarray(read(str(tmp_path / "x.png")).image)
-    assert (got[:9] == 255).all()
-    assert (got[9:] == NOISE[9:]).all()
 
 
 def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

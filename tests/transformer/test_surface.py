@@ -368,7 +368,7 @@ def test_methods_of_a_pipelines_parts_may_be_wrapped(ranks: Pool, world: int, wr
 
 # What stays ----------------------------------------------------------------------------------------------------
 
-ROUNDS = 20
+ROUNDS = 12
 KEPT = ("descriptors", "threads", "process groups", "mappings")
 
 
@@ -407,7 +407,7 @@ ENDS: dict[str, Callable[[nn.Module, int, int], None]] = {
 
 def grown(rank: int, world: int, device: torch.device, how: str, transport: str) -> dict[str, int]:
     before = list[int]()
-    gc.freeze()  # what tests before this one have left is not looked through 24 times
+    gc.freeze()  # what tests before this one have left is not looked through in each round
     for number in range(ROUNDS + 4):
         module = tiny(num_layers=1, num_single_layers=1).to(device)
         seqpar.parallelize(module, transport=transport)
@@ -424,7 +424,7 @@ def grown(rank: int, world: int, device: torch.device, how: str, transport: str)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how", ENDS)
 def test_nothing_stays_of_a_session(ranks: Pool, how: str) -> None:
-    """A socket, a thread or a group that stayed of every round would be there 20 times."""
+    """A socket, a thread or a group that stayed of every round would be there so often."""
     for more in ranks.run(2, grown, how, "peer" if how == "released and refused" else "collective"):
         assert max(more.values()) < ROUNDS // 2, more
         assert more["process groups"] <= 1  # that which the next `parallelize` ends

@@ -136,8 +136,12 @@ def rms(got: Outputs, wanted: Outputs) -> float:
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
 
 
+# models whose blocks compute as those of another model of their class do
+ALIKE = ("flux_controlnet", "flux_fill", "qwen_layered", "sd3_controlnet", "wan_like_lengths", "chronoedit")
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.3 and Krea 2 round to fp32
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [name for name in FUSED if name not in ALIKE])
 def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> None:
     """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
     tiny, device = MODELS[name], ranks.device

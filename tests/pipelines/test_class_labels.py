@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.classes import BUILTIN, Files, Pipeline, generate
+from seqpar.pipelines.classes import BUILTIN, Files, Pipeline
 from tests.conftest import DEVICE
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -85,8 +85,3 @@ def test_other_sizes_and_schedulers_work() -> None:
     other = {"size": (72, 96), "scheduler": "UniPCMultistepScheduler"}
     latents = pipeline.latents(["sun"], steps=4, guidance=Guidance(3.0), **other)  # pyright: ignore[reportArgumentType]
     assert pipeline.decode(latents).shape == (1, 3, 72, 96)
-
-
-def test_generate_is_the_whole_path_in_one_call() -> None:
-    images = generate(["cat", "dog"], steps=2, guidance=1.0)
-    assert [image.size for image in images] == [(64, 64)] * 2

@@ -454,10 +454,10 @@ def weighed(
     return results, printed.getvalue()
 
 
-WEIGHING = [(1, "kv_gather", True), *covering(LAYOUTS, turns=(pytest.param(2, False), pytest.param(3, True)))]
+WEIGHING = [("kv_gather", 1, True), *covering(LAYOUTS, turns=(pytest.param(2, False), pytest.param(3, True)))]
 
 
-@pytest.mark.parametrize(("world", "strategy", "fused"), WEIGHING)
+@pytest.mark.parametrize(("strategy", "world", "fused"), WEIGHING)
 def test_padding_is_weighed_or_masked_as_torch_adds_a_mask(ranks: Pool, world: int, strategy: str, fused: bool) -> None:
     """Strategies that merge the results of ranks always get a mask. Rank 0 says so once.
 

@@ -40,14 +40,8 @@ def test_pictures_show_what_the_prompt_says_and_are_diffusers_own(ranks: Pool, t
     args = Args(prompt=(FROG, "a red heart on blue"), steps=5, seed=3, dtype="fp32", out=tmp_path / "x.png")
     ranks.run(2, shown, args)
     frog, heart = (pixels(tmp_path / f"x-{number}.png") for number in (1, 2))
-    truth = theirs(
-        list(args.prompt),
-        height=64,
-        width=64,
-        num_inference_steps=5,
-        output_type="np",
-        generator=torch.Generator().manual_seed(3),
-    ).images
+    same: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 5, "output_type": "np"}
+    truth = theirs(list(args.prompt), generator=torch.Generator().manual_seed(3), **same).images
     for picture, expected in zip((frog, heart), truth, strict=True):
         assert picture.shape == (64, 64, 3)
         assert abs(picture - expected).max() <= SAME

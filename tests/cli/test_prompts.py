@@ -66,9 +66,8 @@ def test_several_prompts_are_numbered_files_on_every_axis_and_guidance_is_true(
         assert ("guidance 3\n" in told, "3/3" in bars) == (bool(more), bool(more))  # two prompts and the negative one
         assert "encoding: 100%" in bars
         assert other == silent == ""
-        assert sorted(path.name for path in out.parent.iterdir()) == [
-            f"x-{number}.png" for number in range(1, count + 1)
-        ]
+        names = {f"x-{number}.png" for number in range(1, count + 1)}
+        assert {path.name for path in out.parent.iterdir()} == names
         assert abs(pixels(out.parent / "x-1.png") - pixels(out.parent / "x-2.png")).max() > 0.02  # noise of their own
     for number in (1, 2):
         first, second = (pixels(tmp_path / mesh / f"x-{number}.png") for mesh in ("ulysses=2", "data=2"))

@@ -129,9 +129,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_unidiffuser(folder, unidiffuser(), "v1")
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 2}
     text = unidiffuser().text_encoder
-    whole = ENCODERS.CLIPConfig(
-        text_config=text.config.to_dict(), vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8
-    )
+    parts = {"text_config": text.config.to_dict(), "vision_config": {**sizes, "image_size": 8, "patch_size": 4}}
+    whole = ENCODERS.CLIPConfig(**parts, projection_dim=8)
     model = random_weights(ENCODERS.CLIPModel(whole), 9)
     model.text_model.load_state_dict(text.state_dict())
     model.save_pretrained(folder / CLIP)

@@ -28,9 +28,7 @@ from tests.support.uvit import original_state
 
 CLOSE = 1e-11
 HEADS = 4  # of a width of 24: neither 64 nor 72 wide
-TRAINED = Namespace(
-    model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, vae="ema", resume=None, results_dir=Path("results")
-)
+TRAINED = Namespace(model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, resume=None, results_dir=Path("x"))
 
 
 def dit() -> nn.Module:
@@ -303,10 +301,7 @@ PARTS: dict[str, tuple[Spoil, str]] = {
         lambda f: (f / "consolidated_ema.00-of-02.pth").unlink(),
         r"parts are missing: found consolidated_ema\.01-of-02\.pth",
     ),
-    "two splits": (
-        lambda f: save_consolidated(f, plain(TINY).state_dict(), 1),
-        r"parts are missing: found consolidated_ema\.00-of-01\.pth, ",
-    ),
+    "two splits": (lambda f: save_consolidated(f, plain(TINY).state_dict(), 1), r"parts are missing: found .*00-of-01"),
     "a key is missing": (change(1, lambda p: p.pop("x_embedder.bias")), r"different keys: only one has x_embedder"),
     "another shape": (
         change(1, lambda p: p.update({"x_embedder.weight": torch.zeros(32, 4)})),

@@ -29,6 +29,7 @@ from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit, shared_dit
 
 CLOSE = 1e-9
+CASE = ("other", "world", "layout")
 # world, (strategy, cfg, data)
 LAYOUTS = [pytest.param(*case) for case in ((2, ("ulysses", 1, 1)), (3, ("ring", 1, 1)), (4, ("ulysses", 2, 2)))]
 
@@ -72,9 +73,7 @@ def calls(rank: int, world: int, device: torch.device, layout: tuple[str, int, i
     return found
 
 
-@pytest.mark.parametrize(
-    ("other", "world", "layout"), covering(["noise", "timesteps", "labels"], turns=LAYOUTS), ids=str
-)
+@pytest.mark.parametrize(CASE, covering(["noise", "timesteps", "labels"], turns=LAYOUTS), ids=str)
 def test_every_call_of_a_model_takes_rank_0s_inputs(
     ranks: Pool, world: int, layout: tuple[str, int, int], other: str
 ) -> None:
@@ -111,11 +110,7 @@ def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, in
     return found
 
 
-@pytest.mark.parametrize(
-    ("other", "world", "layout"),
-    covering(["noise", "labels", "guidance", "eta", "generator", "kept"], turns=LAYOUTS),
-    ids=str,
-)
+@pytest.mark.parametrize(CASE, covering(["noise", "labels", "guidance", "eta", "generator", "kept"], turns=LAYOUTS))
 def test_every_run_takes_rank_0s_inputs(ranks: Pool, world: int, layout: tuple[str, int, int], other: str) -> None:
     truth = ranks.run(1, runs, ("ulysses", 1, 1), "nothing")[0]
     for found in ranks.run(world, runs, layout, other):

@@ -192,27 +192,39 @@ def _waits(bench: Bench) -> socket.socket:
 
 
 def _cancelled(bench: Bench) -> dict[str, Any]:
-    every = [_one_cancel(bench) for _ in range(bench.args.cancels)]
+    every = list[float]()
+    while len(every) < bench.args.cancels:
+        if (seconds := _one_cancel(bench)) is not None:
+            every.append(seconds)
     return {"median_s": median(every), "most_s": max(every), "every": every}
 
 
-def _one_cancel(bench: Bench) -> float:
-    first, next_one = _waits(bench), None
+def _one_cancel(bench: Bench) -> float | None:
+    """Seconds from a cancel to the start of the next run; None if the run ended before this client cancelled it."""
+    known = {job["id"] for job in get(bench.port, "/v1/jobs")["data"]}
+
+    def arrived() -> list[str]:
+        return [job["id"] for job in get(bench.port, "/v1/jobs")["data"] if job["id"] not in known]
+
+    def job(id_: str) -> dict[str, Any]:
+        return get(bench.port, f"/v1/jobs/{id_}")
+
+    lines = [_waits(bench)]
     try:
-        (job,) = _until(lambda: [each for each in _open_jobs(bench) if each["state"] == "running"])
+        (first,) = _until(arrived)
+        known.add(first)
         at = bench.drawn.randrange(bench.args.steps - 1)
-        _until(lambda: get(bench.port, f"/v1/jobs/{job['id']}")["step"] >= at)
-        next_one = _waits(bench)
-        waits = _until(lambda: [each for each in _open_jobs(bench) if each["id"] != job["id"]])[0]["id"]
+        _until(lambda: (now := job(first))["ended"] or (now["started"] and now["step"] >= at))
+        lines.append(_waits(bench))
+        (second,) = _until(arrived)
         asked_at = time.time()
-        get(bench.port, f"/v1/jobs/{job['id']}", "DELETE")
-        begun = _until(lambda: get(bench.port, f"/v1/jobs/{waits}")["started"])
-        get(bench.port, f"/v1/jobs/{waits}", "DELETE")
-        return begun - asked_at
+        get(bench.port, f"/v1/jobs/{first}", "DELETE")
+        begun = _until(lambda: job(second)["started"])
+        get(bench.port, f"/v1/jobs/{second}", "DELETE")
+        return begun - asked_at if job(first).get("state") == "cancelled" else None
     finally:
-        for line in (first, next_one):
-            if line is not None:
-                line.close()
+        for line in lines:
+            line.close()
 
 
 def _switched(bench: Bench) -> dict[str, Any]:

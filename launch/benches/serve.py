@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from launch.benches import served
 from launch.benches.served import LIMIT_S, a_rank, counted, get, server, text_of, until_ready
 from launch.benches.timing import append, command, environment
 
@@ -127,8 +127,8 @@ def _of_command(body: dict[str, Any], ranks: int) -> str:
         words = ["--prompt", body["prompt"], "--seed", body["seed"], "--steps", body["steps"], "--out", file]
         count = ["--gpus" if torch.cuda.is_available() else "--ranks", ranks]
         every = ["sample", "--model", body["model"], "--size", f"{height}x{width}", *words, *count]
-        done = subprocess.run([sys.executable, "-m", "seqpar.cli", *map(str, every)], capture_output=True, check=False)
-        return bits_of(file.read_bytes()) if done.returncode == 0 else done.stderr.decode()[-300:]
+        done = served.ended(every)
+        return bits_of(file.read_bytes()) if done.returncode == 0 else done.stderr[-300:]
 
 
 def used(process: int) -> dict[str, int]:

@@ -31,10 +31,7 @@ def server(
     """
     count = ["--gpus" if torch.cuda.is_available() else "--ranks", str(ranks)]
     every = ["serve", *models, *count, "--port", "0", "--restarts", "1000", *words]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "seqpar.cli", *every], stderr=subprocess.PIPE, text=True, env=environ
-    )
+    process = started(every)
     lines, stderr = list[str](), process.stderr
     assert stderr is not None
     reader = threading.Thread(target=lambda: lines.extend(line.rstrip() for line in stderr), daemon=True)
@@ -51,6 +48,19 @@ def server(
         stderr.close()
 
 
+def started(words: Sequence[str]) -> subprocess.Popen[str]:
+    """Start `seqpar WORDS`, with a pipe for its stderr."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "-m", "seqpar.cli", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+
+
+def ended(words: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    """`seqpar WORDS` after its end, with its output."""
+    command = [sys.executable, "-m", "seqpar.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
     while not (listening := [line for line in lines if '"event": "listening"' in line]):
         if process.poll() is not None:
@@ -60,10 +70,8 @@ def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
 
 
 def a_rank(front: int, drawn: random.Random) -> int | None:
-    """The process of a rank, if the ranks are up: a child of the child of the front that has a rank's number."""
-    ranks = []
-    for child in _children(front):
-        ranks += [each for each in _children(child) if "RANK" in _environment(each)]
+    """The process of a rank, if the ranks are up: a child of the front's child that starts them; no other has any."""
+    ranks = [rank for child in _children(front) for rank in _children(child)]
     return drawn.choice(ranks) if ranks else None
 
 
@@ -72,14 +80,6 @@ def _children(process: int) -> list[int]:
         return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
     except OSError:
         return []
-
-
-def _environment(process: int) -> dict[str, str]:
-    try:
-        words = Path(f"/proc/{process}/environ").read_text().split("\0")
-    except OSError:
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def until_ready(port: int) -> None:

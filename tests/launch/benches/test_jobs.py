@@ -19,6 +19,7 @@ from launch.benches.faults import Faults
 from launch.benches.loading import Loading
 from seqpar.families.flux import VAE
 from tests.faults.test_faults import forked
+from tests.support.forked_benches import fork
 from tests.support.pool import Pool, server
 
 pytestmark = pytest.mark.bench
@@ -86,7 +87,10 @@ def test_a_job_with_a_fault_is_judged(
     assert table.count("| right |") == 4  # each row is shown at once, and in the table
 
 
-def test_both_ways_load_a_whole_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_ways_load_a_whole_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork(monkeypatch)
     out = tmp_path / "lines.jsonl"
     loading.main(Loading("flux.1-dev", tmp_path / "flux", ranks=1, rounds=1, out=out))
     ours, theirs = map(json.loads, out.read_text().splitlines())

@@ -11,8 +11,15 @@ import pytest
 from launch.benches import latency, serve
 from launch.benches.latency import Latency
 from launch.benches.serve import Serve
+from tests.support.forked_benches import fork
 
 pytestmark = pytest.mark.bench
+GROWN = 32  # MiB
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork(monkeypatch)
 
 
 @pytest.mark.timeout(600)
@@ -23,6 +30,8 @@ def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
     serve.main(Serve(requests=30, clients=8, cancels=6, kills=2, stops=0, commands=1, out=out))
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["restarts"] == 2
+    before, after = (used["memory"] for used in line["used"])
+    assert after - before < GROWN  # a forked server has torch, so that the bench's share of its memory is more
     assert all(verdict["right"] for verdict in line["verdicts"])
     assert "FAILED" not in capsys.readouterr().out
 

@@ -100,6 +100,7 @@ class Matrix8(Matrix):
         return x_BlE
 
 
+@torch.inference_mode(False)  # weights outlive the caller's mode
 @torch.no_grad()
 def quantised(matrix: Matrix, reads: Rounding, fast: bool, room: Matrix8 | None = None) -> Matrix8:
     """Return a matrix in 8 bits, whose inputs are rounded like this. room: an older one, whose memory is used again."""

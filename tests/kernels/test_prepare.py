@@ -279,6 +279,13 @@ def test_inputs_of_any_strides() -> None:
 
 CASE = {"batch": 2, "tokens": 5, "heads": 6, "kv_heads": 3, "dim": 8}
 WAY = {"layer": ("layer", "pairs"), "rms": ("rms per head", "halves"), "plain": ("layer", "pairs")}
+
+
+def negated(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return -x
+
+
 # a norm -> what is changed, and which of q and k must then be wrong; a mistake of rotary is tried with one norm
 WRONG: dict[str, dict[str, tuple[Callable[[Prepare], dict[str, Any]], str]]] = {
     "layer": {
@@ -286,8 +293,8 @@ WRONG: dict[str, dict[str, tuple[Callable[[Prepare], dict[str, Any]], str]]] = {
             f"{name} dropped": (lambda how, name=name: {name: None}, name[0])
             for name in ("q_weight", "q_bias", "k_weight", "k_bias")
         },
-        "rotary backwards": (lambda how: {"sin_lD2": -how.sin_lD2}, "qk"),
-        "cosines negated": (lambda how: {"cos_lD2": -how.cos_lD2}, "qk"),
+        "rotary backwards": (lambda how: {"sin_lD2": negated(how.sin_lD2)}, "qk"),
+        "cosines negated": (lambda how: {"cos_lD2": negated(how.cos_lD2)}, "qk"),
         "rotary by other pairs": (lambda how: {"interleaved": not how.interleaved}, "qk"),
         "no norm": (lambda how: {"norm": "none"}, "qk"),
         "RMSNorm for LayerNorm": (lambda how: {"norm": "rms", "q_bias": None, "k_bias": None}, "qk"),

@@ -190,9 +190,9 @@ class Block:
     compute: (`BlockCall`, block, *args, **kwargs of the block's own forward) -> what that returns. For arguments that
     it does not take it raises `DeclinedError`, identically on every rank, before anything is exchanged. streams: those
     that its attention joins, in the order in which the function passes them; a single one may have any name. layers:
-    name of a matrix -> paths of the linear layers that it is made of. why_not: returns why
-    the function cannot compute a block that is as diffusers builds it, or None. eight: the matrices that compute in 8
-    bits with precision="fp8"; the others keep their dtype.
+    name of a matrix -> paths of the linear layers that it is made of. why_not: returns why the function cannot compute
+    a block that is as diffusers builds it, or None. eight: the matrices that compute in 8 bits with precision="fp8";
+    the others keep their dtype.
     """
 
     compute: Callable[..., Any]

@@ -71,8 +71,8 @@ def finished(
 ) -> Tensor:
     """Return the stream after attention to whole tokens, the branch, and after the MLP.
 
-    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices. readers: of those that read
-    the next block's input.
+    before: the gate of the branch, where it has one. mlp: the names of the MLP's matrices. readers: the names
+    of the matrices that read the next block's input.
     """
     every, index = modulation
     shift, scale, gate = every[call.index][3:6]

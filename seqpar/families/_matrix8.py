@@ -133,10 +133,8 @@ class Projected8(Projected):
         return self.matrix(cast(Rows8, self.x))
 
     def part(self, index: int, room_BlHD: Tensor | None = None) -> Tensor:
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        dim = len(self.weight) // sum(heads)
-        mine = slice(sum(heads[:index]) * dim, sum(heads[: index + 1]) * dim)
-        return self.matrix.part(mine)(cast(Rows8, self.x)).unflatten(-1, (-1, dim))
+        dim, rows = self.rows(index)
+        return self.matrix.part(rows)(cast(Rows8, self.x)).unflatten(-1, (-1, dim))
 
     def widened(self, dtype: torch.dtype) -> Projected:
         return self  # its products are what a check of attention takes as given

@@ -204,7 +204,7 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
 
 
 def _bytes_in_8_bits(work: Work) -> int:
-    """The bytes of weights in 8 bits, which are kept beside those that they are made of."""
+    """The bytes of the 8-bit copies of weights."""
     sizes = ((kind.count, _elements(kind.gemms) - _elements(_of_cross(work, kind))) for kind in work.blocks)
     return sum(count * size for count, size in sizes)
 

@@ -60,7 +60,7 @@ ROUGH = 0.1
 class Calibration:
     """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix.
 
-    fast: the GEMMs with fast sums. rough: those that rounding would change too much, which keep the weights' dtype.
+    fast: the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much.
     """
 
     means: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -123,7 +123,7 @@ def active(layer: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def disabled(module: nn.Module) -> Iterator[None]:
-    """Let layers compute without their active adapters; those that are merged stay so."""
+    """Disable the active adapters of all layers; merged ones stay merged."""
     with ExitStack() as stack:
         for _, layer in layers(module):
             if active(layer):

@@ -103,20 +103,19 @@ class Projected:
 
     def part(self, index: int, room_BlHD: Tensor | None = None) -> Tensor:
         """Return q, k or v (0, 1 or 2) by a GEMM of its own, as (B, l, heads, D); room: as for `project`."""
-        dim, weight_FE, bias_F = self.rows(index)
-        return project(self.x, weight_FE, bias_F, dim, room_BlHD)
+        dim, rows = self.rows(index)
+        return project(self.x, self.weight[rows], None if self.bias is None else self.bias[rows], dim, room_BlHD)
 
     def widened(self, dtype: torch.dtype) -> Projected:
         """Return the stream in another dtype."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, x=self.x.to(dtype), weight=self.weight.to(dtype), bias=bias)
 
-    def rows(self, index: int) -> tuple[int, Tensor, Tensor | None]:
-        """Return D, and the rows of the weight and the bias that make q, k or v."""
+    def rows(self, index: int) -> tuple[int, slice]:
+        """Return D, and which rows of the weight and the bias make q, k or v."""
         heads = (self.heads, self.kv_heads, self.kv_heads)
         dim = len(self.weight) // sum(heads)
-        mine = slice(sum(heads[:index]) * dim, sum(heads[: index + 1]) * dim)
-        return dim, self.weight[mine], None if self.bias is None else self.bias[mine]
+        return dim, slice(sum(heads[:index]) * dim, sum(heads[: index + 1]) * dim)
 
 
 def project(

@@ -53,7 +53,7 @@ class PrecisionError:
 
     @property
     def worst_psnr(self) -> float:
-        return min(-math.inf if math.isnan(error.psnr) else error.psnr for error in self.errors)
+        return min(map(_decibels, self.errors))
 
     def __str__(self) -> str:
         lines = [f"{'':12} {'PSNR mean, worst':>20} {'pixels mean, worst':>22} {'latents mean, worst':>22}"]
@@ -65,7 +65,7 @@ class PrecisionError:
             lines.append(f"{name:12} {decibels:>20} {cells[0]:>22} {cells[1]:>22}")
             if frames := [run.frames for run in runs if run.frames is not None]:
                 lines.append(f"{'  of frames':12} {f'{sum(frames) / len(frames):.1f}, {min(frames):.1f} dB':>20}")
-        worst = self.prompts[min(range(len(self.errors)), key=lambda index: self.errors[index].psnr)]
+        worst = self.prompts[min(range(len(self.errors)), key=lambda index: _decibels(self.errors[index]))]
         return "\n".join(f"precision {line}" for line in (*lines, f"worst prompt: {worst}"))
 
 
@@ -127,6 +127,10 @@ def _difference(got: tuple[Tensor | None, np.ndarray], wanted: tuple[Tensor | No
         frames = _psnr(np.diff(got_pixels, axis=1), np.diff(pixels, axis=1))
     error = float(np.linalg.norm(got_pixels - pixels) / np.linalg.norm(pixels))
     return Difference(of_latents, error, _psnr(got_pixels, pixels), frames)
+
+
+def _decibels(of: Difference) -> float:
+    return -math.inf if math.isnan(of.psnr) else of.psnr  # an image that is not finite is the worst
 
 
 def _psnr(got: np.ndarray, wanted: np.ndarray) -> float:

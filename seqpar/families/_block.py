@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels.adaln import Branch
 from seqpar.kernels.linear import gated_linear, linear_gelu, product
 from seqpar.kernels.rows8 import Rounding, Rows8
 from seqpar.types.protocols import Prepare, Projected, Stream
@@ -74,10 +75,11 @@ class Matrix:
         kv_heads = heads if kv_heads is None else kv_heads
         return Projected(unrounded(x_BlE), self.weight, self.bias, heads, kv_heads, prepare)
 
-    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
-        """Add the product, without a bias, to y in place; y is contiguous."""
+    def added_to(self, y_BlF: Tensor, x_BlE: Tensor) -> Branch:
+        """Return the sum of y, which is contiguous and may be overwritten, and the product without a bias."""
         width, inner = self.weight.shape
         y_BlF.view(-1, width).addmm_(x_BlE.reshape(-1, inner), self.weight.t())
+        return y_BlF
 
     def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
         """Return the matrices of so many output channels each."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.families._block import BlockCall, DeclinedError, Input, Matrix, reads_next
-from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
+from seqpar.kernels.adaln import Branch, Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.rows8 import Rounding
 from seqpar.types.facts import Blocks
 from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
@@ -178,7 +178,7 @@ def branch(
     activated: Callable[[Input, Matrix], Input],
     outs: tuple[Matrix, Matrix],
     mask: Tensor | None = None,
-) -> Tensor:
+) -> Branch:
     """Return the branch (B, l, E). activated: the MLP's hidden layer, of h and the matrix that reads the layer.
 
     outs: of attention, without a bias, and the MLP.
@@ -186,15 +186,14 @@ def branch(
     mask: for the keys of attention, as the block was given it.
 
     The MLP does not read attention's output, so it runs while keys and values travel. Its product and that of
-    attention's output add up in one buffer, so the two inputs are never concatenated.
+    attention's output are added, in one buffer or by the gate's kernel, so the two inputs are never concatenated.
     """
     of_attention, of_mlp = outs
     q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
     made: list[Tensor] = []
     (attended,) = call.attend([Given(q, k, v, how)], lambda: made.append(of_mlp(activated(h_BlE, of_mlp))), mask)
     (branch_BlE,) = made
-    of_attention.add_to(branch_BlE, attended)
-    return branch_BlE
+    return of_attention.added_to(branch_BlE, attended)
 
 
 def joined(
@@ -219,7 +218,7 @@ def joined(
 def apart(
     call: BlockCall,
     x_BlE: Tensor,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     every: Sequence[Rows],
     norm: Norm,
     first: int,
@@ -239,7 +238,7 @@ def apart(
 def following(
     x_BlE: Tensor,
     gate_BE: Tensor,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     after: Sequence[Rows],
     norm: Norm,
     index_Bl: Tensor | None = None,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqpar.families._block import Input, Matrix
 from seqpar.kernels.activations import bias_gelu, swiglu
+from seqpar.kernels.adaln import Branch
 from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows, rounded
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
@@ -58,8 +59,8 @@ class Matrix8(Matrix):
         rows, kv_heads = self._rows(x_BlE), heads if kv_heads is None else kv_heads
         return Projected8(cast(Tensor, rows), self.weight, self.bias, heads, kv_heads, prepare, self)
 
-    def add_to(self, y_BlF: Tensor, x_BlE: Tensor) -> None:
-        y_BlF.add_(self(x_BlE.flatten(2)))
+    def added_to(self, y_BlF: Tensor, x_BlE: Tensor) -> Branch:
+        return y_BlF, self(x_BlE.flatten(2))  # the gate's kernel reads both, which spares a pass
 
     def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
         edges = [*accumulate(sizes, initial=0)]

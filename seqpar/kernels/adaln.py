@@ -55,14 +55,18 @@ class BranchNorm(NamedTuple):
     eps: float
 
 
+Branch = Tensor | tuple[Tensor, Tensor]
+"""A branch (B, l, E), or two whose sum it is, which is made in fp32 while they are read."""
+
+
 class Gated(NamedTuple):
-    """A branch (B, l, E) and its gate (B, E), whose product is added to the stream before the norm.
+    """A branch and its gate (B, E), whose product is added to the stream before the norm.
 
     norm: of the branch alone, before the product.
     """
 
     gate_BE: Vectors
-    branch_BlE: Tensor
+    branch_BlE: Branch
     norm: BranchNorm | None = None
 
 
@@ -118,7 +122,7 @@ def norm_modulate(
 def gate_norm_modulate(
     x_BlE: Tensor,
     gate_BE: Vectors,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     shift_BE: Vectors,
     scale_BE: Vectors,
     norm: Norm,
@@ -131,7 +135,7 @@ def gate_norm_modulate(
 def gate_norm_modulate(
     x_BlE: Tensor,
     gate_BE: Vectors,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     shift_BE: Vectors,
     scale_BE: Vectors,
     norm: Norm,
@@ -144,7 +148,7 @@ def gate_norm_modulate(
 def gate_norm_modulate(
     x_BlE: Tensor,
     gate_BE: Vectors,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     shift_BE: Vectors,
     scale_BE: Vectors,
     norm: Norm,
@@ -162,7 +166,7 @@ def gate_norm_modulate(
     returned instead.
     """
     gated = Gated(gate_BE, branch_BlE, branch_norm)
-    tensors = branch_BlE, *_tensors(gate_BE, shift_BE, scale_BE), norm.weight, _weight(branch_norm)
+    tensors = *_terms(branch_BlE), *_tensors(gate_BE, shift_BE, scale_BE), norm.weight, _weight(branch_norm)
     chosen = launch if fused(x_BlE, *tensors) else reference
     return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep, rounding=rounding)
 
@@ -194,7 +198,7 @@ def reference(
 def added(
     x_BlE: Tensor,
     gate_BE: Vectors,
-    branch_BlE: Tensor,
+    branch_BlE: Branch,
     *,
     index_Bl: Tensor | None = None,
     branch_norm: BranchNorm | None = None,
@@ -204,7 +208,7 @@ def added(
     index: as for `norm_modulate`; branch_norm: as for `gate_norm_modulate`.
     """
     gated = Gated(gate_BE, branch_BlE, branch_norm)
-    if fused(x_BlE, branch_BlE, *_tensors(gate_BE), _weight(branch_norm)):
+    if fused(x_BlE, *_terms(branch_BlE), *_tensors(gate_BE), _weight(branch_norm)):
         return launch(x_BlE, gated, index_Bl=index_Bl)[0]
     gate = by_token(gate_BE, index_Bl)
     branch = _branch(gated, gate.dtype).to(gate.dtype)
@@ -212,7 +216,9 @@ def added(
 
 
 def _branch(gated: Gated, dtype: torch.dtype) -> Tensor:
-    branch, norm = gated.branch_BlE, gated.norm
+    (branch, *more), norm = _terms(gated.branch_BlE), gated.norm
+    for each in more:
+        branch = branch.to(dtype) + each
     if norm is None:
         return branch
     return F.rms_norm(branch.to(dtype), branch.shape[-1:], norm.weight_E.to(dtype), norm.eps)
@@ -241,12 +247,12 @@ def launch(
     Without shift, scale and norm only the stream after the gated branch is computed; both results are this stream.
     """
     batch, tokens, width = x_BlE.shape
-    gate, branch, branch_norm = gated or (None, None, None)
-    branch = None if branch is None else branch.expand(batch, tokens, width)
+    gate, given, branch_norm = gated or (None, (), None)
+    branch, second = [*(each.expand(batch, tokens, width) for each in _terms(given)), None, None][:2]
     index = None if index_Bl is None else index_Bl.expand(batch, tokens).contiguous()
     vectors = [_rows(x, batch if index is None else None, width) for x in (gate, shift_BE, scale_BE)]
-    contiguous_rows(x_BlE, branch, *(each for each, _ in vectors))
-    steps = [step for x in (x_BlE, branch) for step in ((0, 0) if x is None else x.stride()[:2])]
+    contiguous_rows(x_BlE, branch, second, *(each for each, _ in vectors))
+    steps = [step for x in (x_BlE, branch, second) for step in ((0, 0) if x is None else x.stride()[:2])]
     unit, strides = in_units([*steps, *(0 if each is None else each.stride(0) for each, _ in vectors)], width)
     x_new, h = (
         torch.empty((batch, tokens, width), dtype=dtype, device=x_BlE.device) if is_made else None
@@ -261,6 +267,7 @@ def launch(
         adaln_kernel[tokens, batch](
             x_BlE,
             branch,
+            second,
             *(each for each, _ in vectors),
             *(shared for _, shared in vectors),
             index,
@@ -287,6 +294,10 @@ def launch(
     if rounding is None or row_scales is None:
         return stream, h
     return stream, Rows8(h, row_scales, rounding, x_BlE.dtype)
+
+
+def _terms(branch: Branch | tuple[()]) -> tuple[Tensor, ...]:
+    return (branch,) if isinstance(branch, Tensor) else branch
 
 
 def _tensors(*vectors: Vectors) -> list[Tensor]:
@@ -330,6 +341,7 @@ def _stream(pointer, col, inside):
 def adaln_kernel(
     x,
     branch,
+    second,
     gate,
     shift,
     scale,
@@ -350,6 +362,8 @@ def adaln_kernel(
     x_token,
     branch_batch,
     branch_token,
+    second_batch,
+    second_token,
     gate_row,
     shift_row,
     scale_row,
@@ -368,6 +382,8 @@ def adaln_kernel(
     if branch is not None:
         gate_E = _vector(gate, gate_shared, number * gate_row * UNIT, col, inside)
         other = _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
+        if second is not None:
+            other += _stream(second + (batch * second_batch + token * second_token) * UNIT, col, inside)
         if branch_weight is not None:
             other *= tl.rsqrt(tl.sum(other * other, 0) / E + branch_eps)
             other *= _vector(branch_weight, None, 0, col, inside)

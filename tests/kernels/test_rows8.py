@@ -50,20 +50,27 @@ def test_a_pass_rounds_as_its_formula(case: dict[str, int], activation: Activati
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "gated", "centred"),
-    covering(adaln.CASES[1:4], ("layer", "rms"), (False, True), turns=(False, True)),
+    ("case", "kind", "branches", "centred"),
+    covering(adaln.CASES[1:4], ("layer", "rms"), (0, 1, 2), turns=(False, True)),
 )
-def test_a_norm_rounds_its_result_for_the_product(case: dict[str, int], kind: str, gated: bool, centred: bool) -> None:
+def test_a_norm_rounds_its_result_for_the_product(
+    case: dict[str, int], kind: str, branches: int, centred: bool
+) -> None:
     batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
-    x, branch = random((2, batch, tokens, width + pad), 0, DEVICE, HALF)[..., :width]
+    x, first, padded = random((3, batch, tokens, width + pad), 0, DEVICE, HALF)[..., :width]
+    second = padded.contiguous()  # of other strides than the first
     gate, shift, scale = 0.5 * random((3, batch, width), 1, DEVICE, torch.float32)
-    of = Gated(gate, branch) if gated else None
+    of = (None, Gated(gate, first), Gated(gate, (first, second)))[branches]
     norm, rounding = Norm("layer" if kind == "layer" else "rms"), Rounding(centre_of(width) if centred else None)
     (x_got, got), (x_want, want) = (
         work(x, of, shift, scale, norm, rounding=rounding) for work in (adaln.launch, adaln.reference)
     )
     assert close(got, want)
     torch.testing.assert_close(x_got, x_want)
+    for of_both in (first, (first, second), (second, first)):  # what is added where nothing follows
+        truth = x.double() + gate[:, None].double() * (first if of_both is first else first.double() + second)
+        torch.testing.assert_close(adaln.added(x, gate, of_both), truth.to(HALF))
+        assert branches < 2 or torch.allclose(x_got.double(), truth, rtol=1e-2, atol=1e-2) is (of_both is not first)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -133,40 +134,57 @@ def calibrated(
     calibration serves all. Raises ValueError alike on all ranks if another run fails or reaches no GEMM.
     """
     call, reason = (run, None) if run is not None else fixed_run(pipe)
-    path = _path(call, modules) if isinstance(call, FixedRun) else None
-    kept = streams_of_rank_0(mesh, lambda: {} if path is None else _read(path))
-    if not kept and call is not None:
+    path, kept = _path(call, modules) if isinstance(call, FixedRun) else None, dict[str, Tensor]()
+    if call is not None:
         try:
-            measured = mesh.on_all_ranks(lambda: _measured(modules, call))
+            kept = kept_or_measured(mesh, path, lambda: _measured(modules, call))
         except ValueError as error:
             if not isinstance(call, FixedRun):
                 raise
-            measured, reason = dict[str, Tensor](), str(error)
-        kept = streams_of_rank_0(mesh, lambda: measured)
-        if path is not None and kept and mesh.is_main:
-            _write(path, kept)
-    made = {name: _of_module(kept, name, modules[name]) for name in modules}
-    centred = sum(len(of.means) for of in made.values())
-    every = sum(len(matrices_of(module)) for module in modules.values())
-    if not centred and call is not None and not isinstance(call, FixedRun):
+            reason = str(error)
+    keys = {name: {key: f"{name}|{key}" for key in matrices_of(module)} for name, module in modules.items()}
+    made = {name: calibration_of(kept, of) for name, of in keys.items()}
+    if not any(of.means for of in made.values()) and call is not None and not isinstance(call, FixedRun):
         raise ValueError("calibrate= reached no GEMM that computes in 8 bits; pass a function that calls the model")
     if mesh.is_main:
         how = "by a given run" if path is None else "by fixed prompts"
-        others = f"; the sums of others are exact{'' if reason is None else f', because {reason}'}"
-        print(
-            f"seqpar: {centred} of {every} GEMMs in 8 bits are centred {how}{others if centred < every else ''}"
-            if centred
-            else f"seqpar: GEMMs in 8 bits are not centred, and all sums are exact, because {reason}",
-            flush=True,
-        )
-    rough = [f"{name}.{key}" for name, of in made.items() for key in sorted(of.rough)]
-    if rough and mesh.is_main:
-        print(
-            f"seqpar: {len(rough)} GEMMs keep the dtype of the weights, because rounding changes them by more than "
-            f"{ROUGH:.0%}: {', '.join(rough[:3])}",
-            flush=True,
-        )
+        print(as_text(made, sum(map(len, keys.values())), how, reason), flush=True)
     return made
+
+
+def kept_or_measured(
+    mesh: Mesh, path: Path | None, measure: Callable[[], Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """Return rank 0's numbers on every rank: those that `path` keeps, or else those that a run shows. Collective.
+
+    measure: runs the model on every rank; what it raises is raised alike on all ranks.
+    """
+    kept = streams_of_rank_0(mesh, lambda: {} if path is None else _read(path))
+    if not kept:
+        measured = mesh.on_all_ranks(measure)
+        kept = streams_of_rank_0(mesh, lambda: measured)
+        if path is not None and kept and mesh.is_main:
+            _write(path, kept)
+    return kept
+
+
+def as_text(made: Mapping[str, Calibration], every: int, how: str, reason: str | None = None) -> str:
+    """Return what calibrations by model have found, for the start. every: number of all GEMMs that could be in 8 bits.
+
+    how: what has centred them. reason: why some, or all, were not.
+    """
+    centred = sum(len(of.means) for of in made.values())
+    text = f"seqpar: GEMMs in 8 bits are not centred, and all sums are exact, because {reason}"
+    if centred:
+        others = f"; the sums of others are exact{'' if reason is None else f', because {reason}'}"
+        text = f"seqpar: {centred} of {every} GEMMs in 8 bits are centred {how}{others if centred < every else ''}"
+    rough = [f"{name}.{key}" for name, of in made.items() for key in sorted(of.rough)]
+    if rough:
+        text += (
+            f"\nseqpar: {len(rough)} GEMMs keep the dtype of the weights, because rounding changes them by more than "
+            f"{ROUGH:.0%}: {', '.join(rough[:3])}"
+        )
+    return text
 
 
 @dataclass(frozen=True)
@@ -226,35 +244,34 @@ def _picture(side: int) -> Image.Image:
 
 def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
     matrices = {f"{name}|{key}": x for name, part in modules.items() for key, x in matrices_of(part).items()}
-    seen = {key: _Inputs() for key in matrices}
+    seen = {key: Inputs() for key in matrices}
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(_cuda(modules)):
         for part in modules.values():
             stack.enter_context(adapters.disabled(part))
         for key, (first, *_) in matrices.items():
-            stack.callback(first.register_forward_pre_hook(seen[key].look).remove)
+            stack.callback(first.register_forward_pre_hook(partial(_look, seen[key])).remove)
         with nullcontext() if isinstance(run, FixedRun) else context("calibrate= failed"):
             run()
-        tensors = dict[str, Tensor]()
-        for key, inputs in seen.items():
-            if inputs.rows:
-                mean = inputs.mean()
-                errors = _errors(matrices[key], torch.cat(inputs.samples), mean)
-                tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
-    return tensors
+        return numbers_of(seen, {key: [layer.weight for layer in layers] for key, layers in matrices.items()})
+
+
+def _look(seen: Inputs, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    seen.look(args[0])
 
 
 def _cuda(modules: Mapping[str, nn.Module]) -> list[torch.device]:
     return [x for x in {next(module.parameters()).device for module in modules.values()} if x.type == "cuda"]
 
 
-class _Inputs:
+class Inputs:
     """What a run has shown of one GEMM's input: the sum of its rows, and some of them."""
 
     def __init__(self) -> None:
         self.total, self.rows, self.samples = torch.zeros(()), 0, list[Tensor]()
 
-    def look(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x_RE = args[0].flatten(0, -2)
+    def look(self, x_BlE: Tensor) -> None:
+        """Take an input into account."""
+        x_RE = x_BlE.flatten(0, -2)
         self.total = self.total.to(x_RE.device) + x_RE.sum(0, dtype=state_dtype(x_RE.dtype)).double()
         self.rows += len(x_RE)
         if len(self.samples) < CALLS:
@@ -264,9 +281,23 @@ class _Inputs:
         return (self.total / self.rows).float()
 
 
-def _errors(layers: Sequence[Any], x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
+def numbers_of(seen: Mapping[str, Inputs], weights: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return what the cache keeps of a run: mean and errors of each GEMM that it has reached.
+
+    weights: the rows of each GEMM's weight, in one tensor or in several.
+    """
+    tensors = dict[str, Tensor]()
+    for key, inputs in seen.items():
+        if inputs.rows:
+            mean = inputs.mean()
+            errors = _errors(weights[key], torch.cat(inputs.samples), mean)
+            tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
+    return tensors
+
+
+def _errors(weights: Sequence[Tensor], x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
     # the errors of a fast sum and of rounding, relative to the product's rms; CPUs have one way to add only
-    weight_FE = torch.cat([layer.weight for layer in layers]).to(state_dtype(x_RE.dtype))
+    weight_FE = torch.cat([*weights]).to(state_dtype(x_RE.dtype))
     values, scales = rounded(weight_FE)
     rows, centre_F = round_rows(x_RE[None], Rounding(mean_E)), weight_FE @ mean_E.to(weight_FE.dtype)
     exact_RF, quick_RF = (product8(rows, values, scales.flatten(), fast=fast)[0].double() for fast in (False, True))
@@ -275,8 +306,8 @@ def _errors(layers: Sequence[Any], x_RE: Tensor, mean_E: Tensor) -> tuple[float,
     return float((quick_RF - exact_RF).norm() / truth_RF.norm()) if x_RE.is_cuda else inf, rounding
 
 
-def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Calibration:
-    keys = {key: f"{name}|{key}" for key in matrices_of(module)}
+def calibration_of(kept: Mapping[str, Tensor], keys: Mapping[str, str]) -> Calibration:
+    """Return a model's calibration from what the cache keeps. keys: name of each GEMM -> its name in the cache."""
     means = {key: kept[at] for key, at in keys.items() if at in kept}
     errors = {key: kept[f"{keys[key]}{ERRORS}"].tolist() for key in means}
     fast = frozenset(key for key, (of_sums, _) in errors.items() if of_sums <= FAST)
@@ -287,20 +318,28 @@ def _of_module(kept: Mapping[str, Tensor], name: str, module: nn.Module) -> Cali
 
 
 def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
-    """Return where the means of these weights are kept, for this GPU, these libraries and this run."""
-    device = next(iter(next(iter(modules.values())).parameters())).device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     gemms = {name: sorted(matrices_of(module)) for name, module in modules.items()}
-    settings = (PROMPTS, STEPS, SIZES, SAMPLE, CALLS, ERRORS, exact.is_on())
-    key = hashlib.blake2b(repr((run.key, gpu, torch.__version__, diffusers.__version__, settings, gemms)).encode())
-    for name, module in modules.items():
-        weights = (
-            (path, x) for path, part in adapters.without_adapters(module) for x in part.parameters(recurse=False)
-        )
-        for path, weight in weights:
-            rows = torch.hash_tensor(weight.detach().reshape(-1, *weight.shape[-1:]), dim=-1)  # of each row
-            key.update(repr((name, path, tuple(weight.shape), weight.dtype)).encode())
-            key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
+    weights = (
+        (f"{name} {path}", x)
+        for name, module in modules.items()
+        for path, part in adapters.without_adapters(module)
+        for x in part.parameters(recurse=False)
+    )
+    return path_of((run.key, PROMPTS, STEPS, SIZES, gemms), weights)
+
+
+def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) -> Path:
+    """Return where the numbers of these weights, by their names, are kept, for this GPU and these libraries.
+
+    settings: all else on which the numbers depend, as values whose `repr` says what they are.
+    """
+    libraries = torch.__version__, diffusers.__version__
+    key = hashlib.blake2b(repr((libraries, settings, SAMPLE, CALLS, ERRORS, exact.is_on())).encode())
+    for name, weight in weights:
+        gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
+        rows = torch.hash_tensor(weight.detach().reshape(-1, *weight.shape[-1:]), dim=-1)  # of each row
+        key.update(repr((name, gpu, tuple(weight.shape), weight.dtype)).encode())
+        key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
     return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"
 
 

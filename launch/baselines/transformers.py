@@ -116,6 +116,18 @@ def cached(module: nn.Module, world: int) -> Any:
     return twin
 
 
+def in_8_bits(module: nn.Module) -> Any:
+    """A copy of the module whose linear layers are torchao's in e4m3, with a scale a token and one an output channel.
+
+    Sums are fast, and it also sets inductor's options, both torchao's defaults. Raises ImportError without the package.
+    """
+    import torchao.quantization as ao  # pyright: ignore[reportMissingImports] # optional: no other bench needs it
+
+    twin = copy.deepcopy(module)
+    ao.quantize_(twin, ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()))
+    return twin
+
+
 def compile_blocks(module: Any) -> None:
     """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs.
 

@@ -31,6 +31,7 @@ from launch.baselines.transformers import (
     device_mesh,
     engine,
     engine_name,
+    in_8_bits,
     shared_copy,
 )
 from launch.benches.ceiling import Share, ceiling, share
@@ -75,7 +76,8 @@ class Calls(Flags):
     peers: bool = True
     """Also time the same calls by other engines."""
     precision: Precision | None = None
-    """Time our fused blocks in this precision beside the weights' own, in place of diffusers' modules."""
+    """Time our fused blocks in this precision beside the weights' own, in place of diffusers' modules; peers with
+    torchao's layers in 8 bits, compiled and in a graph."""
     exact: bool = False
     """Time the exact mode (seqpar/mesh/exact.py), with a digest of each result: equal digests are equal bits."""
 
@@ -227,29 +229,40 @@ def _ceiling(case: Case, mine: Share) -> Iterator[Timed]:
 
 
 LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
+TORCHAO = " + torchao fp8"
+
+
+def peer_launches(case: Case) -> tuple[str, ...]:
+    """Return how engines are launched here, the fastest last."""
+    if case.args.precision is not None:
+        return LAUNCHES[-1:] if case.mesh.device.type == "cuda" else ()
+    return LAUNCHES if case.mesh.device.type == "cuda" else LAUNCHES[:1]
 
 
 def peers(case: Case) -> Iterator[Row]:
-    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph.
+    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph; in 8 bits the fastest.
 
     On several GPUs the fastest also computes both branches of true guidance, one call after the other.
     """
+    eight, launches = case.args.precision is not None, peer_launches(case)
     model, mesh, on_gpu = case.model, case.mesh, case.mesh.device.type == "cuda"
     name = engine_name(mesh.world.size, (model.tokens, *model.others, case.work.heads))
+    name += TORCHAO if eight else ""
     about = {"attention": backend_for(mesh.device, case.dtype), "engine": name}
     ranks, reference = cache(partial(device_mesh, mesh)), case.ceiling("ulysses")
 
     @cache  # compiling takes a minute: the row in a graph uses the module of the row without
     def made(compiled: bool) -> Any:
-        twin = engine(case.theirs, name, ranks(), mesh.device, case.dtype)
+        theirs = in_8_bits(case.theirs) if eight else case.theirs
+        twin = engine(theirs, name.removesuffix(TORCHAO), ranks(), mesh.device, case.dtype)
         if compiled:
             compile_blocks(twin)
         return twin
 
-    for launch in LAUNCHES if on_gpu else LAUNCHES[:1]:
+    for launch in launches:
         ready = partial(_peer, case, made, launch)
         yield Row("peer", f"{name}, {launch}", ready, reference, about | {"launch": launch})
-    if on_gpu and mesh.world.size % 2 == 0:
+    if on_gpu and mesh.world.size % 2 == 0 and not eight:
         ready = partial(_peer, case, made, LAUNCHES[-1], 2)
         yield Row("peer", f"{name}, both branches, {LAUNCHES[-1]}", ready, reference, about | {"cfg": 1}, times=2)
 
@@ -260,21 +273,19 @@ def cache_dit(case: Case) -> Iterator[Row]:
     No graph can hold a forward that copies from the host, as Chroma's. The rows exist where the package is installed,
     and may come anywhere among others: what cache-dit replaces in diffusers is restored when a row ends.
     """
-    for launch in LAUNCHES[2:] if case.mesh.device.type == "cuda" and case.mesh.world.size > 1 else ():
-        about = {"engine": "cache-dit Ulysses", "launch": launch}
+    name = "cache-dit Ulysses" + ("" if case.args.precision is None else TORCHAO)
+    for launch in peer_launches(case)[-2:] if case.mesh.device.type == "cuda" and case.mesh.world.size > 1 else ():
+        about = {"engine": name, "launch": launch}
         ready = partial(with_cache_dit, case, launch)
-        yield Row("peer", f"cache-dit Ulysses, {launch}", ready, case.ceiling("ulysses"), about)
+        yield Row("peer", f"{name}, {launch}", ready, case.ceiling("ulysses"), about)
 
 
 @contextmanager
 def with_cache_dit(case: Case, launch: str) -> Iterator[Timed]:
     """Set cache-dit's row up; methods and backends of diffusers that it replaces are restored when the row ends."""
     case.truth.shape  # noqa: B018 (computed now, because diffusers' own call would fail while its methods are replaced)
-    with (
-        classes_kept(),
-        backends_kept(),
-        _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as ready,
-    ):
+    theirs = case.theirs if case.args.precision is None else in_8_bits(case.theirs)
+    with classes_kept(), backends_kept(), _peer(case, lambda _: cached(theirs, case.mesh.world.size), launch) as ready:
         yield ready
 
 

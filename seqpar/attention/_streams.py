@@ -12,13 +12,14 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.kernels.prepare8 import E4M3, prepare8, prepare8_into
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transports import collective
 from seqpar.transports._contract import Transport
 from seqpar.transports._exchanges import HeadLayout, KeyValues
 from seqpar.types.outboxes import Outboxes
-from seqpar.types.protocols import Attend, Core, Given, Stream
+from seqpar.types.protocols import Attend, Core, Given, Prepare, Stream
 
 T = TypeVar("T")
 Beside = Callable[[], None]
@@ -73,7 +74,8 @@ def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor)
         )
     ((heads, groups),) = counts
     batch, _, _, dim = k_BlGD.shape
-    return HeadLayout(batch, sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
+    dtype = k_BlGD.dtype if streams[0].prepare.eight is None else E4M3
+    return HeadLayout(batch, sizes, heads, groups, dim, dtype, k_BlGD.device)
 
 
 def present(streams: Sequence[Stream]) -> list[Stream]:
@@ -84,15 +86,27 @@ def present(streams: Sequence[Stream]) -> list[Stream]:
 def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None, *, queries: bool = True) -> bool:
     """Prepare each stream and write it into its part of the outboxes; only the last stream raises the flags.
 
-    Without `queries`, q is not written. Returns what the last call of `prepare_into` returns: whether its kernel has
+    Without `queries`, q is not written. Returns what the last call of `into` returns: whether its kernel has
     already raised the flags and waited for those of the other ranks.
     """
     parts = boxes.split([stream.tokens for stream in streams])
     met = False
     for index, (stream, part) in enumerate(zip(streams, parts, strict=True), start=1):
         q = stream.q if queries else None
-        met = prepare_into(q, stream.k, stream.v, stream.prepare, part, flags if index == len(streams) else None)
+        met = into(q, stream.k, stream.v, stream.prepare, part, flags if index == len(streams) else None)
     return met
+
+
+def into(
+    q_BlHD: Tensor | None,
+    k_BlGD: Tensor | None,
+    v_BlGD: Tensor | None,
+    how: Prepare,
+    boxes: Outboxes,
+    flags: Flags | None = None,
+) -> bool:
+    """Write q, k and v of a stream into outboxes, as `prepare_into` or, in 8 bits, `prepare8_into` does."""
+    return (prepare_into if how.eight is None else prepare8_into)(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
 
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
@@ -143,8 +157,11 @@ class OneRank:
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
             (alone,) = here
-            q, k = prepare(alone.q, alone.k, alone.prepare)
-            return split_out(self._attend(q, k, alone.v, mask_BL, beside), streams)
+            if alone.prepare.eight is not None:
+                q, k, v = prepare8(alone.q, alone.k, alone.v, alone.prepare)
+            else:
+                (q, k), v = prepare(alone.q, alone.k, alone.prepare), alone.v
+            return split_out(self._attend(q, k, v, mask_BL, beside), streams)
         if want_gradients(here):
             return split_out(self._attend(*joined(here), mask_BL, beside), streams)
         layout = layout_of((self._tokens,), here, here[0].k)

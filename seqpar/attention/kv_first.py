@@ -18,9 +18,8 @@ from torch import Tensor
 
 from seqpar.attention import kv_gather
 from seqpar.attention._key_order import in_key_order
-from seqpar.attention._streams import Beside, Strategy, key, layout_of, query, value, write
+from seqpar.attention._streams import Beside, Strategy, into, key, layout_of, query, value, write
 from seqpar.attention.kv_gather import stays
-from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
@@ -52,7 +51,7 @@ class KVFirst(Strategy[KeyValues]):
         exchange, parts = self._send(streams)
         q_BlHD = query(streams[0]) if stays(streams) else None
         for stream, part in parts if q_BlHD is None else ():
-            prepare_into(query(stream), None, None, stream.prepare, part)
+            into(query(stream), None, None, stream.prepare, part)
         if beside is not None:
             beside()
         prepared, k, v = exchange.deliver()
@@ -65,7 +64,7 @@ class KVFirst(Strategy[KeyValues]):
         boxes = exchange.outboxes()
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
-            prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
+            into(None, key(stream) if index else first_k, None, stream.prepare, part)
         del first_k  # frees its memory for the next GEMMs
         exchange.start_keys()
         for stream, part in parts:
@@ -89,10 +88,10 @@ class KVFirst(Strategy[KeyValues]):
 
 def _write_values(stream: Stream, part: Outboxes) -> None:
     """Write the values of a stream into its part of the outbox; their GEMM writes there itself where it can."""
-    room = one_matrix(part[0].v)
+    room = one_matrix(part[0].v) if stream.prepare.eight is None else None
     v_BlGD = value(stream, room)
     if v_BlGD is not room:
-        prepare_into(None, None, v_BlGD, stream.prepare, part)
+        into(None, None, v_BlGD, stream.prepare, part)
 
 
 def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:

@@ -21,7 +21,7 @@ from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
-from seqpar.types.protocols import Attend, Core, Given, Prepare
+from seqpar.types.protocols import Attend, Core, Given, Prepare, output_dtype
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -64,7 +64,8 @@ class Ring:
             if step == 1 and beside is not None:
                 beside()
             k, v = block.transpose(0, 1).split((groups, groups), dim=2)
-            dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 until the last merge
+            last = step == self._axis.size  # fp32 until the last merge
+            dtype = output_dtype(q_BLHD.dtype, q_BLHD.device) if last else None
             out, lse = merge(out, lse, *self._local(q_BLHD, k, v, masks[owner]), dtype=dtype)
         assert out is not None
         assert lse is not None

@@ -160,10 +160,10 @@ def _run(
     rotary, rows, each = "none", (0, 0, 0, 0), False
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
-        rows = (*_row_strides(how.cos_lD2, q, k), *_row_strides(how.sin_lD2, q, k))
+        rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tile(max(heads, groups, shape[2]), dim)
-    padded, read = triton.next_power_of_2(max(dim, 2)), _alignment(inputs, norms, how, dim)
+    padded, read = triton.next_power_of_2(max(dim, 2)), alignment(inputs, norms, how, dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, q_out, k_out, table),
@@ -180,7 +180,7 @@ def _run(
         )
 
 
-def _row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
+def row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
     """Return the strides of batch rows and of tokens in the rotary rows."""
     by_head = rows_lD2.dim() == 4
     if by_head and (
@@ -194,7 +194,7 @@ def _row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
     return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(1 if by_head else -2)
 
 
-def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
+def alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
     """Return the widest load, at most 16 bytes: it divides the address of every head and row that is read."""
     places = [(x, x.stride()[:3]) for x in inputs]
     places += [(x, (dim,)) for x in norms if x is not None]

@@ -94,6 +94,7 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
     apart = heads > 1 and head_stride != dim
     if any(view.dtype != out_BLhD.dtype or (view.stride(2), view.stride(3)) != (dim, 1) for view in into):
         raise ValueError("got views of another dtype or with strided heads, expected the output's dtype, dense heads")
+    out_BLhD = out_BLhD.view(torch.uint8) if size == 1 else out_BLhD  # bytes are moved as they are
     steps = (batch_stride, token_stride, *((head_stride, dim) if apart else ()))
     align = gcd(into.alignment, out_BLhD.data_ptr(), *(step * size for step in steps))
     block = min(ELEMENTS, triton.next_power_of_2(width))

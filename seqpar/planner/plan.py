@@ -220,10 +220,11 @@ def _fitting(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
 ) -> tuple[list[str], Mapping[str, str]]:
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    preferred = {
+    stated = {
         name: plugin(seqpar.local, name, "local attention").preference(major, head_dim)
         for name in plugins(seqpar.local)
     }
+    preferred = {name: preference for name, preference in stated.items() if preference is not None}
     working, reasons = [], {}
     for name in sorted(preferred, key=lambda name: -preferred[name]):
         reason = _why_not(name, device, dtype, head_dim, mask)

@@ -17,6 +17,7 @@ from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
 from seqpar.mesh.shard import Shard
 from seqpar.types.outboxes import Outboxes
+from seqpar.types.protocols import output_dtype
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class HeadLayout:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"got {self.heads} query and {self.kv_heads} key-value heads, expected a multiple")
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of attention's output, which travels back."""
+        return output_dtype(self.dtype, self.device)
 
     def kv_slice(self, rank: int) -> slice:
         return Shard(self.kv_heads, len(self.tokens)).slice(rank)

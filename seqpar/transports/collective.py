@@ -141,11 +141,11 @@ class CollectiveToTokens:
             axis,
             [(n, layout.batch, mine, layout.head_dim) for n in layout.tokens],
             [(tokens, layout.batch, h, layout.head_dim) for h in counts],
-            layout.dtype,
+            layout.out_dtype,
             layout.device,
         )
         shape = (layout.batch, tokens, layout.heads, layout.head_dim)
-        self._out = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+        self._out = torch.empty(shape, dtype=layout.out_dtype, device=layout.device)
         self._boxes = Destinations(self._move.outgoing)
         places = (self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size))
         self._places = [Destinations([place]) for place in places]

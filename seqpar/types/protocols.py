@@ -17,6 +17,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Qkv8:
+    """How q, k and v of one attention become e4m3, after norm and rotary; `seqpar.kernels.prepare8` applies it.
+
+        q8 = q R / k_scale,    k8 = (k R - k_centre) k_scale,    v8 = (v - v_centre) v_scale
+
+    R is `rotation_DD` over the root of its block size: a Hadamard matrix, which spreads outlier channels and leaves
+    q k^T unchanged. A softmax ignores q k_centre^T, and its rows add up to 1, so that attention of q8, k8 and v8 is
+    (out - v_centre) v_scale: the local attention needs no scale, and all numbers are fixed before any call.
+    k_scale_G, v_scale_G: powers of two in fp32. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
+    """
+
+    rotation_DD: Tensor
+    k_scale_G: Tensor
+    k_centre_GD: Tensor
+    v_scale_G: Tensor
+    v_centre_GD: Tensor
+
+
+@dataclass(frozen=True)
 class Prepare:
     """The norm and rotary embedding of q and k between projection and attention; `seqpar.kernels.prepare` applies it.
 
@@ -25,6 +44,7 @@ class Prepare:
     cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2), or (B, l, D/2) where those of batch rows differ, or
     (B, l, H, D/2) where those of heads differ, too; q and k then have the same number of heads, and B may be 1.
     interleaved: whether the rotary pairs are (x[2j], x[2j+1]); otherwise they are (x[j], x[j + D/2]).
+    eight: how q, k and v are rounded to 8 bits for attention; None keeps their dtype.
     """
 
     norm: Literal["none", "layer", "rms"] = "none"
@@ -37,6 +57,7 @@ class Prepare:
     cos_lD2: Tensor | None = None
     sin_lD2: Tensor | None = None
     interleaved: bool = True
+    eight: Qkv8 | None = None
 
     def __post_init__(self) -> None:
         if self.norm == "rms" and (self.q_bias is not None or self.k_bias is not None):
@@ -44,7 +65,7 @@ class Prepare:
 
     @property
     def is_identity(self) -> bool:
-        return self.norm == "none" and self.cos_lD2 is None
+        return self.norm == "none" and self.cos_lD2 is None and self.eight is None
 
 
 class Core(Protocol):
@@ -52,7 +73,7 @@ class Core(Protocol):
 
     q (B, L, H, D), k and v (B, L', G, D) may have any strides with a contiguous last dim, and G divides H. The key mask
     is (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L), the natural log of the softmax's
-    denominator in fp32 (fp64 for fp64). If all keys of a row are masked, out is finite, and lse is -inf or so negative
+    denominator in fp32 (fp64 for fp64). For q, k and v in e4m3, out has `output_dtype`. If all keys of a row are masked, out is finite, and lse is -inf or so negative
     that `merge` gives out a weight of 0.
     """
 
@@ -197,3 +218,10 @@ def from_patches(tokens_BLC: Tensor, patch: tuple[int, int, int], size: tuple[in
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a model's state, which is not rounded to the model's dtype: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def output_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of attention's output for q, k and v of a dtype: their own, or a wider one for e4m3."""
+    if dtype != torch.float8_e4m3fn:
+        return dtype
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

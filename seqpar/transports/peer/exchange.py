@@ -29,17 +29,18 @@ class PeerHeads:
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self.rank = layout, axis.rank
-        size, (batch, dim) = layout.dtype.itemsize, (layout.batch, layout.head_dim)
+        size, wide = layout.dtype.itemsize, layout.out_dtype.itemsize
+        batch, dim = layout.batch, layout.head_dim
         rows = [h + 2 * g for h, g in map(layout.counts, range(axis.size))]
         fields = Fields()
         slabs = fields.add(*(sum(layout.tokens) * batch * n * dim * size for n in rows))
-        outs = fields.add(*(n * batch * layout.heads * dim * size for n in layout.tokens))
+        outs = fields.add(*(n * batch * layout.heads * dim * wide for n in layout.tokens))
         flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, layout.device)
         shapes = [(sum(layout.tokens), batch, n, dim) for n in rows]
         self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
-        self.outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
+        self.outs = [arena.view(rank, outs, shape, layout.out_dtype) for rank, shape in enumerate(shapes)]
         self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.to_heads, self.to_tokens = PeerToHeads(self), PeerToTokens(self)
 

@@ -1,0 +1,392 @@
+"""QK-norm and rotary embedding of q and k, a rotation, and rounding of q, k and v to e4m3, into the readers' outboxes.
+
+What `seqpar.kernels.prepare` does in bf16, for attention in 8 bits (`seqpar.types.protocols.Qkv8`): the pass that norm
+and rotary need anyway also rounds, so that an exchange sends half of the bytes, and no rank rounds a key that another
+has rounded. A program computes several tokens, which share the rotation's matrix; tensor cores multiply by it, because
+it is +1 and -1. A token's bits do not depend on other tokens. Numbers over 448 become 448, and NaN stays.
+Source: rotation by Hadamard matrices (QuaRot, arXiv 2404.00456).
+"""
+
+# pyright: reportPossiblyUnboundVariable=false
+# (kernels branch only on values that are known at compile time)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels.flags import Flags, last_meets, meeting
+from seqpar.kernels.prepare import alignment, mean_of, prepare_one, read_heads, rotary_row, row_strides
+from seqpar.kernels.rows8 import E4M3, LARGEST
+from seqpar.types.outboxes import Outbox, Outboxes, Places
+from seqpar.types.protocols import Prepare, Qkv8, state_dtype
+
+CASES = (
+    {"batch": 2, "tokens": 5, "heads": 6, "kv_heads": 3, "dim": 96},
+    {"batch": 1, "tokens": 9, "heads": 3, "kv_heads": 3, "dim": 64},
+    {"batch": 2, "tokens": 3, "heads": 24, "kv_heads": 24, "dim": 128},
+    {"batch": 1, "tokens": 1, "heads": 5, "kv_heads": 5, "dim": 16},
+    *({"batch": 1, "tokens": n, "heads": 24, "kv_heads": 24, "dim": 128} for n in (2304, 4608)),  # FLUX.1
+    {"batch": 1, "tokens": 4096, "heads": 40, "kv_heads": 40, "dim": 128},  # Wan 14B
+)
+TOKENS = 8  # of a program, which reads the matrix once
+NOBODY = meeting(None)
+
+
+def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a symmetric matrix of +1, -1 and 0 (D, D): Hadamard matrices of the largest power of two that divides D."""
+    block = torch.ones(1, 1)
+    while dim % (2 * len(block)) == 0:
+        block = torch.cat([torch.cat([block, block]), torch.cat([block, -block])], dim=1)
+    return torch.block_diag(*[block] * (dim // len(block))).to(device, dtype)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Return x times that matrix over its block's root, (..., D), by additions whose order is fixed."""
+    dim, step = x.shape[-1], 1
+    while dim % (2 * step) == 0:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        step *= 2
+    return x * step**-0.5
+
+
+def prepare8(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in e4m3, with the same shapes, in new contiguous tensors."""
+    if _takes(q_BlHD, k_BlGD, v_BlGD, how=how):
+        return launch(q_BlHD, k_BlGD, v_BlGD, how)
+    q, k, v = reference(q_BlHD, k_BlGD, v_BlGD, how)
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return q, k, v
+
+
+def prepare8_into(
+    q_BlHD: Tensor | None,
+    k_BlGD: Tensor | None,
+    v_BlGD: Tensor | None,
+    how: Prepare,
+    outboxes: Sequence[Outbox],
+    flags: Flags | None = None,
+) -> bool:
+    """Write q, k and v into outboxes of e4m3, as `seqpar.kernels.prepare.prepare_into` writes them in their dtype."""
+    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
+    if not tensors:
+        raise ValueError("got nothing to write, expected at least one of q, k and v")
+    if not _takes(*tensors, how=how) or not tensors[0].numel():
+        reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
+        return False
+    boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
+    launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
+    return flags is not None
+
+
+def reference(
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute `prepare8` in plain torch; what is None stays None."""
+    eight = _eight_of(how)
+    wide, of_k = replace(how, eight=None), replace(how, eight=None, q_weight=how.k_weight, q_bias=how.k_bias)
+    q = k = v = None
+    if q_BlHD is not None:
+        share = q_BlHD.shape[2] // len(eight.k_scale_G)
+        scale_H = eight.k_scale_G.repeat_interleave(share)
+        q = _rounded(rotated(_wide(prepare_one(q_BlHD, wide))), None, 1 / scale_H)
+    if k_BlGD is not None:
+        k = _rounded(rotated(_wide(prepare_one(k_BlGD, of_k))), eight.k_centre_GD, eight.k_scale_G)
+    if v_BlGD is not None:
+        v = _rounded(_wide(v_BlGD), eight.v_centre_GD, eight.v_scale_G)
+    return q, k, v
+
+
+def reference_into(
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
+) -> None:
+    q, k, v = reference(q_BlHD, k_BlGD, v_BlGD, how)
+    for box in outboxes:
+        for x, view, heads in ((q, box.q, box.heads), (k, box.k, box.kv_heads), (v, box.v, box.kv_heads)):
+            if x is not None and view is not None:
+                view.copy_(x[:, :, heads].transpose(0, 1))
+
+
+def restored(out_BlHD: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
+    """Return attention's output from that of v8, with the values' centre, in a model's dtype.
+
+    The output is overwritten if it has that dtype already. Centre and scale are numbers of the dtype, so that it rounds
+    once.
+    """
+    share = out_BlHD.shape[2] // len(eight.v_scale_G)
+    scale_H1, centre_HD = (1 / eight.v_scale_G)[:, None], eight.v_centre_GD
+    if share > 1:
+        scale_H1, centre_HD = (x.repeat_interleave(share, dim=0) for x in (scale_H1, centre_HD))
+    out = out_BlHD.to(dtype)
+    return torch.addcmul(centre_HD.to(dtype), out, scale_H1.to(dtype), out=out)
+
+
+def launch(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (q_BlHD, k_BlGD, v_BlGD))
+    _run(q_BlHD, k_BlGD, v_BlGD, how, (q, k, v))
+    return q, k, v
+
+
+def launch_into(
+    q_BlHD: Tensor | None,
+    k_BlGD: Tensor | None,
+    v_BlGD: Tensor | None,
+    how: Prepare,
+    outboxes: Outboxes,
+    flags: Flags | None = None,
+) -> None:
+    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, meeting(flags))
+
+
+def _eight_of(how: Prepare) -> Qkv8:
+    if how.eight is None:
+        raise ValueError("got a preparation without eight, expected one for attention in 8 bits")
+    return how.eight
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(state_dtype(x.dtype))
+
+
+def _rounded(x_BlHD: Tensor, centre_HD: Tensor | None, scale_H: Tensor) -> Tensor:
+    x = x_BlHD if centre_HD is None else x_BlHD - centre_HD.to(x_BlHD.dtype)
+    return (x * scale_H.to(x.dtype)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def _takes(*inputs: Tensor, how: Prepare) -> bool:
+    return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+
+
+def _run(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    how: Prepare,
+    into: Places | tuple[Tensor, Tensor, Tensor],
+    met: tuple[Any, ...] = NOBODY,
+) -> None:
+    eight = _eight_of(how)
+    contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
+    inputs = [x for x in (q, k, v) if x is not None]
+    like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
+    groups = len(eight.k_scale_G)
+    heads = groups if q is None else q.shape[2]
+    if isinstance(into, Places):
+        table, outs, write, shape = into.table, (None,) * 3, into.alignment, into.table.shape
+        dtypes = {into.dtype}
+    else:
+        table, outs, write, shape = None, into, gcd(16, dim), (3, 1, 0, 3)
+        dtypes = {x.dtype for x in into}
+    if dtypes != {E4M3} or len({eight.rotation_DD.dtype, *(x.dtype for x in inputs)}) > 1:
+        raise ValueError(f"got outboxes of {dtypes}, q, k, v of {like.dtype}, expected e4m3 and the rotation's dtype")
+    strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
+    norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+    rotary, rows, each = "none", (0, 0, 0, 0), False
+    if how.cos_lD2 is not None and how.sin_lD2 is not None:
+        rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
+        rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
+    # the tile is the same for every part, because another one would round its sums differently; tensor cores take at
+    # least 16 heads and half rows of 16
+    padded, most = max(32, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(max(heads, groups)))
+    if batch * tokens:
+        prepare8_kernel[(triton.cdiv(batch * tokens, TOKENS) * len(inputs),)](
+            *(q, k, v, *outs, table),
+            *(eight.rotation_DD, eight.k_scale_G, eight.k_centre_GD, eight.v_scale_G, eight.v_centre_GD),
+            *(norms or (None,) * 4),
+            *(how.cos_lD2, how.sin_lD2, tokens, batch * tokens, shape[2]),
+            *strides,
+            *rows,
+            how.eps,
+            (dim & -dim) ** -0.5,
+            *(heads, groups, most, len(inputs), TOKENS),
+            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], alignment(inputs, norms, how, dim), write),
+            *met,
+            num_warps=min(16, max(4, most * padded // 1024)),
+            enable_fp_fusion=True,
+        )
+
+
+@jit(do_not_specialize=["tokens", "rows"])  # one program for all numbers of tokens
+def prepare8_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    k_out,
+    v_out,
+    table,
+    rotation,
+    k_scale,
+    k_centre,
+    v_scale,
+    v_centre,
+    q_weight,
+    q_bias,
+    k_weight,
+    k_bias,
+    cos,
+    sin,
+    tokens,
+    rows,
+    table_heads,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    cos_batch,
+    cos_row,
+    sin_batch,
+    sin_row,
+    eps,
+    norm,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MOST: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HOW: tl.constexpr,
+    flags,
+    LANES: tl.constexpr,
+    TIMER: tl.constexpr,
+):
+    """Write q, k or v of TOKENS tokens in each program. PARTS: the number of inputs that are not None. HOW: see `_round`."""
+    part = tl.program_id(0) % PARTS
+    if q is None:
+        part += 1
+    if k is None:  # v follows q
+        part = tl.where(part > 0, part + 1, part)
+    first = (tl.program_id(0) // PARTS * TOKENS).to(tl.int64)
+    place = table, table_heads, first, tokens, rows, TOKENS
+    rotary = cos, sin, cos_batch, cos_row, sin_batch, sin_row
+    if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
+        if part == 0:
+            source = q, q_batch, q_token, q_head
+            how = rotation, k_scale, None, q_weight, q_bias, eps, norm
+            _round(source, q_out, place, how, rotary, 0, HEADS, HEADS // GROUPS, MOST, HOW)
+    if k is not None:  # noqa: SIM102
+        if part == 1:
+            source = k, k_batch, k_token, k_head
+            how = rotation, k_scale, k_centre, k_weight, k_bias, eps, norm
+            _round(source, k_out, place, how, rotary, 1, GROUPS, 1, MOST, HOW)
+    if v is not None:  # noqa: SIM102
+        if part == 2:
+            source = v, v_batch, v_token, v_head
+            how = None, v_scale, v_centre, None, None, eps, norm
+            _round(source, v_out, place, how, rotary, 2, GROUPS, 1, MOST, HOW)
+    if flags is not None:
+        last_meets(flags, tl.num_programs(0), LANES, TIMER)
+
+
+@jit
+def _round(
+    source,
+    out,
+    place,
+    how,
+    rotary,
+    PART: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    MOST: tl.constexpr,
+    HOW: tl.constexpr,
+):
+    """Normalise, rotate by position and by the matrix, scale and write the heads of some tokens; v is only scaled.
+
+    HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
+    head dim and the width of its tile, the copies of each head, the bytes that divide each place that is read and that
+    is written. SHARE: the number of heads with one scale, by which q is divided.
+    """
+    NORM: tl.constexpr = HOW[0]
+    PER_HEAD: tl.constexpr = HOW[1]
+    ROTARY: tl.constexpr = "none" if PART == 2 else HOW[2]  # pyright: ignore[reportAssignmentType]
+    EACH: tl.constexpr = HOW[3]
+    DIM: tl.constexpr = HOW[4]
+    DIM2: tl.constexpr = HOW[5]
+    COPIES: tl.constexpr = HOW[6]
+    READ: tl.constexpr = HOW[7]
+    WRITE: tl.constexpr = HOW[8]
+    x, x_batch, x_token, x_head = source
+    table, table_heads, first, tokens, rows, TOKENS = place
+    rotation, scales, centres, weight, bias, eps, norm = how
+    cos, sin, cos_batch, cos_row, sin_batch, sin_row = rotary
+    head = tl.arange(0, MOST)
+    column = tl.arange(0, DIM2)
+    pair = tl.arange(0, DIM2 // 2)
+    known = head < HEADS
+    inside = known[:, None] & (column < DIM)[None, :]
+    scale = tl.load(scales + head // SHARE, known, 1.0)[:, None]
+    if PART != 2:
+        # the rows of the matrix for both halves of what `read_heads` returns
+        at_a = pair if ROTARY == "halves" else 2 * pair
+        at_b = at_a + (DIM // 2 if ROTARY == "halves" else 1)
+        has = (pair < DIM // 2)[:, None] & (column < DIM)[None, :]
+        rotation_a = tl.load(rotation + at_a[:, None] * DIM + column[None, :], has, 0.0)
+        rotation_b = tl.load(rotation + at_b[:, None] * DIM + column[None, :], has, 0.0)
+    for step in range(TOKENS):
+        row = tl.minimum(first + step, rows - 1)  # the last programs write the last token more than once
+        batch = row // tokens
+        token = row % tokens
+        at = x + batch * x_batch + token * x_token
+        if PART == 2:
+            start = tl.multiple_of(at + (head[:, None] * x_head + column[None, :]), [READ, READ])
+            y = tl.load(start, inside, 0.0).to(tl.float32)
+        else:
+            a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+            if NORM != "none":
+                if NORM == "layer":
+                    mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
+                    real = known[:, None] & (pair < DIM // 2)[None, :]
+                    a = tl.where(real, a - mean, 0.0)
+                    b = tl.where(real, b - mean, 0.0)
+                factor = tl.rsqrt(mean_of(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
+                a = a * factor
+                b = b * factor
+                if weight is not None:
+                    weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                    a = a * weight_a
+                    b = b * weight_b
+                if bias is not None:
+                    bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                    a = a + bias_a
+                    b = b + bias_b
+            if ROTARY != "none":
+                cosine = rotary_row(cos + batch * cos_batch + token * cos_row, EACH, HEADS, MOST, DIM, DIM2, READ)
+                sine = rotary_row(sin + batch * sin_batch + token * sin_row, EACH, HEADS, MOST, DIM, DIM2, READ)
+                turned = a * cosine - b * sine
+                b = b * cosine + a * sine
+                a = turned
+            element: tl.constexpr = rotation.dtype.element_ty
+            y = tl.dot(a.to(element), rotation_a, out_dtype=tl.float32)
+            y = tl.dot(b.to(element), rotation_b, y, out_dtype=tl.float32) * norm
+        if centres is not None:
+            y = y - tl.load(centres + head[:, None] * DIM + column[None, :], inside, 0.0).to(tl.float32)
+        y = y / scale if PART == 0 else y * scale
+        y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
+            if table is None:
+                there = out + (row * HEADS + head) * DIM
+                wanted = inside
+            else:
+                entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
+                listed = known & (head < table_heads)
+                address = tl.load(entry, mask=listed, other=0)
+                step_of = tl.load(entry + 1, mask=listed, other=0)
+                offset = token * step_of + batch * tl.load(entry + 2, mask=listed, other=0)
+                there = address.to(tl.pointer_type(tl.float8e4nv)) + offset
+                wanted = inside & (address != 0)[:, None]
+            target = tl.multiple_of(there[:, None] + column[None, :], [WRITE, WRITE])
+            tl.store(target, y.to(tl.float8e4nv), mask=wanted)

@@ -40,7 +40,7 @@ NOBODY = meeting(None)
 
 
 def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a symmetric matrix of +1, -1 and 0 (D, D): Hadamard matrices of the largest power of two that divides D."""
+    """Return a symmetric matrix (D, D) of Hadamard matrices, each as large as the largest power of two dividing D."""
     block = torch.ones(1, 1)
     while dim % (2 * len(block)) == 0:
         block = torch.cat([torch.cat([block, block]), torch.cat([block, -block])], dim=1)
@@ -263,7 +263,7 @@ def prepare8_kernel(
     LANES: tl.constexpr,
     TIMER: tl.constexpr,
 ):
-    """Write q, k or v of TOKENS tokens in each program. PARTS: the number of inputs that are not None. HOW: see `_round`."""
+    """Write q, k or v of TOKENS tokens in each program. PARTS: the inputs that are not None. HOW: as for `_round`."""
     part = tl.program_id(0) % PARTS
     if q is None:
         part += 1
@@ -356,7 +356,9 @@ def _round(
                 a = a * factor
                 b = b * factor
                 if weight is not None:
-                    weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                    weight_a, weight_b = read_heads(
+                        weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ
+                    )
                     a = a * weight_a
                     b = b * weight_b
                 if bias is not None:

@@ -47,7 +47,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 def preference(major: int, head_dim: int) -> None:
     """Return None: "auto" never chooses it."""
-    return None
+    return
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:

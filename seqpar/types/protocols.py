@@ -72,9 +72,9 @@ class Core(Protocol):
     """Attention over the given q, k and v on one device, which strategies distribute.
 
     q (B, L, H, D), k and v (B, L', G, D) may have any strides with a contiguous last dim, and G divides H. The key mask
-    is (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L), the natural log of the softmax's
-    denominator in fp32 (fp64 for fp64). For q, k and v in e4m3, out has `output_dtype`. If all keys of a row are masked, out is finite, and lse is -inf or so negative
-    that `merge` gives out a weight of 0.
+    is (B, L') or None (see `Attend`). Returns out (B, L, H, D), of q's dtype or, for e4m3, `output_dtype`, and lse
+    (B, H, L), the natural log of the softmax's denominator in fp32 (fp64 for fp64). If all keys of a row are masked,
+    out is finite, and lse is -inf or so negative that `merge` gives out a weight of 0.
     """
 
     def __call__(

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 NARROW = {
     "channel_norm": {2, 4},  # the weight of a channel
     "group_norm": {2, 4, 8},  # moments, and the weights of a channel
+    "eight": {4},  # the scale of a head
     "rows8": {4, 8},  # the scale of a row, and its values
     "merge": {4},  # log-sum-exps, one for each row of a head
     "tokens": {4},  # those of the merge among them

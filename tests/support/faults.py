@@ -96,6 +96,22 @@ FAULTS = (
         "a stale copy of the weights computes",
     ),
     Fault(
+        "attention in 8 bits has the scale of another head",
+        "seqpar/kernels/prepare8.py",
+        "scale_H = eight.k_scale_G.repeat_interleave(share)",
+        "scale_H = eight.k_scale_G.roll(1).repeat_interleave(share)",
+        "tests/local/test_fp8.py::test_error_and_bias_are_small_for_any_values[65-heads]",
+        "scores of a head are those of another temperature",
+    ),
+    Fault(
+        "the centre of the values is not added back",
+        "seqpar/kernels/prepare8.py",
+        "return torch.addcmul(centre_HD.to(dtype), out,",
+        "return torch.addcmul(0 * centre_HD.to(dtype), out,",
+        "tests/local/test_fp8.py::test_error_and_bias_are_small_for_any_values[65-means]",
+        "images lose their means",
+    ),
+    Fault(
         "a scale of 8 bits saturates",
         "seqpar/kernels/rows8.py",
         "scales = (x_RE.abs().amax(-1, keepdim=True) / LARGEST).float()",

@@ -37,6 +37,7 @@ from seqpar.kernels import (
     multistep,
     post_norm,
     prepare,
+    prepare8,
     push,
     rows8,
     softmax_weights,
@@ -53,10 +54,11 @@ from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.transports import _contract
 from seqpar.types.protocols import Attend
-from tests.kernels import test_merge, test_prepare, test_push, test_steps
+from tests.kernels import test_merge, test_prepare, test_prepare8, test_push, test_steps
 from tests.kernels.test_kernels import KERNELS
 
 BF16, FP32 = torch.bfloat16, torch.float32
+EIGHT = ((24, 128, "pairs"), (40, 128, "pairs"), (30, 128, "halves"))
 WIDTHS = (4096, 1152)  # of Large-DiT-7B and DiT-XL
 OF_IMAGES = [name for name, kernel in KERNELS.items() if kernel.of_images and name != "group_norm"]
 Launch = Callable[[], object]
@@ -166,6 +168,7 @@ def launches() -> dict[str, Launch]:
         "outboxes, rows of images": outboxes(32, 128, rotary=(2,)),
         "outboxes, rows of heads": outboxes(32, 64, rotary=(1, 32)),
         "outboxes, meets": outboxes(32, 128, meets=True),
+        **{f"eight, {heads} x {dim}, {rotary}": eight(heads, dim, rotary) for heads, dim, rotary in EIGHT},
         **{f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))},
         "push, 4 x 72, heads apart": pushed(4, 72, "heads apart"),
         "push, many": pushed(8, 128, tokens=2048),
@@ -221,6 +224,15 @@ def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv", rota
     q, k, v = (x if name in parts else None for name, x in inputs)
     boxes = test_prepare.boxes(case, BF16)
     return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
+
+
+def eight(heads: int, dim: int, rotary: str) -> Launch:
+    """Return q, k and v in e4m3, of FLUX.1, Wan and Z-Image."""
+    case = {"batch": 1, "tokens": 16, "heads": heads, "kv_heads": heads, "dim": dim}
+    how = test_prepare.preparation(case, "rms per head" if rotary == "pairs" else "rms", rotary, BF16)
+    q, k, v = test_prepare.project(case, BF16)
+    how = replace(how, eight=test_prepare8.eight(heads, dim, BF16, "cpu"))
+    return lambda: prepare8.launch(q, k, v, how)
 
 
 def pushed(heads: int, dim: int, strides: str = "contiguous", meets: bool = False, tokens: int = 16) -> Launch:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels import adaln, rows8
+from seqpar.kernels import adaln, few_rows8, rows8
 from seqpar.kernels.adaln import Gated, Norm
 from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, rounded
 from tests.conftest import DEVICE
@@ -115,3 +115,18 @@ def test_columns_of_a_weight_are_read_where_they_are() -> None:
         x = product(512, columns.stop - columns.start, 16)[0]
         copy = product8(x, values[:, columns].contiguous(), scales, bias)
         assert torch.equal(product8(x, values[:, columns], scales, bias), copy)
+
+
+@pytest.mark.parametrize(("case", "dtype"), covering(few_rows8.CASES, turns=(HALF, torch.float32)))
+def test_few_rows_times_a_weight_in_8_bits(case: dict[str, int], dtype: torch.dtype) -> None:
+    rows, inner, width = case.values()
+    x = random((2 * rows, inner + 16), 0, DEVICE, dtype)[::2, :inner]
+    values, scales = rounded(random((width, inner), 1, DEVICE, torch.float32))
+    want = few_rows8.reference(x.double(), values, scales.flatten())
+    for work in (few_rows8.launch, few_rows8.reference):
+        got = work(x, values, scales.flatten())
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+        assert (work(x, values, scales.flatten().flip(0)) - want).abs().max() > 1e-2  # a negative control
+    each = [few_rows8.launch(x[row : row + 1], values[3:], scales.flatten()[3:]) for row in range(rows)]
+    assert torch.equal(torch.cat(each), few_rows8.launch(x, values, scales.flatten())[:, 3:])

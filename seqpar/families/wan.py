@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import Pipelines
-from seqpar.families._block import EIGHT, Block, BlockCall
+from seqpar.families._block import EIGHT, Block, BlockCall, Input
 from seqpar.families._cross import constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
@@ -72,6 +72,7 @@ PIPELINES = Pipelines(
     experts={"transformer": _noise("high"), "transformer_2": _noise("low")},
     left_out=re.compile(r"diffusion_model\..*norm.*\.diff(_b)?"),
 )
+EIGHT_TOO = ("text q", "text out")  # of all tokens of the video; keys and values are of the few of the text
 WITHOUT_ROWS = ("control_hidden_states_scale",)  # a number per block of VACE
 LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
@@ -135,16 +136,17 @@ def vace(
 
 def _to_text(
     call: BlockCall, x_BlE: Tensor, gate: Vectors, branch_BlE: Tensor, norm: nn.Module, index: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Input]:
     """Return x + gate * branch, and its norm with weight and bias, where the model has one, for attention to text."""
     if not isinstance(norm, nn.LayerNorm):
         x = added(x_BlE, gate, branch_BlE, index_Bl=index)
         return x, x
-    zero, of = constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight)
-    return gate_norm_modulate(x_BlE, gate, branch_BlE, norm.bias[None], zero, of, index_Bl=index)
+    zero, of, reader = constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight), call.matrices["text q"]
+    shift = norm.bias[None]
+    return gate_norm_modulate(x_BlE, gate, branch_BlE, shift, zero, of, index_Bl=index, rounding=reader.rounding)
 
 
-def _attended(call: BlockCall, attention: Any, h_BlE: Tensor, text_BLE: Tensor) -> Tensor:
+def _attended(call: BlockCall, attention: Any, h_BlE: Input, text_BLE: Tensor) -> Tensor:
     """Return attention (B, l, E) to the text, plus attention to a picture's features where the model has layers."""
     of, heads = call.matrices, (attention.heads, -1)
     q = attention.norm_q(of["text q"](h_BlE)).unflatten(2, heads)
@@ -163,9 +165,9 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 BLOCKS = {
-    "WanTransformerBlock": Block(block, ("image",), LAYERS, eight=EIGHT),
+    "WanTransformerBlock": Block(block, ("image",), LAYERS, eight=(*EIGHT, *EIGHT_TOO)),
     "WanVACETransformerBlock": Block(
-        vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}, eight=EIGHT
+        vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}, eight=(*EIGHT, *EIGHT_TOO)
     ),
 }
 

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, Matrix, reads_next
+from seqpar.families._block import EIGHT, BlockCall, Matrix, reads_next
 from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate
 from seqpar.types.facts import Blocks, Cross, Gemms, Work
 from seqpar.types.protocols import state_dtype
+
+CROSS_EIGHT = (*EIGHT, "text q", "text out")  # the text's keys and values are of few tokens
 
 
 class Modulation(NamedTuple):

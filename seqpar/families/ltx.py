@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError
-from seqpar.families._cross import crossed_work, finished, tabled, to_whole
+from seqpar.families._block import Block, BlockCall, DeclinedError
+from seqpar.families._cross import CROSS_EIGHT, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._masks import Keys, Prepared
 from seqpar.kernels.adaln import Norm, added, norm_modulate
@@ -146,7 +146,7 @@ def by_head(rows: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-BLOCKS = {"LTXVideoTransformerBlock": Block(block, ("image",), LAYERS, why_not, EIGHT)}
+BLOCKS = {"LTXVideoTransformerBlock": Block(block, ("image",), LAYERS, why_not, CROSS_EIGHT)}
 
 
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:

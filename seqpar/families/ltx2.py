@@ -75,7 +75,7 @@ LAYERS = {
     "audio down": ("audio_ff.net.2",),
 }
 # the sound is few tokens
-EIGHT = ("video qkv", "video out", "video up", "video down")
+EIGHT = ("video qkv", "video out", "video text q", "video text out", "video up", "video down")
 
 
 def why_not(block: Any) -> str | None:
@@ -254,8 +254,9 @@ def _read_text(
         h = norm_modulate(x_BlE, shift, scale, norm, index_Bl=side.of_token, rounding=rounding)
     branch = _output(call, side.name, h, _to_itself(call, side, h, skips))
     shift, scale, text_gate = side.own[6:] or (zero, zero, None)
-    x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.of_token)
     name, attn = f"{side.name} text", side.text_attn
+    rounding = rounding_for(call.matrices, f"{name} q", f"{name} gates")
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.of_token, rounding=rounding)
     q = attn.norm_q(call.matrices[f"{name} q"](h)).unflatten(2, (attn.heads, -1))
     out = to_whole(call, q, side.text, call.matrices[f"{name} kv"], attn.norm_k, side.bias)
     return x, _output(call, name, h, out), text_gate

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.families import Pipelines
-from seqpar.families._block import EIGHT, Block, BlockCall, Input
-from seqpar.families._cross import constant, crossed_work, finished, tabled, to_whole
+from seqpar.families._block import Block, BlockCall, Input
+from seqpar.families._cross import CROSS_EIGHT, constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
@@ -72,7 +72,6 @@ PIPELINES = Pipelines(
     experts={"transformer": _noise("high"), "transformer_2": _noise("low")},
     left_out=re.compile(r"diffusion_model\..*norm.*\.diff(_b)?"),
 )
-EIGHT_TOO = ("text q", "text out")  # of all tokens of the video; keys and values are of the few of the text
 WITHOUT_ROWS = ("control_hidden_states_scale",)  # a number per block of VACE
 LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
@@ -165,9 +164,9 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 BLOCKS = {
-    "WanTransformerBlock": Block(block, ("image",), LAYERS, eight=(*EIGHT, *EIGHT_TOO)),
+    "WanTransformerBlock": Block(block, ("image",), LAYERS, eight=CROSS_EIGHT),
     "WanVACETransformerBlock": Block(
-        vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}, eight=(*EIGHT, *EIGHT_TOO)
+        vace, ("image",), {**LAYERS, "in": ("proj_in",), "added": ("proj_out",)}, eight=CROSS_EIGHT
     ),
 }
 

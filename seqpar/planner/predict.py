@@ -102,7 +102,6 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
             return us
         rows = b * kind.rows(local, others)[0]
         eight = sum(gemm_us(rates, rows, *gemm, width) for gemm in kind.gemms)
-        eight -= sum(gemm_us(rates, rows, *gemm, width) for gemm in _of_cross(work, kind))
         return us - eight * (1 - 1 / EIGHT_SPEED)
 
     def pass_us(read_and_written: float, kernels: int = 1) -> float:
@@ -158,12 +157,6 @@ def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
     return replace(kind, gemms=first, apart=tuple(others))
 
 
-def _of_cross(work: Work, kind: Blocks) -> Gemms:
-    """The GEMMs of queries and output of cross-attention, which stay in the weights' dtype."""
-    inner = work.heads * work.head_dim
-    return () if kind.cross is None else ((work.width, inner), (inner, work.width))
-
-
 def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
     inputs, outputs = gemms[0]
     queries = work.heads * work.head_dim
@@ -205,8 +198,7 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
 
 def _bytes_in_8_bits(work: Work) -> int:
     """The bytes of the 8-bit copies of weights."""
-    sizes = ((kind.count, _elements(kind.gemms) - _elements(_of_cross(work, kind))) for kind in work.blocks)
-    return sum(count * size for count, size in sizes)
+    return sum(kind.count * _elements(kind.gemms) for kind in work.blocks)
 
 
 def _elements(gemms: Gemms) -> int:

@@ -84,6 +84,19 @@ def _why_not(kind: type) -> str | None:
     )
 
 
+def stored_in_8_bits(module: nn.Module) -> list[str]:
+    """Return the names of the weights of a transformer without adapters that precision="fp8" keeps in 8 bits alone.
+
+    These are the linear layers of the blocks that compute in 8 bits, whatever dtype a layer itself computes in.
+    """
+    names = list[str]()
+    for path, part in module.named_modules():
+        block = BLOCKS.get(type(part).__name__) if type(part).__module__.startswith(HOME) else None
+        if block is not None and block.eight:
+            names += [f"{path}.{name}.weight" for name, x in part.named_modules() if type(x) is nn.Linear]
+    return names
+
+
 def is_known(module: nn.Module) -> bool:
     """Return whether a transformer is of a family of this package, or derives from one."""
     return any(kind.__name__ in CUTS for kind in type(module).__mro__)

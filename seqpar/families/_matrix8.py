@@ -18,12 +18,13 @@ from seqpar.families._block import Input, Matrix
 from seqpar.kernels.activations import bias_gelu, swiglu
 from seqpar.kernels.adaln import Branch
 from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows, rounded
+from seqpar.kernels.weight8 import Weight8, original
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 
 @dataclass(frozen=True)
 class Matrix8(Matrix):
-    """`Matrix` that computes in e4m3. weight, bias: as they were before.
+    """`Matrix` that computes in e4m3. weight, bias: as they were before, or a `Weight8` of the same values.
 
     values: e4m3 (F, E). scales: fp32 (F,). reads: how inputs are rounded; one object for all matrices that read the
     same input. folded: bias + centre W^T in the weight's dtype, (F,), or None. fast: as for `product8`.
@@ -35,6 +36,10 @@ class Matrix8(Matrix):
     folded: Tensor | None
     fast: bool
     halves: dict[int, tuple[Matrix8, Matrix8]] = field(default_factory=dict, compare=False)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.values)
 
     @property
     def rounding(self) -> Rounding:
@@ -80,17 +85,17 @@ class Matrix8(Matrix):
         )
 
     def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
+        """Return as `Matrix` does; the centre's whole product is in the bias of the second, because both add up."""
         if first not in self.halves:  # the first call makes them, before any graph is captured
             centre = self.reads.centre_E
-            before, after = (None, None) if centre is None else (centre[:first], centre[first:])
-            self.halves[first] = (
-                eight_of(
-                    self.weight[:, :first], None, self.values[:, :first], self.scales, Rounding(before), self.fast
-                ),
-                eight_of(
-                    self.weight[:, first:], self.bias, self.values[:, first:], self.scales, Rounding(after), self.fast
-                ),
+            centres = (None, None) if centre is None else (centre[:first], centre[first:])
+            unread = self.weight.new_empty(0, 0)  # a `Weight8` has no columns in 8 bits
+            before = replace(self, weight=unread, bias=None, values=self.values[:, :first], folded=None, halves={})
+            after = replace(self, weight=unread, values=self.values[:, first:], halves={})
+            before, after = (
+                replace(half, reads=Rounding(centre)) for half, centre in zip((before, after), centres, strict=True)
             )
+            self.halves[first] = before, after
         return self.halves[first]
 
     def _rows(self, x_BlE: Input) -> Rows8:
@@ -103,25 +108,37 @@ class Matrix8(Matrix):
 
 @torch.inference_mode(False)  # weights outlive the caller's mode
 @torch.no_grad()
-def quantised(matrix: Matrix, reads: Rounding, fast: bool, room: Matrix8 | None = None) -> Matrix8:
-    """Return a matrix in 8 bits, whose inputs are rounded like this. room: an older one, whose memory is used again."""
-    values, scales = rounded(matrix.weight.to(state_dtype(matrix.weight.dtype)))
-    if room is not None and (room.values.shape, room.values.device) == (values.shape, values.device):
-        values = room.values.copy_(values)
-    return eight_of(matrix.weight, matrix.bias, values, scales.flatten(), reads, fast)
-
-
-def eight_of(
-    weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor, reads: Rounding, fast: bool
+def quantised(
+    matrix: Matrix, reads: Rounding, fast: bool, room: Matrix8 | None = None, product_F: Tensor | None = None
 ) -> Matrix8:
-    """Return the matrix of these weights in 8 bits, with the product of the inputs' centre in its bias."""
-    folded = bias
+    """Return a matrix in 8 bits, whose inputs are rounded like this, with their centre's product in its bias.
+
+    A `Weight8` gives its own values. room: an older one, whose memory is used again. product: `centre_product` of the
+    weights as they are, where that is known.
+    """
+    weight = matrix.weight
+    if isinstance(weight, Weight8):
+        values, scales = weight.e4m3, weight.scales
+    else:
+        values, scales = rounded(weight.to(state_dtype(weight.dtype)))
+        scales = scales.flatten()
+        if room is not None and (room.values.shape, room.values.device) == (values.shape, values.device):
+            values = room.values.copy_(values)
+    folded = matrix.bias
     if reads.centre_E is not None:
-        wide = state_dtype(weight.dtype)
-        with torch.autocast(weight.device.type, enabled=False):  # of a call in which weights have changed
-            folded = weight.to(wide) @ reads.centre_E.to(wide)
-        folded = (folded if bias is None else folded + bias.to(wide)).to(weight.dtype)
-    return Matrix8(weight, bias, values, scales, reads, folded, fast)
+        folded = centre_product(weight, reads.centre_E) if product_F is None else product_F.to(weight.device)
+        folded = (folded if matrix.bias is None else folded + matrix.bias.to(folded.dtype)).to(weight.dtype)
+    return Matrix8(weight, matrix.bias, values, scales, reads, folded, fast)
+
+
+def centre_product(weight_FE: Tensor, centre_E: Tensor) -> Tensor:
+    """Return the product of inputs' centre with a weight, (F,), in fp32 (fp64 for fp64).
+
+    Of a `Weight8` it is that of the weight before it was rounded: else what rounding lost would be a fixed bias.
+    """
+    wide = state_dtype(weight_FE.dtype)
+    with torch.autocast(weight_FE.device.type, enabled=False):  # of a call in which weights have changed
+        return original(weight_FE).to(wide) @ centre_E.to(wide)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from seqpar.kernels import _quack
 from seqpar.kernels._quack import Shape, Tile
 from seqpar.kernels._triton import fused
 from seqpar.kernels.activations import bias_gelu, reference_gelu, reference_swiglu, swiglu
+from seqpar.kernels.weight8 import plain
 from seqpar.mesh import exact
 from seqpar.types.protocols import state_dtype
 
@@ -65,6 +66,7 @@ def gated_linear(
     torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
     batch, local, _ = x_BlE.shape
+    packed_F2E = plain(packed_F2E)
     size = choice(x_BlE, packed_F2E) if bias_F2 is None and local else None
     tile = size and tile_for(size, batch * local, local if tokens is None else tokens)
     if tile is None:
@@ -148,7 +150,7 @@ def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, *, exac
 
     exact: as for `bias_gelu`.
     """
-    narrow = x_BlE.dtype in (torch.bfloat16, torch.float16)
+    narrow, weight_FE = x_BlE.dtype in (torch.bfloat16, torch.float16), plain(weight_FE)
     if bias_F is not None and narrow and not exact and x_BlE.numel() and fused(x_BlE, weight_FE, bias_F):
         width, inner = weight_FE.shape
         shape = torch.cuda.get_device_capability(x_BlE.device), width, inner

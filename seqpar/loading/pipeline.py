@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from seqpar.families._find import reads_layers
+from seqpar.families._find import reads_layers, stored_in_8_bits
+from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS, Fitted
 from seqpar.loading.encoders import begin_encoders, encode_first, name_encoders, no_collection
 from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts, vae_keys
 from seqpar.loading.names import no_bars
+from seqpar.loading.parts import NAMES as TRANSFORMERS
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite
@@ -44,6 +47,7 @@ def load_pipeline(
     loras: Sequence[_lora.Lora] = (),
     encode: Sequence[Callable[[Any], object]] = (),
     look: Callable[[Any], object] = id,
+    eight: bool = False,
 ) -> Any:
     """Return the pipeline of a folder on this rank's device. Collective: call on all ranks.
 
@@ -52,7 +56,8 @@ def load_pipeline(
     kind: the class of the pipeline, for which `parts` were checked. encode: each calls the pipeline as it will be
     called; its encoders then run first, and are freed before the transformers' weights load. Its constructor may then
     read no weight of a transformer. () keeps the encoders for other prompts. look: called with each transformer,
-    without its weights, while files are read. Raises the same ValueError on every rank if a part does not load.
+    without its weights, while files are read. eight: whether weights of transformers are kept in 8 bits (`Weight8`).
+    Raises the same ValueError on every rank if a part does not load.
     """
     assert isinstance(parts.source, Path)
     fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
@@ -70,7 +75,7 @@ def load_pipeline(
         encoded = bool(encode) and finish_encoders is not None
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
-        weights = _weights(parts, dtype, mesh)
+        weights = _weights(parts, dtype, mesh, eight)
         late = [name for name in weights if encoded and name.startswith("transformer")]
         coming = _begin({name: x for name, x in weights.items() if name not in late}, mesh, reader, team, size)
 
@@ -126,7 +131,7 @@ def _check_unchanged(parts: PipelineParts) -> None:
         fitted.checkpoint.check_unchanged()
 
 
-def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh) -> dict[str, Weights]:
+def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh, eight: bool) -> dict[str, Weights]:
     """Return the weights of the models of diffusers in a folder by the names of their parts.
 
     Rank 0 prints why diffusers reads another part's weights, on every rank.
@@ -149,7 +154,7 @@ def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh) -> dict[str, 
     def together() -> dict[str, Weights]:
         if lost := [name for name in names if name not in kinds or name not in parts.fitted]:
             raise ValueError(f"got {parts.source} without {lost[0]}, which rank 0 has; give all hosts the same files")
-        return {name: Weights.of(parts.fitted[name], dtype) for name in names}
+        return {name: Weights.of(parts.fitted[name], dtype, eight and name in TRANSFORMERS) for name in names}
 
     return mesh.on_all_ranks(together)
 
@@ -169,15 +174,22 @@ def why_not(kind: Any, fitted: Fitted | None) -> str | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model of diffusers. like: the tensors that they become, on the meta device."""
+    """The weights of a model of diffusers. like: the tensors that they become, on the meta device.
+
+    eight: the names of those that are kept in 8 bits.
+    """
 
     fitted: Fitted
     keys: KeyMap
     like: dict[str, Tensor]
+    eight: tuple[str, ...] = ()
 
     @staticmethod
-    def of(fitted: Fitted, dtype: torch.dtype) -> Weights:
-        """Return the weights for a model that is then that of `from_pretrained(torch_dtype=dtype)`."""
+    def of(fitted: Fitted, dtype: torch.dtype, eight: bool = False) -> Weights:
+        """Return the weights for a model that is then that of `from_pretrained(torch_dtype=dtype)`.
+
+        eight: keep those of linear layers in blocks that compute in 8 bits as `Weight8`.
+        """
         kind, shapes = fitted.kind, fitted.checkpoint.shapes
         if kind is AutoencoderKL:
             keys = vae_keys(fitted.state, shapes)
@@ -194,7 +206,17 @@ class Weights:
             return torch.float32 if any(part in fp32 for part in name.split(".")) else dtype
 
         like = {name: torch.empty(fitted.state[name], dtype=dtype_of(name), device="meta") for name in keys.sources}
-        return Weights(fitted, keys, like)
+        stored = tuple(stored_in_8_bits(fitted.model)) if eight else ()
+        stored = tuple(name for name in stored if like[name].dtype == dtype)
+        like |= {name: Weight8.empty(like[name].shape, dtype, "meta") for name in stored}
+        return Weights(fitted, keys, like, stored)
+
+    def original(self, name: str) -> Tensor:
+        """Return a weight as it is in its files, on the host; ValueError if these have changed."""
+        checkpoint, source = self.fitted.checkpoint, self.keys.sources[name]
+        tensor = source.combine(*map(checkpoint.tensor, source.keys)).to(self.like[name].dtype)
+        checkpoint.check_unchanged()
+        return tensor
 
     def empty(self, dtype: torch.dtype) -> Any:
         """Return the model with its parameters on the meta device, and its buffers as diffusers computes them."""
@@ -213,6 +235,8 @@ class Weights:
     def finish(self, model: Any, placing: Placing, mesh: Mesh) -> None:
         """Give a model its weights on this rank's device. Collective: call on all ranks."""
         placing.finish(model, mesh)
+        for name in self.eight:
+            model.get_parameter(name).came_from(partial(self.original, name), loaded=True)
         model.register_to_config(_name_or_path=str(self.fitted.path))
         model.to(mesh.device).eval()  # moves buffers that no file holds
 

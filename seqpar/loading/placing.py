@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.checkpoint import Checkpoint, check
 from seqpar.loading.reading import SMALL, Reader, tensor_context
 from seqpar.mesh.mesh import Axis, Mesh, finish
@@ -104,7 +105,8 @@ class Placing:
         mine = self._read() if mesh is None else mesh.on_all_ranks(self._read)
         every = {**mine, **self.others}
         for reader in range(self.team.size):
-            _give([every[name] for name, rank in self.readers.items() if rank == reader], self.team, reader)
+            theirs = (every[name] for name, rank in self.readers.items() if rank == reader)
+            _give([memory for tensor in theirs for memory in _memories(tensor)], self.team, reader)
         for name, tensor in mine.items():
             put(model, name, tensor)
 
@@ -157,6 +159,11 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     module = model.get_submodule(owner)
     own = getattr(module, last)
     setattr(module, last, nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor)
+
+
+def _memories(tensor: Tensor) -> tuple[Tensor, ...]:
+    # NCCL and gloo send bytes of e4m3 under the name of another type
+    return (tensor.e4m3.view(torch.uint8), tensor.scales) if isinstance(tensor, Weight8) else (tensor,)
 
 
 def _give(tensors: Sequence[Tensor], team: Team, reader: int) -> None:

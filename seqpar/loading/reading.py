@@ -23,13 +23,15 @@ from fastsafetensors import cpp
 from safetensors import SafetensorError
 from torch import Tensor
 
+from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, check_stamp
 from seqpar.types.keys import KeyMap
 
 THREADS = 8  # of a rank at most; with more, page cache and link take no more bytes a second
 BLOCK = 1 << 21  # bytes of a buffer, of which a thread has two: with 8 MiB they leave the cache, at half the rate
 AHEAD = 1 << 30  # bytes that are asked for before the oldest must be there, which come while another thread has
-# Python's lock; an error or ctrl-C waits for them, and those that are converted take so much memory besides
+# Python's lock; an error or ctrl-C waits for them, and those that are converted take so much memory besides, of which a
+# load in 8 bits spares three quarters
 ALIGNED = 16  # bytes, of the largest dtype
 SMALL = 1 << 18  # bytes of a tensor that comes with others: each request waits for all copies that are on their way
 
@@ -65,7 +67,8 @@ class Reader:
     ) -> Future[dict[str, Tensor]]:
         """Ask for the tensors of these names on the device.
 
-        like: name -> a tensor of the meta device with the dtype that it gets. The result raises ValueError if a tensor
+        like: name -> a tensor of the meta device with the dtype that it gets; a `Weight8` is rounded as it arrives, and
+        its memory as it lies in the file serves the next tensor. The result raises ValueError if a tensor
         does not load or is not finite.
         """
         on_gpu = self.device.type == "cuda"
@@ -99,25 +102,30 @@ class Reader:
                 self._native = _native(self.device, self._threads)
             with _Requests(checkpoint, self.device, self._native, memory) as requests:
                 requests.read_small([key for name in names for key in keys.sources[name].keys])
-                for name, parts in self._parts(requests, keys, names):
+                ahead = AHEAD // 4 if any(isinstance(like[name], Weight8) for name in names) else AHEAD
+                for name, parts in self._parts(requests, keys, names, ahead):
                     source = keys.sources[name]
                     with tensor_context(checkpoint, source.keys):
                         found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
                         extremes[name] = found[name].aminmax()
+                    if isinstance(like[name], Weight8):
+                        found[name] = Weight8.of(found[name])
             checkpoint.check_unchanged()  # first: bytes that are half old and half new may be any number
             _check_finite(checkpoint.name, {name: keys.sources[name].keys for name in extremes}, extremes)
         return found
 
-    def _parts(self, requests: _Requests, keys: KeyMap, names: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
+    def _parts(
+        self, requests: _Requests, keys: KeyMap, names: Sequence[str], ahead: int
+    ) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield name and tensors as they lie in the file, in the order of the names, asking for later ones before."""
         asked = deque[tuple[str, list[_Request]]]()
         for name in names:
             if self._stopping.is_set():
                 raise CancelledError
             asked.append((name, [requests.ask(key) for key in keys.sources[name].keys]))
-            while asked and (requests.ahead > AHEAD or all(part.number is None for part in asked[0][1])):
+            while asked and (requests.ahead > ahead or all(part.number is None for part in asked[0][1])):
                 yield requests.oldest(asked)
         while asked:
             yield requests.oldest(asked)
@@ -245,6 +253,8 @@ def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
 def _kept(checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the keys of the large tensors that stay as they lie in their file."""
     for name in names:
+        if isinstance(like[name], Weight8):
+            continue
         key, *others = keys.sources[name].keys
         as_it_lies = not others and key in checkpoint.positions and checkpoint.dtypes[key] == like[name].dtype
         if as_it_lies and checkpoint.nbytes(key) >= SMALL:

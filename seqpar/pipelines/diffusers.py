@@ -20,7 +20,14 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known, needs_picture
+from seqpar.families._find import (
+    gives_sigmas,
+    is_distilled,
+    is_guided,
+    is_known,
+    needs_picture,
+    stored_in_8_bits,
+)
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders
@@ -121,6 +128,9 @@ class Source:
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
         run = planned(parts.transformer, grid, request, guided)
+        if request.precision is not None and not isinstance(parts.source, Preset):
+            stored = (parts.transformer.get_parameter(name) for name in stored_in_8_bits(parts.transformer))
+            run = replace(run, load=replace(run.load, stored=sum(x.numel() for x in stored)))
         run = replace(run, exact=run.exact and not edits)
         if run.pixels is not None and "height" in parameters:
             arguments |= dict(zip(SIDES, run.pixels, strict=True))
@@ -261,7 +271,8 @@ class DiffusersJob:
             pipe = mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, dtype, mesh.device))
             look(pipe)
             return pipe
-        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected)
+        eight = self.request.precision is not None
+        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight)
         look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:

@@ -71,7 +71,7 @@ def load(
         return parts, adapters
 
     parts, adapters = ranks.on_all_ranks(check)
-    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected)
+    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected, eight=precision is not None)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae, precision=precision)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)

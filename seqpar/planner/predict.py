@@ -28,7 +28,8 @@ class Load:
     guidance: whether there is an unconditional branch. parameters: number of the model's parameters. latent: values of
     one token's latent. labels: number of distinct labels, including the unconditional one. table: maximum bytes of the
     modulation table. others: number of tokens of each stream besides the state (text), which `tokens` leaves out.
-    eight: whether the blocks' GEMMs on the state compute in 8 bits.
+    eight: whether the blocks' GEMMs on the state compute in 8 bits. stored: how many of the parameters are in memory in
+    8 bits alone; 0 where GEMMs in 8 bits have copies beside them.
     """
 
     images: int
@@ -42,6 +43,7 @@ class Load:
     table: int
     others: tuple[int, ...] = ()
     eight: bool = False
+    stored: int = 0
 
     def rows(self, layout: Layout) -> int:
         """The batch rows of the rank with most images: twice its images if it computes both branches."""
@@ -197,7 +199,7 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
 
 
 def _bytes_in_8_bits(work: Work) -> int:
-    """The bytes of the 8-bit copies of weights."""
+    """The bytes of copies in 8 bits beside the weights."""
     return sum(kind.count * _elements(kind.gemms) for kind in work.blocks)
 
 
@@ -210,9 +212,10 @@ def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
     b, (mine, others) = load.rows(layout), load.mine(layout)
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))
+    eight = _bytes_in_8_bits(work) if load.eight and not load.stored else load.stored * (1 - load.itemsize)
     state = 3 * b * mine * load.latent * STATE  # the tokens and the predictions of both branches
     return Memory(
-        weights=load.parameters * load.itemsize + (_bytes_in_8_bits(work) if load.eight else 0),
+        weights=load.parameters * load.itemsize + eight,
         table=kept * step + b * work.table * STATE,
         activations=b * (mine + sum(others)) * work.live * load.itemsize + state,
         exchange=b * layer.kept * work.head_dim * load.itemsize,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from seqpar.families._find import BLOCKS
 from seqpar.families._matrix8 import Matrix8, quantised
 from seqpar.kernels.linear import why_not_faster
 from seqpar.kernels.rows8 import Rounding
+from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import ShardedAttention
@@ -34,19 +36,51 @@ from seqpar.transformer.forward import CallState
 
 def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
     # a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once, in the memory `room`
-    weight_FE = copied_into(own.weight, None if room is None else room.weight)
-    bias_F = None if own.bias is None else copied_into(own.bias, None if room is None else room.bias)
+    # (of a weight in 8 bits: computed from the weight before it was rounded)
+    eight = isinstance(own.weight, Weight8)
+    weight_FE = own.weight.new_empty(own.weight.shape) if eight else copied_into(own.weight, room and room.weight)
+    bias_F = None if own.bias is None else copied_into(own.bias, room and room.bias)
     start = 0
     for layer in layers:
         base: Any = adapters.base_of(layer)
         mine = slice(start, start + len(base.weight))
         weight, bias = adapters.merged(layer, scale) if adapters.active(layer) else (None, None)
+        if weight is None and eight:
+            weight = original(base.weight)
         if weight is not None:
             weight_FE[mine].copy_(weight)
         if bias is not None and bias_F is not None:
             bias_F[mine].copy_(bias)
         start = mine.stop
-    return Matrix(weight_FE, bias_F)
+    if not eight:
+        return Matrix(weight_FE, bias_F)
+    if room is None or not isinstance(room.weight, Weight8):
+        return Matrix(Weight8.of(weight_FE, lambda: weight_FE, loaded=False), bias_F)
+    room.weight.write(weight_FE)
+    room.weight.came_from(lambda: weight_FE, loaded=False)
+    return Matrix(room.weight, bias_F)
+
+
+def restore(layers: Iterable[Any]) -> None:
+    """Give layers the weights as they were before they were rounded to 8 bits."""
+    for layer in layers:
+        if isinstance(weight := layer.weight, Weight8):
+            layer.weight = nn.Parameter(weight.original(), weight.requires_grad)
+
+
+@contextmanager
+def unrounded(module: nn.Module) -> Iterator[None]:
+    """Compute in this context with the weights before they were rounded to 8 bits, which are there besides."""
+    parts = (part for _, part in adapters.without_adapters(module))
+    stored = [part for part in parts if isinstance(part._parameters.get("weight"), Weight8)]
+    before: list[Any] = [(layer, layer.weight) for layer in stored]
+    try:
+        with torch.inference_mode(False):
+            restore(stored)
+        yield
+    finally:
+        for layer, weight in before:
+            layer.weight = weight
 
 
 def copied_into(like: Tensor, room: Tensor | None) -> Tensor:
@@ -60,12 +94,27 @@ def rows(parts: Sequence[Tensor]) -> Tensor:
     """Return the tensor that is some parameters one below the other; several become views of it."""
     if len(parts) == 1:
         return parts[0].detach()
+    eight = [part for part in parts if isinstance(part, Weight8)]
+    if len(eight) == len(parts):
+        return _rows8(eight)
     whole = joined(parts)
     if whole is None:
         whole = torch.cat([part.detach() for part in parts])
         for part, mine in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = mine
     return whole
+
+
+def _rows8(parts: Sequence[Weight8]) -> Weight8:
+    # the same of weights in 8 bits
+    values, scales = joined([part.e4m3 for part in parts]), joined([part.scales for part in parts])
+    if values is None or scales is None:
+        values, scales = torch.cat([part.e4m3 for part in parts]), torch.cat([part.scales for part in parts])
+        sizes = [len(part) for part in parts]
+        for part, *memory in zip(parts, values.split(sizes), scales.split(sizes), strict=True):
+            part.e4m3, part.scales = memory
+    loaded = all(part.loaded for part in parts)
+    return Weight8(values, scales, parts[0].dtype, lambda: torch.cat([part.original() for part in parts]), loaded)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -253,23 +302,38 @@ class FusedBlocks:
         before, self._copies = self._copies, {}
         rooms, self._in_8 = self._in_8, {}
         for kind, blocks in by_kind.items():
-            own = [self._matrices(block, BLOCKS[kind].layers, before) for block in blocks]
-            matrices = [self._in_8_bits(block, of, rooms) for block, of in zip(blocks, own, strict=True)]
+            matrices = [self._computing(block, BLOCKS[kind].layers, before, rooms) for block in blocks]
             for index, block in enumerate(blocks):
                 self.hooks[block].take(blocks, matrices, index)
+
+    def _computing(
+        self,
+        block: nn.Module,
+        products: Mapping[str, Sequence[str]],
+        before: Mapping[tuple[nn.Module, str], Matrix],
+        rooms: Mapping[tuple[nn.Module, str], Matrix8],
+    ) -> dict[str, Matrix]:
+        own = self._matrices(block, products, before)
+        matrices = self._in_8_bits(block, own, rooms)
+        for name, matrix in own.items():
+            if (block, name) in self._copies and isinstance(matrix.weight, Weight8):
+                matrix.weight.came_from(None, loaded=False)  # nothing else reads what was merged
+        return matrices
 
     def _matrices(
         self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
     ) -> dict[str, Matrix]:
         # its layers' own weights, or copies with merged adapters; the memory of those before is written again, so that
         # a change of scales alone keeps all addresses
-        matrices = dict[str, Matrix]()
+        matrices, rough = dict[str, Matrix](), frozenset() if self._calibration is None else self._calibration.rough
         with torch.inference_mode(False):  # weights outlive the caller's mode
             for name, paths in products.items():
                 layers = [adapters.layer_at(block, path) for path in paths]
                 if None in layers:  # some sizes of a model have none
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
+                if self._key(block, name) in rough:
+                    restore(base)
                 biases = [layer.bias for layer in base if layer.bias is not None]
                 matrices[name] = Matrix(rows([x.weight for x in base]), rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
@@ -287,8 +351,7 @@ class FusedBlocks:
         if first.is_cuda and first.dtype != torch.bfloat16:
             self._state.say(f"GEMMs are not computed in 8 bits, because weights are {first.dtype}, not bfloat16")
             return matrices
-        path = next(path for path, part in self._blocks if part is block)
-        keys = {name: f"{path}, {name}" for name in BLOCKS[type(block).__name__].eight if name in matrices}
+        keys = {name: self._key(block, name) for name in BLOCKS[type(block).__name__].eight if name in matrices}
 
         # matrices that read one input have one centre, and one object says so
         roundings, eight = list[Rounding](), dict[str, Matrix8]()
@@ -298,9 +361,16 @@ class FusedBlocks:
             reads = next((other for other in roundings if other.equals(wanted)), wanted)
             roundings.append(reads)
             if key not in known.rough:
-                eight[name] = quantised(matrices[name], reads, key in known.fast, rooms.get((block, name)))
+                weight = matrices[name].weight
+                product = known.products.get(key) if isinstance(weight, Weight8) and weight.loaded else None
+                room = rooms.get((block, name))
+                eight[name] = quantised(matrices[name], reads, key in known.fast, room, product)
         self._in_8 |= {(block, name): matrix for name, matrix in eight.items()}
         return matrices | eight
+
+    def _key(self, block: nn.Module, name: str) -> str:
+        # the name of a GEMM in a calibration
+        return f"{next(path for path, part in self._blocks if part is block)}, {name}"
 
     def text(self) -> str:
         """Return what computes the blocks, as a text that must be equal on all ranks."""
@@ -415,13 +485,19 @@ def _why_not(block: nn.Module) -> str | None:
             return f"an adapter is on {path}, which is in none of their GEMMs"
         if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
             return reason
-    for _, part in adapters.without_adapters(block):
+    eight = set[str]()
+    for path, part in adapters.without_adapters(block):
         for weight in part._parameters.values():
             if weight is None:
                 continue
-            if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize < 2:
+            eight |= {path} if isinstance(weight, Weight8) else set()
+            known = type(weight) in (nn.Parameter, Weight8)
+            if not known or not weight.is_floating_point() or weight.itemsize < 2:
                 return f"a weight is a {type(weight).__name__} of {weight.dtype}, as in a quantised model"
             if weight.device != first.device or weight.device.type == "meta":
                 return "weights are not all on one device"
             dtypes |= {weight.dtype} if isinstance(part, nn.Linear) else set()
+    for paths in BLOCKS[type(block).__name__].layers.values():
+        if len({path in eight for path in paths}) > 1:
+            return f"some weights of one GEMM are stored in 8 bits and others are not: {', '.join(paths)}"
     return None if len(dtypes) == 1 else "linear layers have different dtypes"

@@ -28,7 +28,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from seqpar.families._find import BLOCKS, needs_picture, takes_several_images
+from seqpar.families._matrix8 import centre_product
 from seqpar.kernels.rows8 import Rounding, product8, round_rows, rounded
+from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.errors import context
 from seqpar.loading.names import errors_only
 from seqpar.mesh import exact
@@ -48,7 +50,7 @@ PROMPTS = (
 STEPS = 4
 SIZES = {"height": 512, "width": 512, "num_frames": 17}
 """The most of the calibration's images and videos, where a pipeline takes them: means need few tokens."""
-ERRORS = "|errors"  # after a GEMM's name in the cache
+ERRORS, PRODUCT = "|errors", "|product"  # after a GEMM's name in the cache
 MORE = {"mask_image", "control_image", "layers"}  # what a pipeline needs though its call has a default for it
 SAMPLE, CALLS = 16, 16  # rows of an input that are kept of each of the first calls, to compare the ways to accumulate
 FAST = 5e-3
@@ -61,10 +63,12 @@ ROUGH = 0.1
 class Calibration:
     """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix.
 
-    fast: the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much.
+    products: of these means with the weights before they were rounded, (F,), where weights are stored in 8 bits. fast:
+    the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much.
     """
 
     means: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    products: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     fast: frozenset[str] = frozenset()
     rough: frozenset[str] = frozenset()
 
@@ -289,15 +293,17 @@ def numbers_of(seen: Mapping[str, Inputs], weights: Mapping[str, Sequence[Tensor
     tensors = dict[str, Tensor]()
     for key, inputs in seen.items():
         if inputs.rows:
-            mean = inputs.mean()
-            errors = _errors(weights[key], torch.cat(inputs.samples), mean)
+            mean, weight = inputs.mean(), torch.cat([*map(original, weights[key])])
+            errors = _errors(weight, torch.cat(inputs.samples), mean)
             tensors |= {key: mean.cpu(), f"{key}{ERRORS}": torch.tensor(errors, dtype=torch.float64)}
+            if all(isinstance(rows, Weight8) for rows in weights[key]):  # so that no later start reads them again
+                tensors[f"{key}{PRODUCT}"] = centre_product(weight, mean).cpu()
     return tensors
 
 
-def _errors(weights: Sequence[Tensor], x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
+def _errors(weight_FE: Tensor, x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
     # the errors of a fast sum and of rounding, relative to the product's rms; CPUs have one way to add only
-    weight_FE = torch.cat([*weights]).to(state_dtype(x_RE.dtype))
+    weight_FE = weight_FE.to(state_dtype(x_RE.dtype))
     values, scales = rounded(weight_FE)
     rows, centre_F = round_rows(x_RE[None], Rounding(mean_E)), weight_FE @ mean_E.to(weight_FE.dtype)
     exact_RF, quick_RF = (product8(rows, values, scales.flatten(), fast=fast)[0].double() for fast in (False, True))
@@ -311,7 +317,9 @@ def calibration_of(kept: Mapping[str, Tensor], keys: Mapping[str, str]) -> Calib
     means = {key: kept[at] for key, at in keys.items() if at in kept}
     errors = {key: kept[f"{keys[key]}{ERRORS}"].tolist() for key in means}
     fast = frozenset(key for key, (of_sums, _) in errors.items() if of_sums <= FAST)
-    return Calibration(means, fast, frozenset(key for key, (_, rounding) in errors.items() if not rounding <= ROUGH))
+    products = {key: kept[at] for key in means if (at := f"{keys[key]}{PRODUCT}") in kept}
+    rough = frozenset(key for key, (_, rounding) in errors.items() if not rounding <= ROUGH)
+    return Calibration(means, products, fast, rough)
 
 
 # The cache -----------------------------------------------------------------------------------------------------
@@ -337,9 +345,11 @@ def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]])
     key = hashlib.blake2b(repr((libraries, settings, SAMPLE, CALLS, ERRORS, exact.is_on())).encode())
     for name, weight in weights:
         gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
-        rows = torch.hash_tensor(weight.detach().reshape(-1, *weight.shape[-1:]), dim=-1)  # of each row
         key.update(repr((name, gpu, tuple(weight.shape), weight.dtype)).encode())
-        key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
+        for memory in (weight.e4m3, weight.scales) if isinstance(weight, Weight8) else (weight.detach(),):
+            bits = memory.view(torch.uint8) if memory.itemsize == 1 else memory
+            rows = torch.hash_tensor(bits.reshape(-1, *bits.shape[-1:]), dim=-1)  # of each row
+            key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
     return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"
 
 

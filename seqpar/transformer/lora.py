@@ -10,15 +10,17 @@ import copy
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, adapter, fitted, load
 from seqpar.transformer.foreign import Addition
@@ -161,7 +163,9 @@ def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
     base = wrapper.get_base_layer()
     wide = torch.promote_types(base.weight.dtype, torch.float32)
     if any(why_not_plain(wrapper, name) is not None for name in active(wrapper)):
-        wrapper = copy.deepcopy(wrapper).to(wide)  # peft merges into this copy; the layer itself stays as it is
+        wrapper = copy.deepcopy(wrapper)  # peft merges into this copy; the layer itself stays as it is
+        wrapper.get_base_layer().weight = nn.Parameter(original(base.weight).to(wide, copy=True))
+        wrapper = wrapper.to(wide)
         if hasattr(wrapper, "scale_layer"):
             wrapper.scale_layer(scale)
         wrapper.merge(adapter_names=list(active(wrapper)))
@@ -201,7 +205,7 @@ def with_terms(
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias with terms of LoRAs, each at a scale, in fp32 (fp64 for fp64); no bias if none has one."""
     wide = torch.promote_types(weight_FE.dtype, torch.float32)
-    weight, bias = weight_FE.to(wide, copy=True), None  # in its place: memory's rate is what limits this
+    weight, bias = original(weight_FE).to(wide, copy=True), None  # in its place: memory's rate is what limits this
     for term, scale in terms:
         factor = term.factor * scale
         weight.addmm_(term.b_FR.to(wide), term.a_RE.to(wide), alpha=factor)
@@ -308,17 +312,20 @@ class Merging:
 
     module: the transformer; or a pipeline, if paths begin with the names of its transformers. terms: name of a LoRA ->
     what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
-    of all LoRAs, so that others can be merged later.
+    of all LoRAs, so that others can be merged later; those that are stored in 8 bits are read from their files again.
     """
 
     def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool) -> None:
         self._terms = terms
         paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
         self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
+        stored = {path: x.weight for path, x in self._layers.items() if isinstance(x.weight, Weight8)}
+        self._sources = {path: weight.source for path, weight in stored.items() if weight.source is not None}
         self._kept = dict[str, tuple[Tensor, Tensor | None]]()
         for path, layer in self._layers.items() if keeps else ():
             bias = None if layer.bias is None else layer.bias.detach().clone()
-            self._kept[path] = layer.weight.detach().clone(), bias
+            weight = layer.weight.detach()
+            self._kept[path] = weight if path in self._sources else weight.clone(), bias
         self.merged: Wanted = ()
 
     @torch.no_grad()
@@ -336,9 +343,17 @@ class Merging:
             layer = self._layers[path]
             own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
             terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
+            source = self._sources.get(path)
+            own = own if source is None else source().to(own.device)
             weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
             layer.weight.copy_(weight)
+            if source is not None:
+                layer.weight.came_from(partial(_merged, source, own.device, terms) if terms else source, not terms)
             if own_bias is not None:
                 layer.bias.copy_(own_bias if bias is None else bias)
         self.merged = wanted
         return True
+
+
+def _merged(source: Callable[[], Tensor], device: torch.device, terms: Sequence[tuple[LoraTerm, float]]) -> Tensor:
+    return with_terms(source().to(device), None, terms)[0]

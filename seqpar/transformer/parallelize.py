@@ -19,6 +19,7 @@ from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
 from seqpar.families._find import cuts_of, is_guided, is_known
 from seqpar.graphs.graphs import Capture, CudaCapture
+from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.encoders import NAMES as ENCODERS
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.schedulers import check_variances, learns_range, pass_variances
@@ -29,6 +30,7 @@ from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_i
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
+from seqpar.transformer.blocks import unrounded
 from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
@@ -116,6 +118,7 @@ def planned(
     dtype, work, ranks = dtype_of(module), estimate.planned_work(module, native), mesh or Mesh.joined()
     images, eight = preferred_images(preferences, ranks), precision is not None
     load = replace(estimate.load_of(module, dtype, guided, work.joined), images=images, eight=eight)
+    load = replace(load, stored=sum(x.numel() for x in module.parameters() if isinstance(x, Weight8)))
     return make(work, load, dtype, ranks, preferences, mesh)
 
 
@@ -287,7 +290,10 @@ def refresh(pipe_or_transformer: Any) -> None:
 
 @contextmanager
 def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True) -> Iterator[None]:
-    """Compute in this context without GEMMs in 8 bits, or without fused blocks, to compare with them. Collective."""
+    """Compute in this context without GEMMs in 8 bits, or without fused blocks, to compare with them. Collective.
+
+    Without 8 bits, weights that are stored in 8 bits alone are read from their files again, and need their memory.
+    """
     calls = [call for _, call in calls_of(pipe_or_transformer)]
     for call in calls:
         call.settle()  # a deferred call is computed as it was made
@@ -295,10 +301,15 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
     before = [(each.eight, each.on) for each in blocks]
     for each in blocks:
         each.eight, each.on = each.eight and eight, each.on and fused
+    originals = ExitStack()
+    if not eight:
+        modules = [module for module, _ in calls_of(pipe_or_transformer)]
+        calls[0].mesh.on_all_ranks(lambda: [originals.enter_context(unrounded(module)) for module in modules])
     refresh(pipe_or_transformer)
     try:
         yield
     finally:
+        originals.close()
         for each, (was_eight, was_on) in zip(blocks, before, strict=True):
             each.eight, each.on = was_eight, was_on
         refresh(pipe_or_transformer)

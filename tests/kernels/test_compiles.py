@@ -19,6 +19,7 @@ NARROW = {
     "group_norm": {2, 4, 8},  # moments, and the weights of a channel
     "eight": {4},  # the scale of a head
     "rows8": {4, 8},  # the scale of a row, and its values
+    "weight8": {4},  # the scale of a row
     "merge": {4},  # log-sum-exps, one for each row of a head
     "tokens": {4},  # those of the merge among them
     "outboxes": {8},  # the table of places

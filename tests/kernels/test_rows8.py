@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels import adaln, few_rows8, rows8
+from seqpar.kernels import adaln, few_rows8, rows8, weight8
 from seqpar.kernels.adaln import Gated, Norm
 from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, rounded
 from tests.conftest import DEVICE
@@ -47,6 +47,15 @@ def test_a_pass_rounds_as_its_formula(case: dict[str, int], activation: Activati
     assert close(got, want)
     other = rows8.reference(x, Rounding(centre_of(width) + 1), activation)
     assert width < 100 or not torch.allclose(got.scales, other.scales, rtol=1e-5)  # a negative control
+
+
+@pytest.mark.parametrize("case", weight8.CASES)
+def test_weights_are_widened_as_their_formula(case: dict[str, int]) -> None:
+    values, scales = rounded(random((case["rows"], case["width"] + 16), 0, DEVICE, torch.float32))
+    values, scales = values[:, : case["width"]], scales.flatten()
+    assert torch.equal(*(work(values, scales, torch.float32) for work in (weight8.launch, weight8.reference)))
+    got, want = (work(values, scales, HALF) for work in (weight8.launch, weight8.reference))
+    torch.testing.assert_close(got, want, rtol=0 if DEVICE != "cpu" else 2**-7, atol=0)  # the interpreter cuts off
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,9 @@ def test_gemms_of_the_state_in_8_bits_take_less_time_and_their_weights_more_memo
         assert eight.attention == wide.attention
         size = kind.count * sum(inputs * outputs for inputs, outputs in kind.gemms)
         assert eight.memory.weights - wide.memory.weights == size
+        stored = predict(work, replace(ONE, others=(64,), eight=True, stored=1000), ALONE, H200)
+        assert wide.memory.weights - stored.memory.weights == 1000 * (ONE.itemsize - 1)
+        assert stored.gemm == eight.gemm
         cpu = replace(H200, device="CPU")
         assert predict(work, replace(ONE, others=(64,), eight=True), ALONE, cpu).gemm == wide.gemm
         if blocks is kind:

@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "the mean that was taken out of an input is not put back",
         "seqpar/families/_matrix8.py",
-        "folded = weight.to(wide) @ reads.centre_E.to(wide)",
-        "folded = 0 * weight.to(wide) @ reads.centre_E.to(wide)",
+        "return original(weight_FE).to(wide) @ centre_E.to(wide)",
+        "return 0 * original(weight_FE).to(wide) @ centre_E.to(wide)",
         "tests/transformer/test_precision.py::test_a_centre_is_put_back_exactly_and_takes_the_error_of_the_mean_away",
         "images lose their means",
     ),
@@ -110,6 +110,22 @@ FAULTS = (
         "return torch.addcmul(0 * centre_HD.to(dtype), out,",
         "tests/local/test_fp8.py::test_error_and_bias_are_small_for_any_values[65-means]",
         "images lose their means",
+    ),
+    Fault(
+        "the mean of a LoRA's GEMM is put back by the product of the weights without it",
+        "seqpar/transformer/blocks.py",
+        "if isinstance(weight, Weight8) and weight.loaded else None",
+        "if isinstance(weight, Weight8) else None",
+        "tests/transformer/test_weight8.py::test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace",
+        "a product that belongs to other weights moves each output channel by a constant",
+    ),
+    Fault(
+        "a LoRA in 8 bits is added to weights that were rounded before",
+        "seqpar/transformer/lora.py",
+        "own = own if source is None else source().to(own.device)",
+        "own = own",
+        "tests/transformer/test_weight8.py::test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace",
+        "what is merged and taken off again adds up",
     ),
     Fault(
         "a scale of 8 bits saturates",

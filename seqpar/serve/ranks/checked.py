@@ -83,7 +83,12 @@ class CheckedModel:
         """Predicted bytes per rank of the model, a run of the example, and the weights that LoRAs change."""
         ranking = self.plan.ranking
         run = predict(ranking.work, self.example.load, self.plan.layout, ranking.rates).memory.total
-        return run + self.loras.weights * self.dtype.itemsize
+        return run + self.kept
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the weights without LoRAs, which those in 8 bits read from their files again."""
+        return 0 if self.precision is not None else self.loras.weights * self.dtype.itemsize
 
     def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job:
         """The checked job of a request; ValueError if it does not fit the model."""

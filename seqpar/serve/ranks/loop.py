@@ -190,7 +190,7 @@ def checked(
             f"the models need {needed / GIB:.1f} GiB on each of {mesh.world.size} ranks ({shares}), which have "
             f"{memory / GIB:.1f} GiB; serve fewer models, or use more GPUs"
         )
-    others = [needed - model.memory + model.loras.weights * model.dtype.itemsize for model in models]
+    others = [needed - model.memory + model.kept for model in models]
     return [replace(model, room=(memory - other) / GIB) for model, other in zip(models, others, strict=True)]
 
 

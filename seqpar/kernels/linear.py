@@ -21,7 +21,8 @@ from seqpar.kernels import _quack
 from seqpar.kernels._quack import Shape, Tile
 from seqpar.kernels._triton import fused
 from seqpar.kernels.activations import bias_gelu, reference_gelu, reference_swiglu, swiglu
-from seqpar.kernels.weight8 import plain
+from seqpar.kernels.few_rows8 import MOST, few_rows8
+from seqpar.kernels.weight8 import Weight8, plain
 from seqpar.mesh import exact
 from seqpar.types.protocols import state_dtype
 
@@ -179,8 +180,14 @@ def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor
 
 
 def product(x_RC: Tensor, weight_FC: Tensor) -> Tensor:
-    """Return x W^T in fp32 (fp64 for fp64), not rounded to the dtype of x and the weight; one GEMM on GPUs."""
+    """Return x W^T in fp32 (fp64 for fp64), not rounded to the dtype of x and the weight; one GEMM on GPUs.
+
+    Few rows read a weight in 8 bits as it is in memory; in exact mode all do, since only so a row's bits are its own.
+    """
     wide = state_dtype(x_RC.dtype)
+    if isinstance(weight_FC, Weight8) and len(x_RC) and (len(x_RC) <= MOST or exact.is_on()):
+        parts = [few_rows8(part, weight_FC.e4m3, weight_FC.scales) for part in x_RC.split(MOST)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     if x_RC.is_cuda and wide != x_RC.dtype and not (torch.is_grad_enabled() and x_RC.requires_grad):
         return torch.mm(x_RC, weight_FC.t(), out_dtype=wide)
     return F.linear(x_RC.to(wide), weight_FC.to(wide))

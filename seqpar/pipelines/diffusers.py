@@ -20,14 +20,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import (
-    gives_sigmas,
-    is_distilled,
-    is_guided,
-    is_known,
-    needs_picture,
-    stored_in_8_bits,
-)
+from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known, needs_picture, stored_in_8_bits
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders

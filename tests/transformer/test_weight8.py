@@ -187,7 +187,7 @@ def beside(folder: Path, pipe: Any, change: Callable[[Any], None] = lambda model
     for name in stored_in_8_bits(plain.transformer):
         layer = plain.transformer.get_submodule(name.removesuffix(".weight"))
         if not any(layer is other for other in layers):
-            layer.weight.data.copy_(Weight8.of(layer.weight.detach()).wide())
+            layer.weight = nn.Parameter(Weight8.of(layer.weight.detach()))
     known = fused_of(pipe)._calibration
     same = Calibration(known.means, fast=known.fast, rough=known.rough)
     return seqpar.parallelize(plain, precision="fp8", calibrate={"transformer": same})

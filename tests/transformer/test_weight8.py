@@ -179,7 +179,7 @@ def fused_of(pipe: Any) -> Any:
     return calls_of(pipe)[0][1].sharded.fused
 
 
-def beside(folder: Path, pipe: Any, change: Callable[[Any], None] = lambda model: None) -> Any:
+def beside(folder: Path, pipe: Any, change: Callable[[Any], object] = id) -> Any:
     """Return the pipeline whose GEMMs compute with copies beside the weights, others with numbers of 8 bits."""
     plain = pipelines.quiet(type(pipe).from_pretrained(folder, torch_dtype=torch.float32))
     change(plain.transformer)
@@ -325,7 +325,7 @@ def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path
         seen.setdefault(names, got := latents(pipe))
         assert torch.equal(got, seen[names])
         wanted = tuple((name, 0.8) for name in names)
-        plain = beside(flux, pipe, lambda model: Merging(model, loras, keeps=False).switch(wanted) and None)  # noqa: B023
+        plain = beside(flux, pipe, lambda model, wanted=wanted: Merging(model, loras, keeps=False).switch(wanted))
         assert torch.equal(latents(plain), got), names  # also the centre's products, of these weights
     assert len({float(x.double().sum()) for x in seen.values()}) == 3
     merging.switch(())

@@ -59,9 +59,12 @@ class Matrix:
         """Return GELU (tanh formula) of the linear layer's output, (B, l, F), as the reader takes it."""
         return linear_gelu(unrounded(x_BlE), self.weight, self.bias)
 
-    def swiglu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
-        """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values."""
-        return gated_linear(unrounded(x_BlE), self.weight, self.bias)
+    def swiglu(self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None) -> Input:
+        """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values.
+
+        tokens: as for `gated_linear`.
+        """
+        return gated_linear(unrounded(x_BlE), self.weight, self.bias, tokens=tokens)
 
     def wide(self, x_BE: Tensor) -> Tensor:
         """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""

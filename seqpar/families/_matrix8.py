@@ -51,7 +51,7 @@ class Matrix8(Matrix):
     def gelu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
         return self._activated(x_BlE, "gelu", reader)
 
-    def swiglu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
+    def swiglu(self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None) -> Input:
         return self._activated(x_BlE, "swiglu", reader)
 
     def _activated(self, x_BlE: Input, activation: Activation, reader: Matrix | None) -> Input:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from seqpar._moved import successors
 from seqpar.graphs.exchanges import ExchangeCache
+from seqpar.loop import eight
 from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
 from seqpar.loop.interface import Encoded, SequenceModel, Split, checked_prompt
 from seqpar.mesh.inputs import agree, broadcast, shapes
@@ -29,6 +31,7 @@ from seqpar.mesh.watch import Calls
 from seqpar.planner.plan import Plan, check_names, for_library, named_mesh, settled
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.planner.search import Preferences
+from seqpar.transformer.calibration import Precision, check_precision
 from seqpar.transports.collective import gather
 from seqpar.types.arguments import check_dense, check_dtype, check_floats, check_kind, is_not_finite
 from seqpar.types.protocols import Attend
@@ -64,8 +67,10 @@ class DistributedDiT(nn.Module):
     `dtype` (default fp32). mesh, strategy, local, transport: the caller's choices; the planner decides once on those
     that are None or "auto", for one guided image of the model's own size. mesh may be what `--mesh` takes, as
     "cfg=2,ulysses=2". plan: a plan that was made before (`seqpar.planner.plan`), in place of names.
+    precision: "fp8" computes the GEMMs of the blocks in 8 bits, with an error (docs/precision.md); the first time for
+    some weights, it calibrates them by a short run. None keeps the weights' dtype.
     The attributes `plan`, `strategy`, `local` and `transport` hold the choices and their reasons.
-    Raises ValueError if model, mesh, names and plan do not fit together.
+    Raises ValueError if model, mesh, names, plan and precision do not fit together.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
         dtype: torch.dtype | None = None,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__()
 
@@ -91,9 +97,11 @@ class DistributedDiT(nn.Module):
                     raise ValueError(
                         f"got dtype={dtype} for a {type(model).__name__} with weights; use model.to(dtype)"
                     )
-            return _checked(mesh, names, plan)
+            return _checked(mesh, names, plan, precision)
 
-        own, preferences = _ranks_of(mesh, plan).on_all_ranks(checked)
+        ranks = _ranks_of(mesh, plan)
+        own, preferences = ranks.on_all_ranks(checked)
+        agree(ranks, {"precision": precision})
 
         # 2. the plan and its mesh
         unloaded = isinstance(model, Blueprint)
@@ -103,9 +111,13 @@ class DistributedDiT(nn.Module):
             blueprint = from_diffusers(module)
         config: Any = module.config if blueprint is None else blueprint.config
         dtype = dtype or next(module.parameters()).dtype
+        if precision is not None:
+            reason = eight.why_not(module if blueprint is None else blueprint.meta(), ranks.device, dtype)
+            if reason is not None:
+                raise ValueError(f'precision="{precision}" cannot be used: {reason}')
         if plan is None:
             count = sum(x.numel() for x in module.parameters())
-            plan = for_library(config, count, dtype, own, preferences, TABLE_BYTES)
+            plan = for_library(config, count, dtype, own, preferences, TABLE_BYTES, precision is not None)
         self.mesh = settled(plan, own)
 
         # 3. the weights; of a file each rank reads a share
@@ -117,6 +129,15 @@ class DistributedDiT(nn.Module):
         self.keeper, self._calls = ExchangeCache(self.mesh, plan), Calls()
         self._checked_prompt: list[tuple[weakref.ref[Tensor], object]] = []  # the last one, with its versions
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
+
+        # 4. matrices in 8 bits
+        self.matrices8: eight.Matrices8 | None = None
+        if precision is not None:
+
+            def alone() -> DistributedDiT:
+                return DistributedDiT(self.model, Mesh.single(self.device), local=self.local.name)
+
+            self.matrices8 = eight.Matrices8(self.model, eight.calibrated(self.model, self.mesh, alone))
 
     @classmethod
     @successors
@@ -130,6 +151,7 @@ class DistributedDiT(nn.Module):
         transport: str = "auto",
         *,
         plan: Plan | None = None,
+        precision: Precision | None = None,
     ) -> DistributedDiT:
         """Load a diffusers folder (pipeline or transformer), a hub id or a preset (random weights).
 
@@ -140,11 +162,11 @@ class DistributedDiT(nn.Module):
         def located() -> Blueprint:  # which may download, so that all other arguments are checked before
             check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
             check_dtype(dtype)
-            _checked(mesh, Preferences(strategy=strategy, local=local, transport=transport), plan)
+            _checked(mesh, Preferences(strategy=strategy, local=local, transport=transport), plan, precision)
             return locate(path)
 
         blueprint = _ranks_of(mesh, plan).on_all_ranks(located)
-        return cls(blueprint, mesh, strategy, local, transport, plan=plan, dtype=dtype)
+        return cls(blueprint, mesh, strategy, local, transport, plan=plan, dtype=dtype, precision=precision)
 
     @property
     def config(self) -> Any:
@@ -178,6 +200,7 @@ class DistributedDiT(nn.Module):
         shared = self.inputs_of_rank_0({"hidden_states": hidden_states, "timestep": timestep, **labels})
         (rows, _, *size), data, cfg = shared["hidden_states"].shape, self.mesh.data, self.mesh.cfg
         self.check_size(*size)
+        self.follow_weights()
         model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
         if others:
             raise ValueError(
@@ -197,9 +220,11 @@ class DistributedDiT(nn.Module):
             x, t_B = inputs.pop("hidden_states"), inputs.pop("timestep")
             encoded, tokens = model.encode(**checked_prompt(model, inputs)), model.patchify(x)
             share = self.share(encoded, {name: tokens.shape[1]}, tuple(size), len(x))
-            streams = {**share.constant, name: share.split.mine(name, tokens)}
+            mine = share.split.mine(name, tokens).contiguous()  # with gaps, a linear layer adds its bias in another way
+            streams = {**share.constant, name: mine}
             conditioning = model.modulate(t_B, **encoded.pooled)
-            out = model.forward_tokens(streams, share.positions, conditioning, share.attend)[name]
+            with self.computing():
+                out = model.forward_tokens(streams, share.positions, conditioning, share.attend)[name]
             self.check_delivered()
             out = gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
             sizes = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
@@ -301,6 +326,20 @@ class DistributedDiT(nn.Module):
         attend = self.keeper.attend(batch, split.tokens, user=user)
         return Share(split, tokens_of(encoded, split, index_B), self.positions(size, split), attend)
 
+    def computing(self) -> AbstractContextManager[None]:
+        """A context in which the model computes in this one's precision; others may use the same model."""
+        return nullcontext() if self.matrices8 is None else eight.computing(self.model, self.matrices8.by_path)
+
+    def follow_weights(self) -> None:
+        """Round weights to 8 bits anew that were written in place; what was written through `.data` needs `refresh`."""
+        if self.matrices8 is not None:
+            self.matrices8.follow()
+
+    def refresh(self) -> None:
+        """Round all weights to 8 bits anew, if the model computes in 8 bits."""
+        if self.matrices8 is not None:
+            self.matrices8.refresh()
+
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank timed out waiting for another; this waits for the device."""
         self.keeper.check()
@@ -356,7 +395,10 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {f"use of {name}": why for name, why in reasons.items()}
 
 
-def _checked(mesh: Mesh | str | None, names: Preferences, plan: object) -> tuple[Mesh | None, Preferences]:
+def _checked(
+    mesh: Mesh | str | None, names: Preferences, plan: object, precision: object
+) -> tuple[Mesh | None, Preferences]:
+    check_precision(precision)
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
     check_names(names.strategy, names.local, names.transport)
     own, preferences = named_mesh(mesh, names)

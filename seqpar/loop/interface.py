@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.families._block import Matrix
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import JointShard, Shard, Tokens
 from seqpar.types.protocols import Attend, from_patches, patches_of
@@ -29,6 +30,29 @@ class Encoded:
 
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class MatrixBlock(nn.Module):
+    """Base class of blocks that call their GEMMs as `Matrix`, so that they can compute in 8 bits.
+
+    `others` holds matrices in place of the block's own layers; `seqpar.loop.eight` sets it while a model computes.
+    """
+
+    MATRICES: tuple[str, ...] = ()
+    """The names of the block's linear layers that compute in 8 bits with precision="fp8"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: Mapping[str, Matrix] = {}
+
+    def matrix(self, name: str) -> Matrix:
+        """The matrix of a linear layer: its own weights, read now, or what is in their place."""
+        other = self.others.get(name)
+        if other is not None:
+            return other
+        layer = self.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        return Matrix(layer.weight, layer.bias)
 
 
 class SequenceModel(nn.Module, ABC):

@@ -284,6 +284,7 @@ class Run:
 
     def _load(self, step: int) -> None:
         """Compute the chunk of the modulation table, and of the noise, that holds a step, unless it is loaded."""
+        self._dit.follow_weights()
         for stepper in self.steppers.values():
             stepper.load(step)
         start = step // self._chunk * self._chunk
@@ -317,7 +318,8 @@ class Run:
         conditioning = rows(self._table, (step - self._first) * self._prompts + self._row_B)
         share = self._share
         streams = {**share.constant, **tokens, **drawn}
-        return self._dit.model.forward_tokens(streams, share.positions, conditioning, share.attend)
+        with self._dit.computing():
+            return self._dit.model.forward_tokens(streams, share.positions, conditioning, share.attend)
 
     def _scale(self, step: Tensor) -> Tensor:
         return self._guidance_S.index_select(0, step.view(1))[0]

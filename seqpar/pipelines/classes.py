@@ -25,6 +25,7 @@ from seqpar.pipelines import own_loop as _files
 from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob, generated
 from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
+from seqpar.transformer.calibration import Precision
 from seqpar.types.guidance import Guidance, check_pictures
 
 
@@ -127,6 +128,7 @@ class Files(_files.Files):
             guidance,
             scheduler,
             numbers,
+            loading={"precision": request.precision},
             settings=settings,
             named={"classes": classes},
             labels=[self.class_name(number) for number in numbers],
@@ -174,9 +176,11 @@ class Pipeline(Loaded):
         transport: str = "auto",
         *,
         plan: Plan | None = None,
+        precision: Precision | None = None,
     ) -> Pipeline:
         """Load the weights, those of the decoder in the same dtype; see `DistributedDiT` for the other arguments."""
-        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
+        names = strategy, local, transport
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, *names, plan=plan, precision=precision)
         if files.source is None or files.vae is None:
             return Pipeline(dit, files, None)
         vae = dit.mesh.on_all_ranks(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))

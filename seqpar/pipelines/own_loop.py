@@ -20,6 +20,7 @@ from seqpar.loading.errors import FAILURES
 from seqpar.loading.folder import open_vae
 from seqpar.loading.lora import Lora
 from seqpar.loading.schedulers import check_eta, check_steps, check_variances, respace, set_timesteps
+from seqpar.loop import eight
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler, digest
@@ -166,17 +167,19 @@ class Files:
         scheduler: with its timesteps set; without one the request's steps are the evaluations. loading, settings: in
         addition to those of every model. more: further fields of `OwnJob`.
         """
-        request.refuse(NO_EIGHT, precision=request.precision)
+        if not eight.blocks_of(self.blueprint.meta()):
+            request.refuse(NO_EIGHT, precision=request.precision)
         self.latent_size(request.size)
         evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}
+        load = self.load_of(asked, guidance.on, evaluations, request.dtype, request.size)
         return OwnJob(
             source=self,
             request=request,
             pipeline=pipeline,
             loading={"files": self, "dtype": request.dtype, **(loading or {})},
             settings={**shared, **(settings or {})},
-            load=self.load_of(asked, guidance.on, evaluations, request.dtype, request.size),
+            load=replace(load, eight=request.precision is not None),
             guidance=guidance,
             scheduler=scheduler,
             **more,
@@ -364,8 +367,9 @@ class Loaded:
     def notes(self, job: OwnJob) -> list[tuple[str, str]]:
         mesh, request, decision = self.mesh, job.request, decide(job.scheduler, {"eta": job.request.eta})
         steps = request.steps if request.respacing is None else job.steps
+        precision = "" if request.precision is None else f" and {request.precision}"
         work = (
-            f"{job.load.images} pictures, {job.load.tokens} tokens, {as_text(request.dtype)}, "
+            f"{job.load.images} pictures, {job.load.tokens} tokens, {as_text(request.dtype)}{precision}, "
             f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job)}"
         )
         if job.steps != steps:
@@ -375,7 +379,9 @@ class Loaded:
         whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
         if job.guidance.on and whole and preferences.strategy != "auto" and "cfg" not in preferences.axes:
             notes.append(("branches", "both on all ranks, for the strategy that is named; --mesh cfg=2 splits them"))
-        if mesh.device.type == "cuda" and hasattr(self.dit.config, "feed_forward"):
+        if self.dit.matrices8 is not None:
+            notes.append(("GEMMs", str(self.dit.matrices8)))
+        elif mesh.device.type == "cuda" and hasattr(self.dit.config, "feed_forward"):
             missing = _quack.why_not()
             fused = "fused into its product (quack) where that was faster"
             notes.append(("SwiGLU", fused if missing is None else f"a kernel after cuBLAS: {missing}"))

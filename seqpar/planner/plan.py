@@ -119,18 +119,26 @@ def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
 
 
 def for_library(
-    config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, preferences: Preferences, table: int
+    config: Any,
+    parameters: int,
+    dtype: torch.dtype,
+    mesh: Mesh | None,
+    preferences: Preferences,
+    table: int,
+    eight: bool = False,
 ) -> Plan:
     """The plan for a library call, which is assumed to make one picture of the model's own size.
 
-    config: the config of a model whose file exports `work`. table: see `Load`.
+    config: the config of a model whose file exports `work`. table, eight: see `Load`.
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     work = work_of(config)
     ranks = mesh or Mesh.joined()
     guided = work.guided or (mesh.cfg.size if mesh is not None else preferences.axes.get("cfg", 1)) > 1
     images = preferred_images(preferences, ranks)
-    load = Load(images, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined)
+    load = Load(
+        images, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined, eight
+    )
     return make(work, load, dtype, ranks, preferences, mesh)
 
 

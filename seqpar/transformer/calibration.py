@@ -122,10 +122,13 @@ def why_not(module: nn.Module, device: torch.device, dtype: torch.dtype | None =
     weights = [layer.weight for layers in matrices_of(module).values() for layer in layers]
     dtypes = {weight.dtype for weight in weights} if dtype is None else {dtype}
     reason = why_no_blocks(module) or next(filter(None, (why_not_here(device, each) for each in dtypes)), None)
+    return why_odd(weights) if reason is None and device.type == "cuda" else reason
+
+
+def why_odd(weights: Iterable[Tensor]) -> str | None:
+    """Return why a GPU has no products in 8 bits with weights of these sizes, or None."""
     odd = next((weight for weight in weights if weight.shape[0] % 16 or weight.shape[1] % 16), None)
-    if reason is None and device.type == "cuda" and odd is not None:
-        return f"a weight is {tuple(odd.shape)}; 16 must divide both"
-    return reason
+    return None if odd is None else f"a weight is {tuple(odd.shape)}; 16 must divide both"
 
 
 def calibrated(

@@ -104,6 +104,8 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
 def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict:
     """The verdict on the first evaluations of a request, the same on all ranks. Collective: call on all ranks."""
     started = time.perf_counter()
+    if dit.matrices8 is not None:
+        raise ValueError("the model computes in 8 bits, but verify compares with the dtype of its weights")
     check_request(dit, request)
     measured = own_loop.measure(dit, request, evaluations)
     return _judged(dit.mesh, measured, [dit.model], dit.plan, started)

@@ -75,6 +75,24 @@ def test_a_preset_makes_a_preview_without_a_decoder(capsys: pytest.CaptureFixtur
     assert (tmp_path / "x.png").is_file()
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_8_bits_change_little_and_no_request_or_rank_changes_them(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    args = Args(classes=("cat", "tree"), steps=4, dtype="fp32", out=tmp_path / "x.png")
+    run(args)
+    wide, eight, made = pixels(args.out), replace(args, precision="fp8"), list[object]()
+    for asked in (replace(eight, classes=("dog",), seed=5, size="96x64"), eight):  # the first is calibrated
+        ((out, _), *_) = ranks.run(1, shown, asked)
+        assert "seqpar: 28 of 28 GEMMs in 8 bits are centred by fixed classes\n" in out
+        assert "float32 and fp8, 4 steps" in out
+        assert "GEMMs     28 of 28 in 8 bits, " in out
+        made.append([path.read_bytes() for path in (tmp_path / "cache").iterdir()])
+    assert made[0] == made[1]
+    assert 1e-3 < abs(pixels(args.out) - wide).mean() < 0.04
+
+
 def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "new" / "x.png"
     args = Args(classes=("cat", "1"), strategy="ring", scheduler="HeunDiscreteScheduler", steps=2, repeat=2, out=out)

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from seqpar.loading.names import LORAS
 from seqpar.pipelines.image_files import digest
+from seqpar.pipelines.pictures import grid
 from seqpar.serve.messages import (
     Alive,
     Failed,
@@ -331,18 +332,26 @@ def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_t
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
-    words = ("builtin-text", "--precision", "fp8", "--loras", str(folders["loras"]))
+    words = ("builtin-text", "builtin", "--precision", "fp8", "--loras", str(folders["loras"]))
     with replica(tmp_path, 2, *words) as ranks:
-        assert ranks.ready.models[0].precision == "fp8"
-        (made,) = (tmp_path / "cache").iterdir()
+        assert [model.precision for model in ranks.ready.models] == ["fp8", "fp8"]
+        made = sorted((tmp_path / "cache").iterdir())
+        assert len(made) == 2
+        cat = image(ranks.ask(CAT))
         plain, outlined = (image(ranks.ask(replace(FROG, loras=SETS[name]))) for name in ("none", "one"))
-        assert ranks.output.count("GEMMs in 8 bits are centred by fixed prompts") == 1
+        for what in ("prompts", "classes"):
+            assert ranks.output.count(f"GEMMs in 8 bits are centred by fixed {what}") == 1
         assert ranks.finish() == 0
     lora = "--lora", folders["loras"] / "outline.safetensors"
     for name, ours, more in (("plain", plain, ()), ("lora", outlined, lora)):
         file = sampled(tmp_path / f"{name}.png", "--steps", 6, "--precision", "fp8", *more, prompt=FROG.prompt)
         assert np.array_equal(ours, np.asarray(Image.open(file)))
-    assert [*(tmp_path / "cache").iterdir()] == [made]
+    words = ("--classes", "cat", "--seed", 3, "--ranks", 2, "--dtype", "fp32", "--steps", 6, "--precision", "fp8")
+    done = seqpar("sample", *words, "--out", tmp_path / "cat.png")
+    assert done.returncode == 0, done.stderr
+    assert sorted((tmp_path / "cache").iterdir()) == made
+    sheet = grid([Image.fromarray(cat)], ["cat"])
+    assert np.array_equal(np.asarray(sheet), np.asarray(Image.open(tmp_path / "cat.png")))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +362,6 @@ def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_t
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),
         (("--loras", "misfit"), "LoRA misfit fits no served model"),
-        (("builtin", "--precision", "fp8"), "--precision fp8 with --model builtin: this model has no blocks that com"),
     ],
 )
 def test_invalid_flags_end_the_start(

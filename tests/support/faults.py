@@ -145,6 +145,22 @@ FAULTS = (
         "slices no longer cover the items",
     ),
     Fault(
+        "the loop's weights in 8 bits are those of before a write",
+        "seqpar/loop/eight.py",
+        "if self._versions() != self._written:",
+        "if False:",
+        "tests/loop/test_eight.py::test_weights_written_in_place_are_followed_in_the_same_memory",
+        "a stale copy of the weights computes",
+    ),
+    Fault(
+        "the loop's product of a centre is that of before a write",
+        "seqpar/loop/eight.py",
+        "old.folded.copy_(new.folded)",
+        "old.folded.copy_(old.folded)",
+        "tests/loop/test_eight.py::test_weights_written_in_place_are_followed_in_the_same_memory",
+        "a stale centre stays in the bias",
+    ),
+    Fault(
         "guidance branches are swapped on the cfg axis",
         "seqpar/loop/run.py",
         "cond, uncond = keeper.gathered(",

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.families._block import Input
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.rows8 import Rounding
 from seqpar.loop.interface import Condition, SequenceModel
 from seqpar.loop.models._layers import sinusoid, through
 from seqpar.types.arguments import check_labels
@@ -20,6 +23,24 @@ from seqpar.types.keys import shape_of
 from seqpar.types.protocols import state_dtype
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
+
+
+class AdaLN(NamedTuple):
+    """adaLN before a GEMM: shift and scale (B, E) of the norm's result, and how it is rounded for a GEMM in 8 bits."""
+
+    shift_BE: Tensor
+    scale_BE: Tensor
+    norm: Norm
+    rounding: Rounding | None = None
+
+    def of(self, x_BlE: Tensor) -> Input:
+        """Return the GEMM's input, the stream x normalised and modulated."""
+        return norm_modulate(x_BlE, self.shift_BE, self.scale_BE, self.norm, rounding=self.rounding)
+
+    def after(self, x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor, keep: bool = True) -> tuple[Tensor, Input]:
+        """Return the stream x + gate * branch, unless it is not kept, and the GEMM's input, in one kernel."""
+        given = x_BlE, gate_BE, branch_BlE, self.shift_BE, self.scale_BE, self.norm
+        return gate_norm_modulate(*given, keep=keep, rounding=self.rounding)
 
 
 class LabelDiT(SequenceModel):

@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.linear import linear_gelu
+from seqpar.families._block import Input, unrounded
+from seqpar.kernels.adaln import Norm
 from seqpar.loading import schemas
-from seqpar.loop.interface import Condition
+from seqpar.loop.interface import Condition, MatrixBlock
 from seqpar.loop.models import _layers
-from seqpar.loop.models._label_dit import LabelDiT, check_outputs
+from seqpar.loop.models._label_dit import AdaLN, LabelDiT, check_outputs
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap, TensorSource
-from seqpar.types.protocols import Attend, Prepare, Projected
+from seqpar.types.protocols import Attend, Prepare
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
 
@@ -56,14 +56,15 @@ class Config:
         return self.num_attention_heads * self.attention_head_dim
 
 
-class Block(nn.Module):
+class Block(MatrixBlock):
     """A transformer block of attention and MLP; each input is normalised and modulated, each output is gated."""
+
+    MATRICES = ("qkv", "proj", "fc1", "fc2")
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, self.head_dim = config.width, config.attention_head_dim
-        heads = config.num_attention_heads
-        self.heads = (heads, heads, heads)
+        self.heads = config.num_attention_heads
         self.mlp_norm = Norm("layer", config.mlp_norm_eps)
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
@@ -71,29 +72,24 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(width, 4 * width)
         self.fc2 = nn.Linear(4 * width, width)
 
+    def start(self, modulation_B6E: Tensor) -> AdaLN:
+        """What comes before attention."""
+        return AdaLN(modulation_B6E[:, 0], modulation_B6E[:, 1], NORM, self.matrix("qkv").rounding)
+
     def forward(
-        self,
-        x_BlE: Tensor,
-        h_BlE: Tensor,
-        modulation_B6E: Tensor,
-        after: tuple[Tensor, Tensor, Norm],
-        attend: Attend,
-        *,
-        keep: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+        self, x_BlE: Tensor, h_BlE: Input, modulation_B6E: Tensor, after: AdaLN, attend: Attend, *, keep: bool = True
+    ) -> tuple[Tensor, Input]:
         """The stream x and its normalised, modulated form h after this block.
 
-        after: shift, scale and norm of the next block or final layer, because one kernel adds this block's gated branch
-        to the stream and normalises it for the next one. keep: whether x is needed afterwards; the last block passes
-        False.
+        after: adaLN of the next block or final layer, because one kernel adds this block's gated branch to the stream
+        and normalises it for the next one. keep: whether x is needed afterwards; the last block passes False.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        heads, kv_heads, _ = self.heads
-        (out,) = attend((Projected(h_BlE, self.qkv.weight, self.qkv.bias, heads, kv_heads, Prepare()),))
-        branch = self.proj(out.flatten(2))
-        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
-        branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
-        return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)
+        qkv, proj, fc1, fc2 = map(self.matrix, self.MATRICES)
+        (out,) = attend((qkv.projected(h_BlE, self.heads, Prepare()),))
+        before_mlp = AdaLN(shift_mlp, scale_mlp, self.mlp_norm, fc1.rounding)
+        x, h = before_mlp.after(x_BlE, gate, proj(out.flatten(2)))
+        return after.after(x, gate_mlp, fc2(fc1.gelu(h, fc2)), keep)
 
 
 class Model(LabelDiT):
@@ -137,13 +133,14 @@ class Model(LabelDiT):
     ) -> dict[str, Tensor]:
         dtype = self.x_embedder.weight.dtype
         x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
-        blocks_BN6E, final_B2E = conditioning["blocks"], conditioning["final"]
-        starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
-        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
-        h = norm_modulate(x, *starts[0])
-        for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
+        blocks: list[Any] = list(self.blocks)
+        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
+        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
+        ends = [*starts[1:], AdaLN(final_B2E[:, 0], final_B2E[:, 1], NORM)]
+        h = starts[0].of(x)
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
             x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
-        return {"image": self.final(h)}
+        return {"image": self.final(unrounded(h))}
 
 
 def work(config: Config) -> Work:

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.linear import gated_linear
+from seqpar.families._block import Input, unrounded
+from seqpar.kernels.adaln import Norm
 from seqpar.loading import schemas
-from seqpar.loop.interface import Condition
+from seqpar.loop.interface import Condition, MatrixBlock
 from seqpar.loop.models import _layers
-from seqpar.loop.models._label_dit import LabelDiT, check_outputs, confirm, count_classes
+from seqpar.loop.models._label_dit import AdaLN, LabelDiT, check_outputs, confirm, count_classes
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap, count_layers, shape_of
-from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
+from seqpar.types.protocols import Attend, Given, Prepare, Stream
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
 FINAL_NORM = Norm("layer", 1e-6)
@@ -63,8 +63,10 @@ class Config:
         return min(self.width, CONDITION)
 
 
-class Block(nn.Module):
+class Block(MatrixBlock):
     """A transformer block of attention and SwiGLU; each input is normalised and modulated, each output is gated."""
+
+    MATRICES = ("qkv", "wo", "w13", "w2")
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -90,12 +92,12 @@ class Block(nn.Module):
         q, k = self.q_norm, self.k_norm
         return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
 
-    def stream(self, h_BlE: Tensor, rotary: tuple[Tensor, Tensor]) -> Stream:
+    def stream(self, h_BlE: Input, rotary: tuple[Tensor, Tensor]) -> Stream:
         """The tokens on their way to attention; norms over groups of heads are applied here, by torch."""
-        (heads, kv_heads, _), prepare = self.heads, self.prepare(*rotary)
+        (heads, kv_heads, _), prepare, qkv = self.heads, self.prepare(*rotary), self.matrix("qkv")
         if self.groups == 1 or self.q_norm is None or self.k_norm is None:
-            return Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, prepare)
-        q, k, v = self.qkv(h_BlE).split([count * self.head_dim for count in self.heads], dim=-1)
+            return qkv.projected(h_BlE, heads, prepare, kv_heads)
+        q, k, v = qkv(h_BlE).split([count * self.head_dim for count in self.heads], dim=-1)
         q, k = self._grouped(q, self.q_norm), self._grouped(k, self.k_norm)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         return Given(q, k, v, prepare)
@@ -105,28 +107,30 @@ class Block(nn.Module):
         x = x_BlE.unflatten(-1, (self.groups, -1))
         return torch.addcmul(norm.bias, F.layer_norm(x, x.shape[-1:], eps=QK_EPS).flatten(-2), norm.weight)
 
-    def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
-        """The shift, scale and norm that come before attention."""
-        return modulation_B6E[:, 0], modulation_B6E[:, 1], Norm(*self.norm, self.attention_norm.weight)
+    def start(self, modulation_B6E: Tensor) -> AdaLN:
+        """What comes before attention."""
+        norm = Norm(*self.norm, self.attention_norm.weight)
+        return AdaLN(modulation_B6E[:, 0], modulation_B6E[:, 1], norm, self.matrix("qkv").rounding)
 
     def forward(
         self,
         x_BlE: Tensor,
-        h_BlE: Tensor,
+        h_BlE: Input,
         modulation_B6E: Tensor,
         rotary: tuple[Tensor, Tensor],
-        after: tuple[Tensor, Tensor, Norm],
+        after: AdaLN,
         attend: Attend,
         *,
         keep: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Input]:
         """The stream x and its normalised, modulated form h after this block; see `dit.Block`."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        _, wo, w13, w2 = map(self.matrix, self.MATRICES)
         (out,) = attend((self.stream(h_BlE, rotary),))
-        inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
-        x, h = gate_norm_modulate(x_BlE, gate, self.wo(out.flatten(2)), *inside)
-        h = gated_linear(h, self.w13.weight, tokens=attend.tokens)
-        return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
+        before_ffn = AdaLN(shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight), w13.rounding)
+        x, h = before_ffn.after(x_BlE, gate, wo(out.flatten(2)))
+        h = w13.swiglu(h, w2, tokens=attend.tokens)
+        return after.after(x, gate_mlp, w2(h), keep)
 
 
 class Model(LabelDiT):
@@ -156,13 +160,13 @@ class Model(LabelDiT):
         blocks: list[Any] = list(self.blocks)
         modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
         starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
-        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
+        ends = [*starts[1:], AdaLN(final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
         rotary = positions["image"].chunk(2, dim=-1)
         x = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
-        h = norm_modulate(x, *starts[0])
+        h = starts[0].of(x)
         for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
             x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
-        return {"image": self.final(h)}
+        return {"image": self.final(unrounded(h))}
 
 
 def work(config: Config) -> Work:

@@ -33,7 +33,7 @@ from seqpar.transformer.calibration import (
 )
 from seqpar.types.protocols import Prepare, Projected
 
-IMAGES, STEPS = 4, 4  # of the calibration: means need few tokens
+CLASSES, STEPS = 3, 4  # of the calibration: means need few tokens
 SCHEDULE = {"beta_start": 1e-4, "beta_end": 0.02, "clip_sample": False, "timestep_spacing": "linspace"}
 
 
@@ -71,7 +71,7 @@ def computing(model: nn.Module, matrices: Mapping[str, Matrix]) -> Iterator[None
 
 
 @dataclass(frozen=True)
-class Observed(Matrix):
+class WatchedMatrix(Matrix):
     """`Matrix` that shows its inputs."""
 
     look: Callable[[Tensor], None]
@@ -103,22 +103,28 @@ def calibrated(model: nn.Module, mesh: Mesh, alone: Callable[[], Callable[..., A
 
     def measured() -> Mapping[str, Tensor]:
         seen = {key: Inputs() for key in matrices}
-        observed = {key: Observed(x.weight, x.bias, seen[key].look) for key, x in matrices.items()}
+        observed = {key: WatchedMatrix(x.weight, x.bias, seen[key].look) for key, x in matrices.items()}
         with computing(model, observed), torch.no_grad():
-            _fixed_run(config, alone(), next(model.parameters()).device)
+            fixed_run(config, alone(), next(model.parameters()).device)
             return numbers_of(seen, {key: [x.weight] for key, x in matrices.items()})
 
-    path = path_of((type(model).__module__, config, IMAGES, STEPS, SCHEDULE, [*matrices]), model.named_parameters())
+    settings = type(model).__module__, config, labels_of(config), STEPS, SCHEDULE, [*matrices]
+    path = path_of(settings, model.named_parameters())
     known = calibration_of(kept_or_measured(mesh, path, measured), {key: key for key in matrices})
     if mesh.is_main:
         print(as_text({"model": known}, len(matrices), "by fixed classes"), flush=True)
     return known
 
 
-def _fixed_run(config: Any, predict: Callable[..., Any], device: torch.device) -> None:
-    # images of classes all over the table, the last of "no class", from the first timestep to the last
-    labels = torch.linspace(0, config.num_classes, IMAGES).long().to(device)
-    size = IMAGES, config.in_channels, config.sample_size, config.sample_size
+def labels_of(config: Any) -> list[int]:
+    """Return the labels of the calibration: the first classes, as every model was trained on them, and "no class"."""
+    return [*range(min(CLASSES, config.num_classes)), config.num_classes]
+
+
+def fixed_run(config: Any, predict: Callable[..., Any], device: torch.device) -> None:
+    """Denoise images of the calibration's labels, from the first timestep to the last. predict: as diffusers' model."""
+    labels = torch.tensor(labels_of(config), device=device)
+    size = len(labels), config.in_channels, config.sample_size, config.sample_size
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
     scheduler: Any = DDIMScheduler.from_config(SCHEDULE)
     scheduler.set_timesteps(STEPS)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import DistributedDiT, Guidance, sample
+from seqpar.loading.random import randomise
 from seqpar.loop import eight
 from seqpar.loop.blueprint import locate
 from seqpar.loop.interface import SequenceModel
 from seqpar.loop.loop import Sampler
-from seqpar.loop.models import large_dit
+from seqpar.loop.models import dit, large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.calibration import Calibration
 from tests.loop.models import test_large_dit as large
@@ -35,8 +36,17 @@ ROUNDING = 0.1  # of tiny models' outputs; rounding to 3 bits costs a few percen
 MODELS: dict[str, Callable[[], SequenceModel]] = {
     "dit": lambda: shared_dit(CPU),
     "large-dit": lambda: large.shared("released", CPU),
+    "heads of 72, as in dit-xl": lambda: of_72(),
     "large-dit of groups": lambda: large.ours(replace(large.TINY, qk_norm_groups=4), CPU),
 }
+
+
+@cache
+def of_72() -> SequenceModel:
+    """A block as wide as DiT-XL's."""
+    model = dit.Model(dit.Config(num_layers=1, sample_size=8, num_classes=10)).double()
+    randomise(model, 0)
+    return model.requires_grad_(False)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +72,7 @@ def test_the_error_is_that_of_rounding_above_that_of_bf16(name: str) -> None:
     truth = called(DistributedDiT(MODELS[name](), Mesh.single()))
     floor = called(DistributedDiT(narrow(name), Mesh.single()))
     assert error(floor, truth) < error(called(in_8_bits(narrow(name))), truth) < ROUNDING
-    assert error(floor, truth) < error(called(in_8_bits(MODELS[name]())), truth) < ROUNDING
+    assert 1e-3 < error(called(in_8_bits(MODELS[name]())), truth) < ROUNDING
 
 
 def narrow(name: str) -> SequenceModel:
@@ -159,7 +169,7 @@ def test_the_means_are_those_of_diffusers_modules_and_are_measured_once(capsys: 
     def predict(x: Tensor, timestep: Tensor, class_labels: Tensor) -> Any:
         return theirs(x.double(), timestep=timestep.expand(len(x)), class_labels=class_labels)
 
-    eight._fixed_run(shared_dit(CPU).config, predict, CPU)
+    eight.fixed_run(shared_dit(CPU).config, predict, CPU)
     for _ in range(2):
         dit = in_8_bits(shared_dit(CPU))
         assert dit.matrices8 is not None
@@ -218,7 +228,7 @@ def test_weights_written_in_place_are_followed_in_the_same_memory(model: Sequenc
     assert [(x.values.data_ptr(), x.scales.data_ptr()) for x in dit.matrices8.by_path.values()] == addresses
 
     # what is written through `.data` has no version: `refresh` is for it
-    layer.weight.data.mul_(-3)
+    layer.weight.data.mul_(-3)  # pyright: ignore
     assert torch.equal(called(dit), followed)
     dit.refresh()
     assert error(called(dit), followed) > 1e-3

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.families._block import BlockCall, DeclinedError, Input, Matrix, reads_next
+from seqpar.families._block import EIGHT, BlockCall, DeclinedError, Input, Matrix, reads_next
 from seqpar.kernels.adaln import Branch, Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.rows8 import Rounding
 from seqpar.types.facts import Blocks
 from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
-DOUBLE_EIGHT = ("image qkv", "image out", "image up", "image down")  # few tokens gain nothing
+DOUBLE_EIGHT = tuple(f"{stream} {name}" for stream in NAMES for name in EIGHT)
 PARALLEL_EIGHT = ("qkv", "up", "out")
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 

@@ -239,7 +239,7 @@ def test_gemms_that_rounding_would_ruin_keep_their_dtype(capsys: pytest.CaptureF
         in capsys.readouterr().out
     )
     body = body_of(module, fused=True, calibration=made)
-    assert "13 of 28 GEMMs in 8 bits" in body.sharded.texts()["computation"]
+    assert "21 of 28 GEMMs in 8 bits" in body.sharded.texts()["computation"]
     called(body, MODELS["flux"].arguments())
 
 

@@ -32,10 +32,12 @@ from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.pipelines.classes import DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import choose_local, work_of
+from seqpar.transformer.calibration import Precision
 from seqpar.types.guidance import Guidance
 
 GUIDANCE = Guidance(4.0)
 DIGEST_STEPS = 25
+MIDDLE = 500.0  # timestep of the call whose error is measured
 MOST_STEPS = 200  # of a run
 
 
@@ -53,6 +55,8 @@ class Steps(Flags):
     """Local attention of our layouts and of ceilings."""
     transport: str = "auto"
     """Transport of the exchanges between ranks."""
+    precision: Precision | None = None
+    """Also time each layout in this precision, beside the weights' own, with the error of a call."""
     graph: bool = True
     """Replay our step as a CUDA graph if that is possible."""
     exact: bool = False
@@ -155,11 +159,15 @@ def ours(case: Case) -> Iterator[Row]:
     for layout in fitting(case.args.layouts, case.mesh.world.size):
         about = {"layout": str(layout), "local": case.local, "guidance": "axis" if layout.cfg == 2 else "batched"}
         yield Row("ours", str(layout), partial(_ours, case, layout), case.ceiling(layout), about)
+        if (eight := case.args.precision) is not None:
+            name, about = f"{layout}, {eight}", about | {"precision": eight}
+            yield Row("ours", name, partial(_ours, case, layout, eight), case.ceiling(layout), about)
 
 
 @contextmanager
-def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
-    dit = DistributedDiT(case.model, case.mesh_of(layout), layout.strategy, case.args.local, case.args.transport)
+def _ours(case: Case, layout: Layout, precision: Precision | None = None) -> Iterator[Timed]:
+    names = case.mesh_of(layout), layout.strategy, case.args.local, case.args.transport
+    dit = DistributedDiT(case.model, *names, precision=precision)
     noise = draw_noise((1, case.model.config.in_channels, *case.size), torch.Generator().manual_seed(0))
     prompt = {"class_labels": torch.zeros(1, dtype=torch.int64)}
     wait = torch.cuda.synchronize if dit.device.type == "cuda" else lambda: None
@@ -180,8 +188,13 @@ def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
             run(steps + 2, on_step)
             return 1e3 * (moments[1] - moments[0]) / steps
 
-        bits = digest(run(DIGEST_STEPS))
-        yield Timed(ms, lambda: {"digest": bits, "transport": dit.transport.name}, run)
+        facts: Line = {"digest": digest(run(DIGEST_STEPS)), "transport": dit.transport.name}
+        if precision is not None:
+            plain = DistributedDiT(case.model, *names)
+            got, wanted = (each(noise, timestep=MIDDLE, **prompt).sample.double() for each in (dit, plain))
+            facts["error"] = float((got - wanted).norm() / wanted.norm())
+            plain.release()
+        yield Timed(ms, lambda: facts, run)
     dit.release()
 
 

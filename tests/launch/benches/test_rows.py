@@ -58,8 +58,11 @@ def benched(cpus: Pool, tmp_path: Path) -> Callable[..., list[Line]]:
 
 def test_a_step_of_our_loop_is_timed(benched: Callable[..., list[Line]]) -> None:
     words = ("--model", "builtin", "--tokens", "16", "--layouts", "ulysses:1:1", "ulysses:2:1", "--split", *QUICK)
-    lines = benched("steps", *words)
-    assert [line["case"]["layout"] for line in lines] == ["ulysses cfg1 ring1 ulysses2", "ulysses cfg2 ring1 ulysses1"]
+    lines = benched("steps", *words, "--precision", "fp8")
+    layouts = ["ulysses cfg1 ring1 ulysses2", "ulysses cfg2 ring1 ulysses1"]
+    cases = [(layout, precision) for layout in layouts for precision in (None, "fp8")]
+    assert [(line["case"]["layout"], line["case"].get("precision")) for line in lines] == cases
+    assert all(1e-4 < line["error"] < 0.1 for line in lines[1::2])
     assert all(line["over"] > 0 and line["reference"].startswith("ceiling of") for line in lines)
     for line in lines:
         assert set(line["split_ms"]) == {*NAMES}

@@ -26,7 +26,7 @@ from seqpar.types.protocols import state_dtype
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # in e4m3
-FEWEST = 16  # rows of a product on GPUs; a row's bits do not depend on their number
+FEWEST = 64  # rows of a product with fast sums on GPUs; a row's bits do not depend on their number
 Activation = Literal["gelu", "swiglu"]
 
 CASES: tuple[dict[str, int], ...] = (
@@ -178,7 +178,8 @@ def product8(
     batch, tokens, inner = x.shape
     if weight_FE.is_cuda:
         values_RE, scales_R1 = x.values.view(-1, inner), x.scales.view(-1, 1)
-        if batch * tokens < FEWEST:  # cuBLAS has no product of one row with some weights, and none of no rows
+        # cuBLAS has no such product of fewer rows than 48 where they are 12,288 wide, and none of no rows
+        if batch * tokens < (FEWEST if fast else 1):
             more = (0, 0, 0, FEWEST - batch * tokens)
             values_RE, scales_R1 = F.pad(values_RE.view(torch.uint8), more).view(E4M3), F.pad(scales_R1, more)
         out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]

@@ -220,6 +220,11 @@ class Weight8(Tensor):
         self.adopt(other)
 
 
+def in_memory(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold a weight: its values and scales, or itself."""
+    return (weight.e4m3, weight.scales) if isinstance(weight, Weight8) else (weight,)
+
+
 def plain(weight: Tensor) -> Tensor:
     """Return a weight as a tensor that has memory in its dtype, for kernels that read it."""
     return weight.wide() if isinstance(weight, Weight8) else weight

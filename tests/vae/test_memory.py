@@ -10,6 +10,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
+from seqpar.kernels.weight8 import Weight8
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.vae import on_mesh as module
@@ -103,6 +104,8 @@ def test_weights_on_the_device_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
     cpu, layer = torch.device("cpu"), nn.Linear(4, 4)
     assert bytes_left(cpu, [layer, layer, nn.Linear(4, 4, device="meta")]) == pytest.approx(850 - 80)
+    layer.weight = nn.Parameter(Weight8.of(layer.weight.detach()))
+    assert bytes_left(cpu, [layer]) == pytest.approx(850 - (16 + 16 + 16))  # values, scales, and the bias
 
 
 @pytest.mark.gpu

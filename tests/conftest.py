@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.forked_workers import fork_workers
 from tests.support.garbage import SELDOM, imported
 from tests.support.pool import Pool, give_back, quicken
 
@@ -93,6 +94,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     On CPUs one more than there are cores: some tests wait for seconds.
     """
     return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+def pytest_xdist_setupnodes() -> None:
+    """Fork the workers; on a machine with GPUs a forked process could not use them."""
+    if not torch.cuda.is_available():
+        fork_workers()
 
 
 @pytest.hookimpl(wrapper=True)

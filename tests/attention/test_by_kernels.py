@@ -34,6 +34,7 @@ from tests.support.pool import Pool
 pytest.importorskip("triton")
 # numpy warns in the interpreter, where it computes activations
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
     pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs all other tests launch kernels"),
 ]

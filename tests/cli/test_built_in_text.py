@@ -20,6 +20,8 @@ from tests.cli.processes import LIMIT_S, environment
 from tests.cli.runs import SAME, pixels, shown
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 FOLDER = NAMES["builtin-text"]
 MOST_PARAMETERS = 7_000_000
 FROG = "a green frog on white"

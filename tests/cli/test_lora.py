@@ -39,6 +39,8 @@ from tests.support.meshes import mesh as mesh_of
 from tests.support.meshes import random
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 THEIRS: Any = diffusers
 ROUNDED = 0.51 / 255  # of a picture in a file
 SIDE = 16  # of a picture of the tiny FLUX.1 if nobody names a size: its decoder's sample_size

@@ -29,6 +29,8 @@ from tests.cli.processes import LIMIT_S, SCRIPT, environment
 from tests.support.forks import Forked
 from tests.support.pool import Pool, server
 
+pytestmark = pytest.mark.slow
+
 PHASE, FOLDER = "SEQPAR_TEST_PHASE", "SEQPAR_TEST_FOLDER"  # environment: where ranks pause, and leave a file then
 FLAGS = ("--model", "builtin", "--classes", "cat")
 PAUSES = {  # phase -> a function at whose call a rank pauses for ever

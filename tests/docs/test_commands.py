@@ -18,6 +18,8 @@ from tests.support.forks import Forked
 from tests.support.pages import ROOT, Block, blocks, every_block, words
 from tests.support.pool import server
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests/docs/test_commands.py"
 NEEDS = ("needs GPUs", "needs a download")
 GATE = re.findall(r"\bblock (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))

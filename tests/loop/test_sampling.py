@@ -28,6 +28,8 @@ from tests.support.original import exact
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit, shared_dit
 
+pytestmark = pytest.mark.slow
+
 STEPS, LABELS = 4, [3, 7, 3]
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 TOLERANCE = 1e-9  # of fp64

@@ -34,6 +34,8 @@ from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 # rows of two matrices of the encoder, 36 MB each: what malloc keeps no memory for once they are gone
 HUGE = 9 << 15
 THEIRS: Any = diffusers

@@ -109,14 +109,15 @@ class Pool:
             return False, f"rank {rank} died"
 
 
-def server() -> Any:
+def server(*modules: str) -> Any:
     """Return the context whose processes are forked from a server; start it first, from the main thread.
 
+    modules: what it imports besides, if it does not run yet.
     The server sees no GPU: importing diffusers may initialise CUDA, and a fork of that would know of GPUs, whatever its
     own environment says, and could not use them.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *modules])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         forkserver.ensure_running()

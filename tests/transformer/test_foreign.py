@@ -57,7 +57,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in ("In CPU autocast", "flex_attention called without torch.compile")
 ]
-pytestmark.append(pytest.mark.filterwarnings("ignore::UserWarning"))  # of peft and torch.ao
+pytestmark += [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # of peft and torch.ao
 NOTHING = "nothing was raised"
 UNREACHED = "attends to one rank's tokens only"
 COMPILED = "Compiled modules are not supported"

@@ -36,7 +36,7 @@ from tests.support.sharded import VISIBLE
 from tests.transformer.test_lora import add
 from tests.transformer.test_pipelines import CASES as PIPELINES
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # peft warns of what is tested here
 TOLERANCE = 1e-10
 MORE = [(1, 1, "skipped layers"), (3, 1, "skipped layers"), (4, 2, "plain")]
 TINY = MODELS["wan"].having(num_layers=3)

@@ -37,6 +37,8 @@ from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, captured, error, raised
 
+pytestmark = pytest.mark.slow
+
 KEYS = 22  # the text and image tokens of the tiny FLUX, in a batch of two
 LEFT_OUT = torch.arange(KEYS)[None] % torch.tensor([[5], [7]]) == 1
 

@@ -28,6 +28,8 @@ from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows
 from tests.support.sharded import CPU, Outputs, body_of, called, error, raised
 
+pytestmark = pytest.mark.slow
+
 EIGHT = (
     *("flux", "flux2", "qwen_masked", "wan", "wan_vace", "chroma", "sd3_dual", "hunyuan", "hunyuan15", "krea2"),
     *("z_image", "ltx", "ltx2", "ltx2_3", "cogvideox", "flux3_reference"),

@@ -44,7 +44,7 @@ from tests.transformer.test_lora import add
 from tests.transformer.test_pipelines import CASES
 from tests.transformer.test_pipelines import TOLERANCE as PICTURE
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # peft warns of what is tested here
 
 
 MANAGED: dict[str, Callable[[Any], object]] = {

@@ -65,6 +65,8 @@ from tests.verifying.faults import (
     swapped_branches,
 )
 
+pytestmark = pytest.mark.slow
+
 LABELS = {"guidance": Guidance(4.0), "size": (40, 40)}  # 25 tokens, which ranks share unevenly
 TEXT = 16  # tokens of a prompt, where pipelines have hundreds by default
 Layout = tuple[str, int, str]

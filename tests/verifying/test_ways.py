@@ -21,6 +21,8 @@ from seqpar.verifying.ways import Row, judged, meshes, table, ways
 from tests.support.pool import Pool
 from tests.verifying.faults import Fault, lost_shard, narrow_sums, none, one_bit
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 
 

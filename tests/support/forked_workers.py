@@ -1,0 +1,58 @@
+"""Workers of pytest-xdist on CPUs, forked from the server of ranks: torch and diffusers are imported once for all.
+
+Else each worker and each worker's server would import them, which takes some ten seconds of CPU time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from execnet.gateway_base import Popen2IO
+from execnet.gateway_io import Popen2IOMaster
+
+from tests.support.pool import server
+
+# what several files of tests import, besides what ranks do
+MODULES = ("openai", "seqpar.serve.api.server", "seqpar.serve.ranks.loop", "launch.bench", "selenium.webdriver")
+
+
+def fork_workers() -> None:
+    """Let execnet fork the processes that it starts from now on."""
+    server(*MODULES)
+    starter: Any = Popen2IOMaster
+    starter.__init__ = _start
+
+
+def _start(io: Any, args: object, execmodel: Any) -> None:
+    """Start a worker, as `Popen2IOMaster.__init__` does, whose standard input and output are pipes."""
+    (their_input, our_output), (our_input, their_output) = multiprocessing.Pipe(False), multiprocessing.Pipe(False)
+    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(their_input, their_output))
+    process.start()
+    their_input.close()
+    their_output.close()
+    io.popen = SimpleNamespace(wait=process.join, kill=process.kill)
+    output = os.fdopen(os.dup(our_output.fileno()), "wb", 0)
+    inputs = os.fdopen(os.dup(our_input.fileno()), "rb", 0)
+    Popen2IO.__init__(io, output, inputs, execmodel)
+
+
+def _serve(inputs: Connection, output: Connection) -> None:
+    """Run what execnet sends, as `python -c` would: its first line is a program."""
+    for number, pipe in enumerate((inputs, output)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    its_server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    its_server.ensure_running = lambda: None  # this process's ranks come from the server of which it comes
+    try:
+        exec(eval(sys.stdin.readline()), vars(main))
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing leaves them out

@@ -50,7 +50,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, target)  # with compiled files, which are as old as their sources
         else:
             shutil.copy(ROOT / name, target)
     rooms = root / FOLDER.relative_to(ROOT)

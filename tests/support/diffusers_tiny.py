@@ -47,11 +47,12 @@ class Tiny:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transformer_hunyuan_video15, "HunyuanVideo15ByT5TextProjection", narrow)
             patch.setattr(nn.Linear, "reset_parameters", lambda layer: None)  # all weights are drawn below
-            module = kind(**self.config).double().eval().requires_grad_(False)
+            module = kind(**self.config).eval().requires_grad_(False)
         for weight in module.parameters():
             fan = math.prod(weight.shape[1:]) if weight.dim() > 1 else 4
             most = (3 / fan) ** 0.5  # for a variance of 1 / fan
-            weight.uniform_(-most, most, generator=generator)
+            weight.data = torch.empty_like(weight, dtype=torch.float64).uniform_(-most, most, generator=generator)
+        module.double()  # buffers
         if self.kind == "MochiTransformer3DModel":  # its positions are fp32, and are multiplied with these
             module.pos_frequencies.data = module.pos_frequencies.float()
         return module

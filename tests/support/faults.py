@@ -4,10 +4,10 @@
     python -m tests.support.faults --only ring      # only faults whose name contains this word
     python -m tests.support.faults --some 3 --seed HASH    # three of them, chosen by a hash, as the gate does
 
-First every test named here must pass on a copy without a fault. Then each fault is applied to a fresh copy, its test
-runs alone, and must fail. The command prints a table and exits with 1 if a fault survives. A text to replace must be
-found exactly once in its file, otherwise the fault is refused: `tests/support/test_faults.py` checks that in every run
-of the suite, so the table cannot silently fall behind the code.
+Every test named here must pass on a copy without a fault. Each fault is applied to a fresh copy, where its test runs
+alone and must fail; two copies run at a time. The command prints a table and exits with 1 if a fault survives. A text
+to replace must be found exactly once in its file, otherwise the fault is refused: `tests/support/test_faults.py` checks
+that in every run of the suite, so the table cannot silently fall behind the code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
 DEADLINE_S = 600  # time limit of all tests without a fault
 REMOVED_S = 10  # time limit of removing a copy
+SIDE_BY_SIDE = 2  # runs at a time: each one is a process, which uses one core most of the time
 HANG_S = 30  # time limit of one test: if a fault fails one rank, the others wait for it
 MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
@@ -486,7 +488,7 @@ def copied(fault: Fault | None = None) -> Iterator[Path]:
     try:
         for part in COPIED:
             if (ROOT / part).is_dir():
-                shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / part, root / part)  # with compiled files, which are as old as their sources
             else:
                 shutil.copy(ROOT / part, root / part)
         if fault is not None:
@@ -567,14 +569,20 @@ def main() -> int:
     chosen = chosen_of([fault for fault in FAULTS if arguments.only in fault.name], arguments.some, arguments.seed)
     if not chosen:
         parser.error("got --only with a text that no fault's name contains; see FAULTS for the names")
+    print("| fault | verdict | seconds |\n| --- | --- | --- |", flush=True)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        without = pool.submit(unharmed, sorted({fault.test for fault in chosen}))
+        caught = [*pool.map(replay, chosen)]
+    return 0 if without.result() and all(caught) else 1
+
+
+def unharmed(tests: Sequence[str]) -> bool:
+    """Return whether tests pass on a copy without a fault."""
     with copied() as root:
-        status, text = run(root, sorted({fault.test for fault in chosen}))
+        status, text = run(root, tests)
     if status != 0:
         print(f"the tests do not pass without a fault (pytest's exit status {status}):\n{text}")
-        return 1
-    print("| fault | verdict | seconds |\n| --- | --- | --- |", flush=True)
-    caught = [replay(fault) for fault in chosen]
-    return 0 if all(caught) else 1
+    return status == 0
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import atexit
 import multiprocessing
 import os
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import Popen2IOMaster
 
@@ -25,6 +26,10 @@ MODULES = ("openai", "seqpar.serve.api.server", "seqpar.serve.ranks.loop", "laun
 
 def fork_workers() -> None:
     """Let execnet fork the processes that it starts from now on."""
+    with pytest.MonkeyPatch.context() as patch:
+        # it would name semaphores of processes that tests kill; that of a worker writes into what pytest captures
+        patch.setenv("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+        resource_tracker.ensure_running()
     server(*MODULES)
     starter: Any = Popen2IOMaster
     starter.__init__ = _start
@@ -50,8 +55,9 @@ def _serve(inputs: Connection, output: Connection) -> None:
         pipe.close()
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.modules["__main__"] = main = ModuleType("__main__")
-    its_server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-    its_server.ensure_running = lambda: None  # this process's ranks come from the server of which it comes
+    its_server: Any = forkserver
+    # this process's ranks come from the server of which it comes
+    its_server.ensure_running = its_server._forkserver.ensure_running = lambda: None
     try:
         exec(eval(sys.stdin.readline()), vars(main))
     finally:

@@ -25,7 +25,7 @@ from seqpar.transformer.forward import CallState
 from tests.families.test_blocks import FUSED, blocks_named, counted
 from tests.support.diffusers_tiny import MODELS, SPLIT, flat, truth
 from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, refused
-from tests.support.pool import Pool
+from tests.support.pool import Pool, server
 from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
@@ -185,8 +185,10 @@ def test_the_command_prints_a_line_per_class(
         __main__.main(["unknown"])
 
 
-@pytest.mark.whole
-def test_the_command_spawns_ranks_that_prove_a_class() -> None:
+def test_the_command_starts_ranks_that_prove_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forked, not spawned, which gives them the same and imports nothing."""
+    forking = server()
+    monkeypatch.setattr(_prove.multiprocessing, "get_context", lambda method: forking)
     reasons = dict(_prove.proofs(["DiTTransformer2DModel", "QwenImage21Transformer2DModel"]))
     assert str(reasons.pop("QwenImage21Transformer2DModel")).startswith("runs on one rank alone: its text attends")
     assert reasons == {"DiTTransformer2DModel": None}

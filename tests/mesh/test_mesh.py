@@ -173,7 +173,8 @@ def a_part(rank: int, mesh: Mesh) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "why_not", lambda *_: None)
         patch.setattr(pipeline.Weights, "of", lambda *_: None)
-        return pipeline._weights(PipelineParts(Path("p"), index, {}, None, None, fitted), torch.float32, mesh)  # pyright: ignore
+        parts = PipelineParts(Path("p"), index, {}, None, None, fitted)
+        return pipeline._weights(parts, torch.float32, mesh, False)  # pyright: ignore
 
 
 def a_plan(rank: int, mesh: Mesh) -> object:

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,23 +23,11 @@ from safetensors.torch import load_file, save_file
 from seqpar.loading.names import LORAS
 from seqpar.pipelines.image_files import digest
 from seqpar.pipelines.pictures import grid
-from seqpar.serve.messages import (
-    Alive,
-    Failed,
-    ImageRequest,
-    ImageResult,
-    InputImage,
-    Partial,
-    ToServer,
-    VideoFacts,
-    VideoResult,
-    read,
-)
+from seqpar.serve.messages import Failed, ImageRequest, ImageResult, InputImage, Partial, VideoFacts, VideoResult
 from seqpar.serve.ranks.checked import sizes_near, unit_of
 from seqpar.serve.ranks.loop import SOCKET
-from tests.cli.processes import environment, seqpar
-from tests.support.driver import LIMIT_S, Driver, replica
-from tests.support.front import until
+from tests.cli.processes import seqpar
+from tests.support.driver import Driver, replica
 from tests.support.meshes import random
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
@@ -420,94 +402,3 @@ def test_a_scheduler_without_estimates_is_refused_and_a_cancel_ends_a_run_with_p
     failed(driver.cancel_at(replace(CAT, steps=MANY, partial_images=3), 3), "cancelled")
     assert isinstance(driver.ask(replace(CAT, id="after", partial_images=1)), ImageResult)
     assert [part.index for part in driver.partial["after"]] == [0]
-
-
-# ends ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_deadline_while_the_map_is_fitted_and_ranks_without_a_server(tmp_path: Path) -> None:
-    """The next request fits it. Ranks exit on their own when the server disconnects."""
-    with replica(tmp_path, 1, "builtin") as driver:
-        failed(driver.ask(replace(CAT, deadline_s=0.0, partial_images=2)), "deadline")
-        assert isinstance(driver.ask(replace(CAT, id="next", partial_images=2)), ImageResult)
-        assert len(driver.partial["next"]) == 2
-        driver.line.close()
-        assert driver.process.wait(LIMIT_S) == 0
-
-
-def test_idle_ranks_stay_alive_and_a_killed_one_ends_all(tmp_path: Path) -> None:
-    """They wait for longer than the deadline of the host, which ends ranks without messages."""
-    flags = "--host-deadline-s", "3", "--first-deadline-s", "3"
-    with replica(tmp_path, 2, "builtin", *flags) as driver:
-        assert all(isinstance(read(driver.line, ToServer), Alive) for _ in range(5))
-        assert image(driver.ask(CAT)).any()
-        os.kill(driver.ranks()[1], signal.SIGKILL)
-        begun = time.monotonic()
-        assert driver.process.wait(LIMIT_S) == 128 + signal.SIGKILL
-        assert "rank 1 was terminated by SIGKILL" in driver.errors
-        assert time.monotonic() - begun < 30
-
-
-def descendants(process: int) -> list[int]:
-    children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
-    return [pid for child in children for pid in (child, *descendants(child))]
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process has not ended; one that nobody waits for may stay in the table."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize(
-    ("number", "ranks", "state"),
-    [
-        (signal.SIGTERM, 2, "ranks started"),
-        (signal.SIGTERM, 2, "ready"),
-        (signal.SIGKILL, 2, "ranks started"),
-        (signal.SIGKILL, 1, "ready"),
-    ],
-)
-def test_a_signal_to_an_idle_server_ends_all_within_seconds(
-    tmp_path: Path, number: signal.Signals, ranks: int, state: str
-) -> None:
-    """Ranks that load do not read messages. After SIGKILL the server's folder stays, with a socket and a lock alone."""
-    (tmp_path / "tmp").mkdir()
-    words = [sys.executable, "-m", "seqpar.cli", "serve", "builtin", "--ranks", str(ranks), "--port", "0"]
-    with (tmp_path / "log").open("wb") as out:
-        server = subprocess.Popen(words, stderr=out, env={**environment(), "TMPDIR": str(tmp_path / "tmp")})
-    log, processes = tmp_path / "log", list[int]()
-    try:
-        until(lambda: f'"event": "{state}"' in log.read_text(), LIMIT_S)
-        # the process that encodes images and its resource tracker, then the ranks: two have a starter
-        count = 2 + ranks + (ranks > 1)
-        until(lambda: len(descendants(server.pid)) == count, LIMIT_S)
-        processes, begun = descendants(server.pid), time.monotonic()
-        server.send_signal(number)
-        assert server.wait(LIMIT_S) == (0 if number == signal.SIGTERM else -number)
-        until(lambda: not any(map(is_alive, processes)), LIMIT_S)
-        assert time.monotonic() - begun < (3.0 if number == signal.SIGTERM else 10.0)
-    finally:
-        server.kill()
-        server.wait()
-    left = {path.name for path in (tmp_path / "tmp").rglob("*") if "torchinductor" not in str(path)}
-    assert {name for name in left if not name.startswith("seqpar-")} <= {".seqpar-serve.lock", "ranks"}
-    assert len(left) == (0 if number == signal.SIGTERM else 3)
-
-
-def test_a_rank_that_does_not_end_its_step_exits_without_a_server(tmp_path: Path) -> None:
-    path = str(tmp_path / "front")
-    work = "import threading\nfrom seqpar.serve.ranks import link\nlink.ALONE_S = 0.1\n"
-    work += f"link.ServerLink({path!r})\nthreading.Event().wait()"
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen(1)
-        with subprocess.Popen([sys.executable, "-c", work], env=environment()) as process:
-            try:
-                listening.settimeout(LIMIT_S)
-                listening.accept()[0].close()
-                assert process.wait(LIMIT_S) == 1
-            finally:
-                process.kill()

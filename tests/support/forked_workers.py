@@ -9,12 +9,11 @@ import atexit
 import multiprocessing
 import os
 import sys
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import Popen2IOMaster
 
@@ -26,11 +25,16 @@ MODULES = ("openai", "seqpar.serve.api.server", "seqpar.serve.ranks.loop", "laun
 
 def fork_workers() -> None:
     """Let execnet fork the processes that it starts from now on."""
-    with pytest.MonkeyPatch.context() as patch:
-        # it would name semaphores of processes that tests kill; that of a worker writes into what pytest captures
-        patch.setenv("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
-        resource_tracker.ensure_running()
-    server(*MODULES)
+    files = {number: os.dup(number) for number in (1, 2)}
+    with open(os.devnull, "w") as nowhere:
+        for number in files:  # what ranks print, as where pytest captures it, and Python's tracker of semaphores
+            os.dup2(nowhere.fileno(), number)
+    try:
+        server(*MODULES)
+    finally:
+        for number, file in files.items():
+            os.dup2(file, number)
+            os.close(file)
     starter: Any = Popen2IOMaster
     starter.__init__ = _start
 
@@ -38,21 +42,21 @@ def fork_workers() -> None:
 def _start(io: Any, args: object, execmodel: Any) -> None:
     """Start a worker, as `Popen2IOMaster.__init__` does, whose standard input and output are pipes."""
     (their_input, our_output), (our_input, their_output) = multiprocessing.Pipe(False), multiprocessing.Pipe(False)
-    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(their_input, their_output))
+    theirs = their_input, their_output, Connection(os.dup(2), readable=False)
+    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=theirs)
     process.start()
-    their_input.close()
-    their_output.close()
+    for file in theirs:
+        file.close()
     io.popen = SimpleNamespace(wait=process.join, kill=process.kill)
-    output = os.fdopen(os.dup(our_output.fileno()), "wb", 0)
-    inputs = os.fdopen(os.dup(our_input.fileno()), "rb", 0)
+    output, inputs = os.fdopen(os.dup(our_output.fileno()), "wb", 0), os.fdopen(os.dup(our_input.fileno()), "rb", 0)
     Popen2IO.__init__(io, output, inputs, execmodel)
 
 
-def _serve(inputs: Connection, output: Connection) -> None:
-    """Run what execnet sends, as `python -c` would: its first line is a program."""
-    for number, pipe in enumerate((inputs, output)):
-        os.dup2(pipe.fileno(), number)
-        pipe.close()
+def _serve(*files: Connection) -> None:
+    """Run what execnet sends, as `python -c` would: its first line is a program. files: standard ones."""
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+        file.close()
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.modules["__main__"] = main = ModuleType("__main__")
     its_server: Any = forkserver

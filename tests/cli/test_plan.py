@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_dry_run_ranks_layouts_and_loads_no_weights(
     assert times[1:] == sorted(times[1:])
     unasked = [time for time, row in zip(times, rows, strict=True) if row.split()[-8] in ("-", *EXACT)]
     assert times[0] <= 1.01 * min(unasked)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_plan_in_8_bits_counts_faster_gemms_and_copies_of_weights(capsys: Captured, tmp_path: Path) -> None:
+    args, found = Args("large-dit-7b", ("1",), size="1024", out=tmp_path / "x.png", dry_run=(1,)), list[list[float]]()
+    for asked in (args, replace(args, precision="fp8")):
+        run(asked)
+        out = capsys.readouterr().out
+        assert ("GEMMs in fp8 at 1.7 times" in out) == (asked is not args)
+        (row,) = (line for line in out.splitlines() if line.startswith("one rank"))
+        found.append([float(number) for number in row.split()[3:]])
+    (wide, gemm, *_, gib), (eight, gemm8, *_, gib8) = found
+    assert (wide - eight, gib8 - gib) == (pytest.approx(gemm - gemm8, abs=0.02), pytest.approx(6.0, abs=0.1))
+    assert 1.6 < gemm / gemm8 < 1.7  # but for the embedder and the final layer
 
 
 def test_a_dry_run_on_two_processes_prints_once(ranks: Pool, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def a_part(rank: int, mesh: Mesh) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "why_not", lambda *_: None)
         patch.setattr(pipeline.Weights, "of", lambda *_: None)
-        parts = PipelineParts(Path("p"), index, {}, None, None, fitted)
+        parts = PipelineParts(Path("p"), index, {}, None, None, fitted)  # pyright: ignore
         return pipeline._weights(parts, torch.float32, mesh, False)  # pyright: ignore
 
 

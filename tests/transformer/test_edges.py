@@ -42,7 +42,7 @@ from tests.support.diffusers_tiny import MODELS, few, moved, truth
 from tests.support.meshes import counted_calls, existing, mesh_for, random
 from tests.support.pool import Pool
 from tests.support.sharded import CPU, TOLERANCE, VISIBLE, Outputs, body_of, called, computed, error, raised
-from tests.transformer.test_foreign import pictures, with_ip_adapter
+from tests.transformer.users_code import pictures, with_ip_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 

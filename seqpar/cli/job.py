@@ -21,7 +21,7 @@ from seqpar.pipelines.image_files import Picture, read
 from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, pictures_of_rank_0
 from seqpar.pipelines.protocol import GenerationRequest, Job, scales
 from seqpar.planner.explain import explain
-from seqpar.planner.plan import check_names, parse_mesh, rank, transport_between
+from seqpar.planner.plan import check_names, is_lossy, parse_mesh, rank, transport_between
 from seqpar.planner.predict import EIGHT_SPEED
 from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.search import Preferences
@@ -96,10 +96,9 @@ def check_flags(args: Args) -> None:
     check_names(args.strategy, args.local, args.transport)
     parse_size(args.size)
     tuple(map(parse_lora, args.lora))
-    if args.verify and args.precision is not None:
-        raise ValueError(
-            f"got --verify with --precision {args.precision}, whose error it would report as a fault; use one of them"
-        )
+    if args.verify and (args.precision is not None or is_lossy(args.local)):
+        flag = f"--local-attention {args.local}" if args.precision is None else f"--precision {args.precision}"
+        raise ValueError(f"got --verify with {flag}, whose error it would report as a fault; use one of them")
 
 
 def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job:

@@ -21,6 +21,7 @@ from seqpar.pipelines.load import load
 from seqpar.pipelines.own_loop import OwnJob
 from seqpar.pipelines.pictures import written
 from seqpar.pipelines.protocol import scales
+from seqpar.planner.plan import check_names, is_lossy
 from seqpar.transformer.parallelize import release
 from seqpar.verifying.precision import PROMPTS, measure_precision
 from seqpar.verifying.ways import Row, judged, loaded, meshes, table, ways
@@ -37,7 +38,7 @@ def run_verify(args: VerifyArgs) -> None:
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
-    if args.precision is not None:
+    if _in_eight(args):
         _run_precision(args, ranks)
         return
     job, dtypes = ranks.on_all_ranks(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
@@ -68,7 +69,7 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     """The job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if args.min_psnr is not None:
-        raise ValueError("got --min-psnr without --precision fp8, whose error it bounds")
+        raise ValueError("got --min-psnr without --precision fp8 or --local-attention fp8, whose error it bounds")
     if any(not 1 <= count <= world for count in args.counts):
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
@@ -89,7 +90,7 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
         job = check(replace(_as_sample(args), prompt=prompts), ranks)
         if not isinstance(job, DiffusersJob) or job.preset is not None or args.image or args.counts or args.repeat > 1:
             raise ValueError(
-                "--precision is measured for pipelines of trained weights that draw from prompts alone, by one layout; "
+                "8 bits are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
                 "leave --image, --counts and --repeat out"
             )
         return job
@@ -111,9 +112,14 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
         raise FloatingPointError(f"got an image with {result.worst_psnr:.1f} dB, expected --min-psnr {args.min_psnr}")
 
 
+def _in_eight(args: VerifyArgs) -> bool:
+    check_names(args.strategy, args.local, args.transport)
+    return args.precision is not None or is_lossy(args.local)
+
+
 def _as_sample(args: VerifyArgs) -> Args:
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    shared["steps"] = args.steps or (3 if args.precision is None else Options.steps)
+    shared["steps"] = args.steps or (Options.steps if _in_eight(args) else 3)
     return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 

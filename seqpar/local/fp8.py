@@ -27,8 +27,10 @@ WEIGHTS = 2.0**8  # the largest weight of a row before it is rounded
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    if mask:
-        return "takes no key masks"
+    """Return None if attention of numbers of this dtype can be rounded and computed, otherwise the reason why not.
+
+    mask: ignored, because calls with key masks, like other calls that are not centred, keep the model's dtype.
+    """
     if head_dim % 16:
         return f"takes head dims that 16 divides, not {head_dim}"
     if device.type == "cpu":

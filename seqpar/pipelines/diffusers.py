@@ -61,7 +61,7 @@ from seqpar.pipelines.protocol import (
     no_event,
     scales,
 )
-from seqpar.planner.plan import Plan, settled
+from seqpar.planner.plan import Plan, is_lossy, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.blocks import expected
@@ -299,10 +299,11 @@ class DiffusersJob:
 
         def calibrate(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
             run = self.fixed_run(pipe, mesh.device)
-            calibrations.update(calibrated(mesh, pipe, transformers_of(pipe), run))
+            calibrations.update(calibrated(mesh, pipe, transformers_of(pipe), run, precision is not None, attention))
 
         precision, calibrations = self.request.precision, dict[str, Calibration]()
-        if precision is None:
+        attention = is_lossy(plan.local.name)
+        if precision is None and not attention:
             pipe = self.load_pipeline(mesh, () if on_encode is None else (encode,))
         else:
             pipe = self.load_pipeline(mesh, () if on_encode is None else (encode, encode_fixed), calibrate)

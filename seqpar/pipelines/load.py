@@ -22,10 +22,11 @@ from seqpar.loading.names import resolve
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.planner.plan import choose_local
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.calibration import Precision, check_precision, why_not
-from seqpar.transformer.estimate import dtype_of
+from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
 from seqpar.types.arguments import check_kind, shown
 from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
@@ -68,6 +69,8 @@ def load(
         for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
             if (reason := why_not(module, ranks.device, dtype)) is not None:
                 raise ValueError(f'precision="{precision}" cannot be used: {reason}')
+        if local != "auto":
+            choose_local(local, ranks.device, dtype, planned_work(parts.transformer).head_dim)
         return parts, adapters
 
     parts, adapters = ranks.on_all_ranks(check)

@@ -79,7 +79,7 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
 
 def planned(transformer: Any, grid: Grid | None, request: GenerationRequest, guided: bool) -> Planned:
     size = request.size or (grid.trained if grid is not None else None)
-    work = estimate.planned_work(transformer)
+    work = replace(estimate.planned_work(transformer), rounds=True)
     load = estimate.load_of(transformer, request.dtype, guided, work.joined)
     tokens = load.tokens
     if grid is not None and size is not None:

@@ -149,6 +149,10 @@ def work_of(config: Any) -> Work:
 
 def rank(work: Work, load: Load, machine: Machine, preferences: Preferences, dtype: torch.dtype) -> Ranking:
     """All layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
+    if is_lossy(preferences.local) and not work.rounds:
+        raise ValueError(
+            f"local attention {preferences.local} is for transformers of diffusers, which a calibration centres"
+        )
     measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."), machine.host)
     if machine.count > 1 and machine.transport not in measured.exchange:
         known = ", ".join(measured.exchange)
@@ -224,15 +228,20 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     )
 
 
+def is_lossy(name: str) -> bool:
+    """Whether a local attention rounds to fewer bits than the model's, and so is never chosen by "auto"."""
+    return name != "auto" and plugin(seqpar.local, name, "local attention").preference(0, 64) is None
+
+
 def _fitting(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
 ) -> tuple[list[str], Mapping[str, str]]:
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    stated = {
+    preferred = {
         name: plugin(seqpar.local, name, "local attention").preference(major, head_dim)
         for name in plugins(seqpar.local)
+        if not is_lossy(name)
     }
-    preferred = {name: preference for name, preference in stated.items() if preference is not None}
     working, reasons = [], {}
     for name in sorted(preferred, key=lambda name: -preferred[name]):
         reason = _why_not(name, device, dtype, head_dim, mask)

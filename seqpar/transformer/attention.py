@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import isclose
@@ -26,13 +27,14 @@ from seqpar.attention._streams import given
 from seqpar.families._cuts import Joint, block_lists, is_attention, parameters
 from seqpar.families._find import UNSPLIT
 from seqpar.families._masks import JOINED, is_by_key
+from seqpar.kernels.prepare8 import restored
 from seqpar.mesh.exact import linear
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.transformer import masks
 from seqpar.transformer.foreign import LIBRARIES, home_of_forward
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.internals import skips_scores
-from seqpar.types.protocols import Given, Prepare, Stream
+from seqpar.types.protocols import Given, Prepare, Qkv8, Stream
 
 IDENTITY = Prepare()
 ADDS = (
@@ -72,13 +74,15 @@ class ShardedAttention:
         self.reads = False
         self.reached = False  # whether the module that runs now has called it for split tokens
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, eight: Qkv8 | None = None
+    ) -> Tensor:
         """Return attention (B, l, H, D) over all ranks, or to keys that are whole on every rank.
 
-        q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. All ranks decide identically. The next call may
-        overwrite the result.
+        q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. eight: as for `of_streams`. All ranks decide
+        identically. The next call may overwrite the result.
         """
-        if self.state.axis.size == 1 and not (self.joint.masked or is_by_key(mask, len(q))):
+        if self.state.axis.size == 1 and eight is None and not (self.joint.masked or is_by_key(mask, len(q))):
             return _local(q, k, v, mask, scale)
         if self.joint.whole_queries:  # every rank holds the queries whole
             (name,), axis = self.joint.streams, self.state.axis
@@ -93,7 +97,7 @@ class ShardedAttention:
         if joined is None:
             return _local(q, k, v, mask, scale)
         q, k, v = fitting(q, k, v, scale)
-        return self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined)[0]
+        return self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined, eight=eight)[0]
 
     def of_streams(
         self,
@@ -102,21 +106,28 @@ class ShardedAttention:
         mask: Tensor | None = None,
         only: str | None = None,
         joined: Joined | None = None,
+        eight: Qkv8 | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over all ranks for streams in the order of the cuts, inside a sharded forward.
 
         mask: for all keys; where the cuts name masks, those count. only: the name of the one stream that is passed and
-        attends to itself. joined: the streams that the passed one joins, if not those of the cuts. The next call may
-        overwrite the results.
+        attends to itself. joined: the streams that the passed one joins, if not those of the cuts. eight: how attention
+        of all of them is rounded to 8 bits; calls that it does not fit keep their dtype. The next call may overwrite
+        the results.
         """
         names, tokens = joined or self._joined(streams, only)
         first = streams[0]
         if isinstance(first, Given):
-            like = first.q
+            like, groups = first.q, first.k.shape[2]
         else:  # q is computed later
-            dim = len(first.weight) // (first.heads + 2 * first.kv_heads)
+            dim, groups = len(first.weight) // (first.heads + 2 * first.kv_heads), first.kv_heads
             like = first.weight.new_empty(first.x.shape[0], 0, first.heads, dim)
         bias = self._bias(mask, names, tokens, like)
+        eight = None if only is not None else self.state.rounding(eight, tokens, like, groups, bias is not None)
+        if eight is not None:
+            rounded = [replace(stream, prepare=replace(stream.prepare, eight=eight)) for stream in streams]
+            outs = self.state.attend(tokens, like, False, True)(rounded, beside=beside)
+            return tuple(restored(out, eight, like.dtype) for out in outs)
         if bias is None or not self.state.adds:
             return self.state.attend(tokens, like, bias is not None)(streams, bias, beside=beside)
 
@@ -266,9 +277,9 @@ class AttentionHook(ModelHook):
     It is inside all other hooks on the module, because hooks of caches may call no forward.
     """
 
-    def __init__(self, attention: ShardedAttention, module: nn.Module, path: str) -> None:
+    def __init__(self, attention: ShardedAttention, module: nn.Module, path: str, eight: Qkv8 | None = None) -> None:
         super().__init__()
-        self.attention, self._path, names = attention, path, parameters(module)
+        self.attention, self._path, self.eight, names = attention, path, eight, parameters(module)
         tokens = (name for name in ("hidden_states", "encoder_hidden_states") if name in names)
         self._places = [(name, names.index(name)) for name in tokens]
         self._override = Override({F.scaled_dot_product_attention: self._attend, Tensor.reshape: _reshaped})
@@ -324,7 +335,7 @@ class AttentionHook(ModelHook):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)
-        out = attention(q, k, v, mask, scale)
+        out = attention(q, k, v, mask, scale, self.eight if attention.state.eight else None)
         return (out.clone() if self._is_foreign else out).transpose(1, 2)  # the next call overwrites it
 
 

@@ -8,7 +8,7 @@ of the calibration's run become 448 in e4m3; they are not counted, because a cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from seqpar.families._cuts import is_attention
 from seqpar.kernels.prepare8 import hadamard, rotated
 from seqpar.kernels.rows8 import LARGEST
-from seqpar.transformer.attention import Override, arguments_of
+from seqpar.transformer.attention import Override, arguments_of, fitting
 from seqpar.types.protocols import Qkv8, state_dtype
 
 HEADROOM = 2.0
@@ -62,14 +62,15 @@ class Watched:
 
 
 @contextmanager
-def watched(module: nn.Module, path_of: Callable[[str], str]) -> Iterator[Mapping[str, Watched]]:
-    """Watch self-attention of a transformer's attention modules in this context. path_of: names a module's path."""
+def watched(module: nn.Module, prefix: str) -> Iterator[Mapping[str, Watched]]:
+    """Watch self-attention of a transformer's attention modules in this context, by their paths behind a prefix."""
     seen, running, handles = dict[str, Watched](), list[str](), []
 
     def look(*args: Any, **kwargs: Any) -> Tensor:
-        q, k, v, *_ = arguments_of(*args, **kwargs)
-        if running and q.shape[1] == k.shape[1]:
-            seen.setdefault(running[-1], Watched()).look(q, k, v)
+        if running:  # otherwise it is that of a text encoder
+            q, k, v, _, scale = arguments_of(*args, **kwargs)
+            if q.shape[1] == k.shape[1]:
+                seen.setdefault(running[-1], Watched()).look(*fitting(q, k, v, scale))
         return F.scaled_dot_product_attention(*args, **kwargs)
 
     def end(*_: object) -> None:
@@ -77,7 +78,7 @@ def watched(module: nn.Module, path_of: Callable[[str], str]) -> Iterator[Mappin
 
     for path, part in module.named_modules():
         if is_attention(part):
-            begin = partial(lambda name, *_: running.append(name), path_of(path))
+            begin = partial(lambda name, *_: running.append(name), prefix + path)
             handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end, always_call=True)]
     try:
         with Override({F.scaled_dot_product_attention: look}), attention_backend():

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +28,11 @@ from seqpar.kernels.rows8 import Rounding
 from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
-from seqpar.transformer.attention import ShardedAttention
+from seqpar.transformer.attention import AttentionHook, ShardedAttention
 from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.foreign import BY_TOKEN, Addition, is_patched
 from seqpar.transformer.forward import CallState
+from seqpar.types.protocols import Qkv8
 
 
 def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
@@ -226,7 +227,7 @@ class FusedBlocks:
             if self._copies:
                 self._take_weights()
 
-    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, ShardedAttention]) -> None:
+    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, AttentionHook]) -> None:
         """Rescan the blocks; functions compute every block that they fit.
 
         additions: third-party code on the transformer's modules. attention: attention module -> what splits it.
@@ -236,7 +237,8 @@ class FusedBlocks:
         self.reasons = _reasons(self._module, self._blocks, additions) if self._blocks else {}
         for path, block in self._blocks:
             hook = self.hooks[block]
-            hook.attention = next((attention[part] for part in block.modules() if part in attention), None)
+            joining = next((attention[part] for part in block.modules() if part in attention), None)
+            hook.attention, hook.rounds = (None, None) if joining is None else (joining.attention, joining.eight)
             if (reason := hook.why_not_joined()) is not None:
                 self.reasons.setdefault(path, reason)
         self._merges = self._merges or not any(map(adapters.are_on, self.hooks))
@@ -392,6 +394,7 @@ class BlockHook(ModelHook):
         self._state, self._kind = state, type(block).__name__
         self._function, self._streams = BLOCKS[self._kind].compute, BLOCKS[self._kind].streams
         self.attention: ShardedAttention | None = None  # of the block's attention module
+        self.rounds: Qkv8 | None = None  # how it is rounded to 8 bits
         self.blocks: Sequence[nn.Module] = ()
         self.all_matrices: Sequence[Mapping[str, Matrix]] = ()
         self.index: int | None = None
@@ -429,7 +432,7 @@ class BlockHook(ModelHook):
     @property
     def attend(self) -> Callable[..., tuple[Tensor, ...]]:
         assert self.attention is not None
-        return self.attention.of_streams
+        return partial(self.attention.of_streams, eight=self.rounds)
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         return self._state.local(q_BlHD, mask_BL is not None)(q_BlHD, k_BLGD, v_BLGD, mask_BL)[0]

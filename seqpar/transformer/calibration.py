@@ -13,8 +13,9 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,8 +39,9 @@ from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
 from seqpar.transformer import lora as adapters
+from seqpar.transformer.attention8 import MEANS, MOST, rounding_of, watched
 from seqpar.transformer.internals import without_bar
-from seqpar.types.protocols import state_dtype
+from seqpar.types.protocols import Qkv8, state_dtype
 
 Precision = Literal["fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -65,12 +67,14 @@ class Calibration:
 
     products: of these means with the weights before they were rounded, (F,), where weights are stored in 8 bits. fast:
     the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much.
+    attention: how attention modules are rounded, by path.
     """
 
     means: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     products: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     fast: frozenset[str] = frozenset()
     rough: frozenset[str] = frozenset()
+    attention: Mapping[str, Qkv8] = field(default_factory=dict[str, Qkv8])
 
 
 def matrices_of(module: nn.Module) -> dict[str, list[Any]]:
@@ -132,31 +136,66 @@ def why_odd(weights: Iterable[Tensor]) -> str | None:
 
 
 def calibrated(
-    mesh: Mesh, pipe: Any, modules: Mapping[str, nn.Module], run: Callable[[], object] | None
+    mesh: Mesh,
+    pipe: Any,
+    modules: Mapping[str, nn.Module],
+    run: Callable[[], object] | None,
+    gemms: bool = True,
+    attention: bool = False,
 ) -> Mapping[str, Calibration]:
     """Return the calibration of each transformer of a pipeline, from the cache or by a run. Collective.
 
     run: calls the pipeline, or the transformer; the cache keeps numbers of a `FixedRun` alone. None: the fixed run of
-    this pipeline, if there is one; where it fails, nothing is centred. Active adapters take no part, so that one
-    calibration serves all. Raises ValueError alike on all ranks if another run fails or reaches no GEMM.
+    this pipeline, if there is one; where it fails, no GEMM is centred. gemms, attention: what is to compute in 8 bits.
+    Active adapters take no part, so that one calibration serves all. Raises ValueError alike on all ranks if another
+    run fails or reaches no GEMM, and for attention without a run that reaches it, because it needs its centres.
     """
     call, reason = (run, None) if run is not None else fixed_run(pipe)
-    path, kept = _path(call, modules) if isinstance(call, FixedRun) else None, dict[str, Tensor]()
+    path, kept = _path(call, modules, attention) if isinstance(call, FixedRun) else None, dict[str, Tensor]()
     if call is not None:
         try:
-            kept = kept_or_measured(mesh, path, lambda: _measured(modules, call))
+            kept = kept_or_measured(mesh, path, lambda: _measured(modules, call, attention))
         except ValueError as error:
             if not isinstance(call, FixedRun):
                 raise
             reason = str(error)
+    rounds = mesh.on_all_ranks(lambda: _attentions(mesh, kept, modules, reason)) if attention else {}
     keys = {name: {key: f"{name}|{key}" for key in matrices_of(module)} for name, module in modules.items()}
     made = {name: calibration_of(kept, of) for name, of in keys.items()}
+    if not gemms:
+        return {name: Calibration(attention=of) for name, of in rounds.items()}
     if not any(of.means for of in made.values()) and call is not None and not isinstance(call, FixedRun):
         raise ValueError("calibrate= reached no GEMM that computes in 8 bits; pass a function that calls the model")
     if mesh.is_main:
         how = "by a given run" if path is None else "by fixed prompts"
         print(as_text(made, sum(map(len, keys.values())), how, reason), flush=True)
-    return made
+    return {name: replace(of, attention=rounds.get(name, {})) for name, of in made.items()}
+
+
+def _attentions(
+    mesh: Mesh, kept: Mapping[str, Tensor], modules: Mapping[str, nn.Module], reason: str | None
+) -> dict[str, dict[str, Qkv8]]:
+    # by transformer and path of a module
+    rounds, large = dict[str, dict[str, Qkv8]](), list[str]()
+    for name, module in modules.items():
+        rounds[name] = {}
+        for path, part in module.named_modules():
+            at = f"{name}|{path}"
+            if f"{at}{MEANS}" in kept:
+                weight = next(layer.weight for layer in part.modules() if isinstance(layer, nn.Linear))
+                eight = rounding_of(kept[f"{at}{MEANS}"], kept[f"{at}{MOST}"], weight.dtype, weight.device)
+                rounds[name] |= {} if eight is None else {path: eight}
+                large += [f"{name}.{path}"] if eight is None else []
+    if not any(rounds.values()):
+        why = reason or "a run reached no self-attention; pass calibrate=, a function that calls the model"
+        raise ValueError(f'local="fp8" takes the means of keys and values out before it rounds: {why}')
+    if large and mesh.is_main:
+        print(
+            f"seqpar: {len(large)} attentions keep the dtype of the weights, because their scores are too large for 8 "
+            f"bits: {', '.join(large[:3])}",
+            flush=True,
+        )
+    return rounds
 
 
 def kept_or_measured(
@@ -249,7 +288,9 @@ def _picture(side: int) -> Image.Image:
     return Image.merge("RGB", colours).resize((side, side))
 
 
-def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
+def _measured(
+    modules: Mapping[str, nn.Module], run: Callable[[], object], attention: bool = False
+) -> dict[str, Tensor]:
     matrices = {f"{name}|{key}": x for name, part in modules.items() for key, x in matrices_of(part).items()}
     seen = {key: Inputs() for key in matrices}
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(_cuda(modules)):
@@ -257,9 +298,13 @@ def _measured(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> di
             stack.enter_context(adapters.disabled(part))
         for key, (first, *_) in matrices.items():
             stack.callback(first.register_forward_pre_hook(partial(_look, seen[key])).remove)
+        attentions = [stack.enter_context(watched(part, f"{name}|")) for name, part in modules.items() if attention]
         with nullcontext() if isinstance(run, FixedRun) else context("calibrate= failed"):
             run()
-        return numbers_of(seen, {key: [layer.weight for layer in layers] for key, layers in matrices.items()})
+        numbers = numbers_of(seen, {key: [layer.weight for layer in layers] for key, layers in matrices.items()})
+        for at, found in chain(*(of.items() for of in attentions)):
+            numbers |= {f"{at}{key}": x for key, x in found.numbers().items()}
+        return numbers
 
 
 def _look(seen: Inputs, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -328,7 +373,7 @@ def calibration_of(kept: Mapping[str, Tensor], keys: Mapping[str, str]) -> Calib
 # The cache -----------------------------------------------------------------------------------------------------
 
 
-def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
+def _path(run: FixedRun, modules: Mapping[str, nn.Module], attention: bool = False) -> Path:
     gemms = {name: sorted(matrices_of(module)) for name, module in modules.items()}
     weights = (
         (f"{name} {path}", x)
@@ -336,7 +381,7 @@ def _path(run: FixedRun, modules: Mapping[str, nn.Module]) -> Path:
         for path, part in adapters.without_adapters(module)
         for x in part.parameters(recurse=False)
     )
-    return path_of((run.key, PROMPTS, STEPS, SIZES, gemms), weights)
+    return path_of((run.key, PROMPTS, STEPS, SIZES, gemms, *((MEANS,) if attention else ())), weights)
 
 
 def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) -> Path:

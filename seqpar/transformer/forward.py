@@ -20,12 +20,13 @@ import seqpar.local
 from seqpar.families._cuts import CutJoined, CutTokens, GatherTokens
 from seqpar.families._masks import JOINED
 from seqpar.graphs.exchanges import ExchangeCache
+from seqpar.local.fp8 import MOST_KEYS
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.planner.costs import facts_of
-from seqpar.planner.plan import Plan, choose_local, load_local
+from seqpar.planner.plan import Plan, choose_local, is_lossy, load_local
 from seqpar.types.plugins import plugin
-from seqpar.types.protocols import Attend, Core
+from seqpar.types.protocols import Attend, Core, Qkv8
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class CallState:
         self.mesh, self.plan, self.exchanges = mesh, plan, ExchangeCache(mesh, plan)
         self.active = False  # whether a sharded forward runs now; what follows keeps its values after one
         self._reset()
+        self.eight = is_lossy(plan.local.name)  # whether attention in 8 bits is computed where it is calibrated
         self._printed, self._warned = set[str](), set[str]()
 
     def _reset(self) -> None:
@@ -168,19 +170,43 @@ class CallState:
 
     # Attention ----------------------------------------------------------------------------------------------------
 
-    def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
+    def attend(self, tokens: JointShard, like: Tensor, masked: bool, eight: bool = False) -> Attend:
         """Return the planned strategy's attention. like: the queries, or a tensor of their batch, dtype and head dim.
 
         masked: whether it gets key masks; where the planned local attention takes none, another one computes the call.
+        eight: whether streams say how they are rounded to 8 bits; otherwise a local attention of 8 bits takes none.
         """
-        return self.exchanges.attend(len(like), tokens, self._local(like, masked) if masked else None)
+        return self.exchanges.attend(len(like), tokens, None if eight else self._local(like, masked))
+
+    def rounding(self, eight: Qkv8 | None, tokens: JointShard, like: Tensor, groups: int, masked: bool) -> Qkv8 | None:
+        """Return how an attention's q, k and v are rounded to 8 bits, or None if this call keeps its dtype.
+
+        eight: as calibrated. groups: the number of key-value heads. All ranks decide identically.
+        """
+        if eight is None or not self.eight:
+            return None
+        reason = None
+        if masked:
+            reason = "it has key masks"
+        elif tokens.total > MOST_KEYS:
+            reason = f"it has {tokens.total} keys, and 8 bits lose the mean of more than {MOST_KEYS}"
+        elif like.dtype != eight.rotation_DD.dtype or eight.k_centre_GD.shape != (groups, like.shape[-1]):
+            reason = "its dtype or heads are not those of the calibration"
+        if reason is not None:
+            self.say(f"attention of a call is computed in {like.dtype}, because {reason}".replace("torch.", ""))
+        return eight if reason is None else None
 
     def local(self, like: Tensor, masked: bool) -> Core:
         """Return the local attention, for keys that are whole on every rank, as `attend` chooses it."""
-        return load_local(self._local(like, masked) if masked else self.plan.local.name)
+        return load_local(self._local(like, masked) or self.plan.local.name)
 
-    def _local(self, like: Tensor, masked: bool) -> str:
+    def _local(self, like: Tensor, masked: bool) -> str | None:
+        # None: the plan's
         name, inputs = self.plan.local.name, (like.device, like.dtype, like.shape[-1], masked)
+        if is_lossy(name):
+            return choose_local("auto", *inputs).name
+        if not masked:
+            return None
         reason = plugin(seqpar.local, name, "local attention").why_not(*inputs)
         if reason is None:
             return name

@@ -35,6 +35,7 @@ from seqpar.transformer.changes import Changes
 from seqpar.transformer.foreign import ForeignCode, own_forward, refuse, refuse_compiled, refuse_late
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.internals import is_hooked, is_outermost, register_innermost, unregister
+from seqpar.types.protocols import Qkv8
 
 OURS = "seqpar"  # the names of our hooks begin with it
 ATTENTION = f"{OURS} attention"  # the name of the hook of an attention module that joins the ranks
@@ -101,9 +102,10 @@ class ShardHook(ModelHook):
 class ShardedModule:
     """A transformer with what is put on it; it stays the owner of its weights and is changed by hooks only.
 
-    native: whether functions of `seqpar.families` may compute its blocks. calibration: of GEMMs in 8 bits. forward:
-    computes a call from its arguments by their names. takes_note: whether that is a function of the family, which takes
-    `NOTE`. Raises ValueError, the same on every rank, if the tokens cannot be split.
+    native: whether functions of `seqpar.families` may compute its blocks. calibration: of GEMMs in 8 bits. attention:
+    how attention modules are rounded to 8 bits, by path. forward: computes a call from its arguments by their names.
+    takes_note: whether that is a function of the family, which takes `NOTE`. Raises ValueError, the same on every rank,
+    if the tokens cannot be split.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class ShardedModule:
         cuts: Cuts,
         native: bool = False,
         calibration: Calibration | None = None,
+        attention: Mapping[str, Qkv8] | None = None,
     ) -> None:
+        self._eight = dict(attention or {})
         self.module, self.cuts, self._native, self._calibration = module, cuts, native, calibration
         self.state, self._changes = CallState(mesh, plan), Changes(module)
         self.forward: Callable[..., Any] = own_forward(module)
@@ -149,11 +153,19 @@ class ShardedModule:
 
     def version(self) -> Hashable:
         """Return a key that also changes with weights that are written in place."""
-        return self.module.training, self._changes.count(), self._changes.values(), self.fused.eight, self.fused.on
+        ways = self.fused.eight, self.fused.on, self.state.eight
+        return self.module.training, self._changes.count(), self._changes.values(), *ways
 
     def texts(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks, as it was at the last `key`: what computes, and adapters."""
-        return {"computation": self.fused.text(), **self._changes.texts()}
+        count = sum(hook.eight is not None for hook in self._attention.values()) if self.state.eight else 0
+        attention = f", {count} of {len(self._attention)} attentions in 8 bits" if count else ""
+        return {"computation": self.fused.text() + attention, **self._changes.texts()}
+
+    @property
+    def is_eight(self) -> bool:
+        """Whether GEMMs or attention are computed in 8 bits."""
+        return self.fused.is_copied or (self.state.eight and bool(self._eight))
 
     @property
     def foreign(self) -> ForeignCode:
@@ -179,7 +191,7 @@ class ShardedModule:
         if self.state.axis.size > 1:
             check_joined(self.module, self.cuts)
         self._find_attention()
-        self.fused.refresh(self.foreign.hooks, {part: hook.attention for part, hook in self._attention.items()})
+        self.fused.refresh(self.foreign.hooks, self._attention)
         self._hook()
         for part, hook in self._attention.items():
             hook.follow(part)
@@ -231,7 +243,8 @@ class ShardedModule:
             for part in submodules(self.module, path):
                 hook = before.get(part)
                 keeps = hook is not None and hook.attention is attention
-                self._attention[part] = hook if keeps else AttentionHook(attention, part, paths[part])
+                at = paths[part]
+                self._attention[part] = hook if keeps else AttentionHook(attention, part, at, self._eight.get(at))
 
     def _hook(self) -> None:
         # Again where a layer was replaced, as adapters do, or where another hook is around ours: inside of a hook that

@@ -26,12 +26,12 @@ from seqpar.loading.schedulers import check_variances, learns_range, pass_varian
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import agree
 from seqpar.mesh.mesh import Mesh, OwnedMesh
-from seqpar.planner.plan import Plan, check_names, make, named_mesh, preferred_images, settled
+from seqpar.planner.plan import Plan, check_names, is_lossy, make, named_mesh, preferred_images, settled
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
 from seqpar.transformer.blocks import unrounded
-from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, why_not
+from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, fixed_run, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
@@ -116,6 +116,7 @@ def planned(
         guided = guided and not hasattr(pipe_or_transformer, "set_pag_applied_layers")  # PAG reads rows of all branches
         guided = guided and all(look(part).coupled is None for part in modules.values())
     dtype, work, ranks = dtype_of(module), estimate.planned_work(module, native), mesh or Mesh.joined()
+    work = replace(work, rounds=True)
     images, eight = preferred_images(preferences, ranks), precision is not None
     load = replace(estimate.load_of(module, dtype, guided, work.joined), images=images, eight=eight)
     load = replace(load, stored=sum(x.numel() for x in module.parameters() if isinstance(x, Weight8)))
@@ -216,8 +217,9 @@ def parallelize(
     known ones of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. precision: "fp8" computes most GEMMs of fused blocks in 8 bits, with an error (docs/precision.md); None
-    keeps the weights' dtype. calibrate: a function that calls the pipeline or transformer with typical inputs, or what
-    `seqpar.transformer.calibration.calibrated` returned; None uses fixed prompts, which takes seconds once a model.
+    keeps the weights' dtype. local: "fp8" does so for attention, on Hopper. calibrate: a function that calls the
+    pipeline or transformer with typical inputs, or what `seqpar.transformer.calibration.calibrated` returned; None uses
+    fixed prompts, which takes seconds once a model.
     Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
@@ -230,7 +232,9 @@ def parallelize(
         check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
         takes_variances(pipe_or_transformer)
         sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
-        _check_precision(precision, calibrate, native, modules, ranks)
+        _check_precision(precision, calibrate, native, modules, ranks, is_lossy(local))
+        if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
+            raise ValueError(f'local="{local}" takes the means of keys and values out before it rounds: {reason}')
         return own, preferences, modules, {name: _checked_cuts(module, cuts) for name, module in modules.items()}
 
     own, preferences, modules, where = ranks.on_all_ranks(checked)
@@ -243,13 +247,13 @@ def parallelize(
     handle = Handle(plan, own)
 
     def calibrations() -> Mapping[str, Calibration]:
-        if precision is None:
+        if precision is None and not is_lossy(local):
             return {}
         if isinstance(calibrate, Mapping):
             return calibrate
-        return calibrated(handle.mesh, pipe_or_transformer, modules, calibrate)
+        return calibrated(handle.mesh, pipe_or_transformer, modules, calibrate, precision is not None, is_lossy(local))
 
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations)
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations, precision is not None)
 
     # calls in place of the forwards
     for module in sharded:
@@ -290,17 +294,17 @@ def refresh(pipe_or_transformer: Any) -> None:
 
 @contextmanager
 def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True) -> Iterator[None]:
-    """Compute in this context without GEMMs in 8 bits, or without fused blocks, to compare with them. Collective.
+    """Compute in this context without 8 bits, or without fused blocks, to compare with them. Collective.
 
     Without 8 bits, weights that are stored in 8 bits alone are read from their files again, and need their memory.
     """
     calls = [call for _, call in calls_of(pipe_or_transformer)]
     for call in calls:
         call.settle()  # a deferred call is computed as it was made
-    blocks = [call.sharded.fused for call in calls]
-    before = [(each.eight, each.on) for each in blocks]
-    for each in blocks:
-        each.eight, each.on = each.eight and eight, each.on and fused
+    blocks, states = [call.sharded.fused for call in calls], [call.state for call in calls]
+    before = [(each.eight, each.on, state.eight) for each, state in zip(blocks, states, strict=True)]
+    for each, state in zip(blocks, states, strict=True):
+        each.eight, each.on, state.eight = each.eight and eight, each.on and fused, state.eight and eight
     originals = ExitStack()
     if not eight:
         modules = [module for module, _ in calls_of(pipe_or_transformer)]
@@ -310,8 +314,8 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
         yield
     finally:
         originals.close()
-        for each, (was_eight, was_on) in zip(blocks, before, strict=True):
-            each.eight, each.on = was_eight, was_on
+        for each, state, was in zip(blocks, states, before, strict=True):
+            each.eight, each.on, state.eight = was
         refresh(pipe_or_transformer)
 
 
@@ -382,6 +386,7 @@ def _sharded(
     cuts: Mapping[str, Cuts],
     native: bool,
     calibrate: Callable[[], Mapping[str, Calibration]],
+    gemms: bool,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
@@ -399,7 +404,9 @@ def _sharded(
         mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
         calibrations = calibrate()
         for name, module in modules.items():
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, calibrations.get(name)))
+            known = calibrations.get(name)
+            rounds = {} if known is None else known.attention
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known if gemms else None, rounds))
     except ValueError:
         for module in sharded:
             module.release()
@@ -409,17 +416,19 @@ def _sharded(
 
 
 def _check_precision(
-    precision: object, calibrate: object, native: bool, modules: Mapping[str, nn.Module], mesh: Mesh
+    precision: object, calibrate: object, native: bool, modules: Mapping[str, nn.Module], mesh: Mesh, attention: bool
 ) -> None:
     check_precision(precision)
-    if precision is None:
+    if precision is None and not attention:
         if calibrate is not None:
-            raise ValueError('got calibrate= without precision="fp8"')
+            raise ValueError('got calibrate= without precision="fp8" or local="fp8"')
         return
     if not (calibrate is None or callable(calibrate) or isinstance(calibrate, Mapping)):
         raise ValueError(f"got calibrate={shown(calibrate)}, expected a function that calls the model")
     if isinstance(calibrate, Mapping) and calibrate.keys() != modules.keys():
         raise ValueError(f"got calibrate= for {', '.join(calibrate)}, expected one for {', '.join(modules)}")
+    if precision is None:
+        return
     if not native:
         raise ValueError(f'precision="{precision}" is computed by fused blocks, which native=False turns off')
     for module in modules.values():

@@ -98,7 +98,8 @@ class Work:
     elements in memory at the widest point of a block. masked: whether attention receives key masks. text: GEMMs that
     embed a text token, once per run (in a pipeline, per call). conditioning: GEMMs on one row that make the condition
     and the final modulation, as often as the blocks' `modulation`. guided: whether the usual run has an unconditional
-    branch. joined: tokens of each stream besides the state in the usual run.
+    branch. joined: tokens of each stream besides the state in the usual run. rounds: whether its attention can be
+    centred, as 8 bits need.
     """
 
     width: int
@@ -115,6 +116,7 @@ class Work:
     conditioning: Gemms = ()
     guided: bool = True
     joined: tuple[int, ...] = ()
+    rounds: bool = False
 
     @property
     def layers(self) -> int:

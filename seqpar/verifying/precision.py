@@ -1,4 +1,4 @@
-"""`measure_precision`: what GEMMs in 8 bits change in the images of a pipeline, against its weights' own dtype.
+"""`measure_precision`: what 8 bits change in the images of a pipeline, against its weights' own dtype.
 
 Each prompt is computed three times with one seed: in 8 bits, in the weights' dtype by the same fused blocks, and by
 diffusers' own modules. The difference of the last two is the floor: what another order of the same roundings changes.
@@ -74,13 +74,13 @@ def measure_precision(
 ) -> PrecisionError:
     """Compare the images of a pipeline in 8 bits with those in its weights' dtype; rank 0 prints it. Collective.
 
-    pipe: a diffusers pipeline after `parallelize(pipe, precision="fp8")`. arguments: of its call, such as
-    `num_inference_steps`, `height` and `width`; the pipeline's own values otherwise. Prompt n has the seed `seed + n`.
-    Raises ValueError for a pipeline that does not compute in 8 bits or takes no prompt.
+    pipe: a diffusers pipeline after `parallelize(pipe, precision="fp8")`, or with local="fp8". arguments: of its call,
+    such as `num_inference_steps`, `height` and `width`; the pipeline's own values otherwise. Prompt n has the seed
+    `seed + n`. Raises ValueError for a pipeline that does not compute in 8 bits or takes no prompt.
     """
     calls = [call for _, call in calls_of(pipe)]
     parameters = inspect.signature(type(pipe).__call__).parameters
-    if not any(call.sharded.fused.is_copied for call in calls):
+    if not any(call.sharded.is_eight for call in calls):
         raise ValueError('the pipeline does not compute in 8 bits; call seqpar.parallelize(pipe, precision="fp8")')
     if "prompt" not in parameters or not prompts:
         raise ValueError(f"{type(pipe).__name__} needs at least one prompt, and a call that takes prompt=")

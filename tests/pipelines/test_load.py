@@ -310,6 +310,7 @@ def test_a_state_in_fp32_is_asked_for(flux: Path, fp32_state: bool) -> None:
     ("name", "options", "message"),
     [
         ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, .*; for 8 bits use precision="),
+        ("", {"local": "fp8"}, r"'fp8', which does not work here: takes head dims that 16 divides, not 8"),
         ("", {"precision": "fp4"}, "got precision='fp4', expected one of fp8, or None"),
         ("", {"precision": "fp8"}, r'precision="fp8" cannot be used: PixArtTransformer2DModel has no blocks that comp'),
         ("", {"loras": ["a.safetensors"]}, "is not supported: diffusers' PixArtAlphaPipeline loads no LoRA"),

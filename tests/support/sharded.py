@@ -16,6 +16,7 @@ from seqpar.planner.plan import Choice
 from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.hooks import ShardedModule
+from seqpar.types.protocols import Qkv8
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble, in_double
@@ -37,12 +38,17 @@ def body_of(
     fused: bool = False,
     exact: bool = False,
     calibration: Calibration | None = None,
+    attention: Mapping[str, Qkv8] | None = None,
 ) -> ShardedCall:
-    """Return a call on the mesh on which a strategy is tested; the module's own forward stays in its place."""
+    """Return a call on the mesh on which a strategy is tested; the module's own forward stays in its place.
+
+    attention: how its attention is rounded to 8 bits.
+    """
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
+    choices |= {} if attention is None else {"local": "fp8"}
     plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
     mesh = mesh_for(strategy, world, device)
-    return ShardedCall(ShardedModule(module, mesh, plan, cuts_of(module, cuts), fused, calibration))
+    return ShardedCall(ShardedModule(module, mesh, plan, cuts_of(module, cuts), fused, calibration, attention))
 
 
 def captured(call: Any, captures: Any = None) -> tuple[Any, Any]:

@@ -1,0 +1,188 @@
+"""Tests of attention in 8 bits: one rank's bits on all, what keeps its dtype, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import seqpar
+from seqpar.graphs.signature import form_of
+from seqpar.kernels.prepare8 import restored
+from seqpar.local import fp8
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer import attention, calibration, forward
+from seqpar.transformer.calibration import calibrated
+from seqpar.transformer.call import ShardedCall
+from seqpar.types.protocols import Qkv8
+from tests.support.diffusers_tiny import MODELS, flat
+from tests.support.meshes import EXACT, TRANSPORTS
+from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows
+from tests.support.sharded import CPU, Outputs, body_of, error, raised
+
+NAMES = ("flux", "flux2", "wan", "sd3_dual", "z_image", "ltx", "ltx2", "cogvideox")
+UNFUSED = ("flux", "wan", "cogvideox")  # by diffusers' own blocks, too
+ROUNDING = 0.1  # of tiny models' outputs, largest error
+Rounds = Mapping[str, Qkv8]
+
+
+def model(name: str) -> Any:
+    return MODELS[name].build().float()
+
+
+def inputs(name: str) -> dict[str, Any]:
+    return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, MODELS[name].arguments())
+
+
+def run_of(module: Any, name: str) -> Callable[[], object]:
+    return lambda: module(**inputs(name))
+
+
+def rounds_of(name: str) -> Rounds:
+    module = model(name)
+    made = calibrated(Mesh.joined(CPU), module, {"": module}, run_of(module, name), gemms=False, attention=True)
+    return made[""].attention
+
+
+@pytest.fixture(scope="module")
+def rounds() -> dict[str, Rounds]:
+    return {name: rounds_of(name) for name in NAMES}
+
+
+def computed(body: ShardedCall, name: str) -> Outputs:
+    with torch.no_grad():
+        return tuple(x.clone() for x in flat(body.compute(form_of(inputs(name)))))
+
+
+def outputs(
+    rank: int, world: int, device: torch.device, rounds: dict[str, Rounds], strategy: str, transport: str
+) -> dict[tuple[str, bool], Outputs]:
+    results = dict[tuple[str, bool], Outputs]()
+    for name, fused in [*((name, True) for name in NAMES), *((name, False) for name in UNFUSED)]:
+        how: Any = {"fused": fused, "exact": True, "attention": rounds[name]}
+        with by_rows():
+            body = body_of(model(name), world, device, strategy, transport, **how)
+            results[name, fused] = computed(body, name)
+        body.release()
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(rounds: dict[str, Rounds]) -> dict[tuple[str, bool], Outputs]:
+    return outputs(0, 1, CPU, rounds, "ulysses", "collective")
+
+
+def whole(name: str) -> Outputs:
+    return computed(body_of(model(name), fused=True), name)
+
+
+def test_the_error_is_that_of_rounding(alone: dict[tuple[str, bool], Outputs]) -> None:
+    for (name, fused), got in alone.items():
+        assert 1e-5 < error(got, whole(name)) < ROUNDING, (name, fused)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_ranks_has_one_ranks_bits(
+    cpu_ranks: Pool, rounds: dict[str, Rounds], alone: dict[tuple[str, bool], Outputs], world: int
+) -> None:
+    strategy, transport = EXACT[world % len(EXACT)], TRANSPORTS[world % 2]
+    for results in cpu_ranks.run(world, outputs, rounds, strategy, transport):
+        for key, got in results.items():
+            assert all(map(torch.equal, got, alone[key])), key
+
+
+def test_all_joined_attentions_are_calibrated(rounds: dict[str, Rounds]) -> None:
+    for name, known in rounds.items():
+        body = body_of(model(name), fused=True, attention=known)
+        attentions = body.sharded._attention
+        joining = [hook for hook in attentions.values() if not hook.attention.joint.whole_queries]
+        assert all(hook.eight is not None for hook in joining), name
+        assert f"{len(joining)} of {len(attentions)} attentions in 8 bits" in body.sharded.texts()["computation"]
+
+
+@pytest.mark.parametrize("why", ["masks", "keys", "dtype"])
+def test_calls_that_do_not_fit_keep_their_dtype(
+    why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rounds: dict[str, Rounds]
+) -> None:
+    name, known = "flux", rounds["flux"]
+    if why == "keys":
+        monkeypatch.setattr(forward, "MOST_KEYS", 5)
+        said = "keys, and 8 bits lose the mean of more than 5"
+    elif why == "masks":
+        name, said = "qwen_masked", "it has key masks"
+        known = rounds_of(name)
+    else:
+        said = "its dtype or heads are not those of the calibration"
+        known = dict.fromkeys(known, next(iter(rounds["wan"].values())))
+    got = computed(body_of(model(name), fused=True, attention=known), name)
+    assert all(map(torch.equal, got, whole(name)))
+    out = capsys.readouterr().out
+    assert out.count("seqpar: attention of a call is computed in float32, because") == 1
+    assert said in out
+
+
+def test_negative_control_a_centre_that_is_not_added_back_is_seen(
+    monkeypatch: pytest.MonkeyPatch, rounds: dict[str, Rounds]
+) -> None:
+    right = computed(body_of(model("flux"), fused=True, attention=rounds["flux"]), "flux")
+
+    def uncentred(out: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
+        return restored(out, eight, dtype) - eight.v_centre_GD
+
+    monkeypatch.setattr(attention, "restored", uncentred)
+    wrong = computed(body_of(model("flux"), fused=True, attention=rounds["flux"]), "flux")
+    assert error(wrong, whole("flux")) > 3 * error(right, whole("flux"))
+
+
+# The door -------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_chosen_by_name_with_and_without_gemms(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = whole("flux")
+    for precision in (None, "fp8"):
+        module = model("flux")
+        seqpar.parallelize(module, local="fp8", precision=precision, calibrate=run_of(module, "flux"))
+        got = module(**inputs("flux"))[0]
+        assert 1e-5 < error(got, wanted[0]) < 2 * ROUNDING
+        out = capsys.readouterr().out
+        assert "4 of 4 attentions in 8 bits" in out
+        assert ("GEMMs in 8 bits" in out) is (precision is not None)
+        seqpar.release(module)
+
+
+def test_what_cannot_be_centred_or_computed_is_refused_before_anything_changes() -> None:
+    module = model("flux")
+    for work, said in (
+        (lambda: seqpar.parallelize(module, local="fp8"), "a transformer alone has no prompts; pass calibrate="),
+        (lambda: seqpar.parallelize(module, local="fp8", calibrate=lambda: None), "a run reached no self-attention"),
+        (lambda: seqpar.parallelize(module, calibrate=lambda: None), 'precision="fp8" or local="fp8"'),
+        (lambda: seqpar.parallelize(model("wan"), local="fp8", calibrate=print), "head dims that 16 divides, not 12"),
+    ):
+        assert said in raised(work)
+    assert "forward" not in vars(module)
+
+
+def test_fixed_prompts_centre_once_for_the_same_weights_and_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.transformer.test_pipelines import CASES
+
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
+    monkeypatch.setattr(fp8, "why_not", lambda *_: None)  # of heads of 8
+    runs, measured = [], calibration._measured
+    monkeypatch.setattr(calibration, "_measured", lambda *args: runs.append(1) or measured(*args))
+    for _ in range(2):
+        pipe = CASES["flux"].pipe()
+        pipe.set_progress_bar_config(disable=True)
+        seqpar.parallelize(pipe, local="fp8")
+        result = seqpar.measure_precision(pipe, ["a fox"], num_inference_steps=2, height=32, width=32)
+        assert 10 < result.worst_psnr < 100
+        assert result.floor[0].psnr > result.errors[0].psnr
+        seqpar.release(pipe)
+    assert (len(runs), len(list(tmp_path.iterdir()))) == (1, 1)

@@ -107,11 +107,15 @@ class Reader:
                     source = keys.sources[name]
                     with tensor_context(checkpoint, source.keys):
                         found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
+                    stays = len(parts) == 1 and found[name] is parts[0] and not isinstance(like[name], Weight8)
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
                         extremes[name] = found[name].aminmax()
                     if isinstance(like[name], Weight8):
                         found[name] = Weight8.of(found[name])
+                    if not stays and self.device.type == "cuda":
+                        # fastsafetensors writes the next tensor into this one's memory on a stream of its own
+                        torch.cuda.default_stream(self.device).synchronize()
             checkpoint.check_unchanged()  # first: bytes that are half old and half new may be any number
             _check_finite(checkpoint.name, {name: keys.sources[name].keys for name in extremes}, extremes)
         return found

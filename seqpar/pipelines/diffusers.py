@@ -307,7 +307,7 @@ class DiffusersJob:
             pipe = self.load_pipeline(mesh, () if on_encode is None else (encode,))
         else:
             pipe = self.load_pipeline(mesh, () if on_encode is None else (encode, encode_fixed), calibrate)
-        merging = lora_files.switched(pipe, loras) if loras else None
+        merging = lora_files.switched(pipe, loras, mesh) if loras else None
         mesh = settled(plan, None)
         sequence = plan.layout.sequence > 1
         strategy = plan.strategy.name if sequence else "auto"

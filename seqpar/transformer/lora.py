@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, adapter, fitted, load
+from seqpar.loading.originals import hold
+from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.foreign import Addition
 from seqpar.transformer.internals import adapters_of
 from seqpar.vae.pipeline import attach
@@ -63,15 +65,15 @@ def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
     return "; ".join(reasons) or None
 
 
-def switched(pipe: Any, loras: Mapping[str, Lora]) -> Merging:
-    """Return the LoRAs that `check_switched` accepted, by their names, none of them merged into a transformer yet."""
+def switched(pipe: Any, loras: Mapping[str, Lora], mesh: Mesh) -> Merging:
+    """Return the LoRAs that `check_switched` accepted, by their names, none of them merged yet. Collective."""
     every = {}
     for name, lora in loras.items():
         load(pipe, (lora,))
         model = getattr(pipe, lora.part)
         every[name] = {f"{lora.part}.{path}": term for path, term in terms_of(model, adapter(1)).items()}
         model.unload_lora()
-    return Merging(pipe, every, keeps=True)
+    return Merging(pipe, every, keeps=True, mesh=mesh)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -312,15 +314,18 @@ class Merging:
 
     module: the transformer; or a pipeline, if paths begin with the names of its transformers. terms: name of a LoRA ->
     what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
-    of all LoRAs, so that others can be merged later; those that are stored in 8 bits are read from their files again.
+    of all LoRAs, so that others can be merged later; of those that are stored in 8 bits, in memory of the host. mesh:
+    of all ranks, which share that memory; None reads them from their files at each switch.
     """
 
-    def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool) -> None:
+    def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool, mesh: Mesh | None = None) -> None:
         self._terms = terms
         paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
         self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
         stored = {path: x.weight for path, x in self._layers.items() if isinstance(x.weight, Weight8)}
         self._sources = {path: weight.source for path, weight in stored.items() if weight.source is not None}
+        if keeps and mesh is not None:
+            self._sources |= hold(stored, mesh)
         self._kept = dict[str, tuple[Tensor, Tensor | None]]()
         for path, layer in self._layers.items() if keeps else ():
             bias = None if layer.bias is None else layer.bias.detach().clone()

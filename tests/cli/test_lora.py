@@ -251,7 +251,7 @@ def switching(rank: int, world: int, device: torch.device, folder: Path, loras: 
     names = ["high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"]
     assert (list(fitting.by_name), fitting.reasons) == (names, {})
     pipe = job.load_pipeline(mesh)
-    merging = lora_files.switched(pipe, fitting.by_name)
+    merging = lora_files.switched(pipe, fitting.by_name, Mesh.single())
     seqpar.parallelize(pipe, mesh)
     made = []
     pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))

@@ -6,6 +6,7 @@ import copy
 import io
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -22,7 +23,7 @@ from seqpar.families._find import stored_in_8_bits
 from seqpar.kernels import weight8
 from seqpar.kernels.rows8 import rounded
 from seqpar.kernels.weight8 import Weight8
-from seqpar.loading import reading
+from seqpar.loading import originals, reading
 from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights
 from seqpar.loading.placing import Team
@@ -314,11 +315,12 @@ def terms(module: nn.Module, seed: int, paths: tuple[str, ...]) -> dict[str, Lor
 PATHS = ("transformer_blocks.0.attn.to_k", "single_transformer_blocks.0.proj_out", "transformer_blocks.0.norm1.linear")
 
 
-def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path) -> None:
+@pytest.mark.parametrize("mesh", [None, Mesh.single()], ids=["from files", "from memory"])
+def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path, mesh: Mesh | None) -> None:
     pipe = load(flux)
     module, fresh, picture = pipe.transformer, bits_of(pipe.transformer), latents(pipe)
     loras = {name: terms(module, seed, PATHS[start:]) for name, seed, start in (("a", 0, 0), ("b", 9, 1))}
-    merging = Merging(module, loras, keeps=True)
+    merging = Merging(module, loras, keeps=True, mesh=mesh)
     seen = dict[tuple[str, ...], Tensor]()
     for names in (("a",), ("b",), ("a", "b"), ("a",)):
         merging.switch(tuple((name, 0.8) for name in names))
@@ -331,6 +333,31 @@ def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path
     merging.switch(())
     assert equal(bits_of(module), fresh)
     assert torch.equal(latents(pipe), picture)
+
+
+def held(rank: int, world: int, device: torch.device, small: bool) -> tuple[int, list[Tensor]]:
+    reads, mesh = list[int](), mesh_of(device, ulysses=world)
+
+    def source(number: int) -> Tensor:
+        reads.append(number)
+        return numbers(5 + number, 32, seed=number)
+
+    weights = {f"{n}": Weight8.of(numbers(5 + n, 32, seed=n), partial(source, n)) for n in range(5)}
+    with pytest.MonkeyPatch.context() as patch:
+        if small and rank == 0:
+            patch.setattr(originals.os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        functions = originals.hold(weights, mesh)
+    once = len(reads)
+    return once, [functions[name]().clone() for name in weights]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_originals_are_read_once_a_host(cpu_ranks: Pool, small: bool) -> None:
+    results = cpu_ranks.run(2, held, small)
+    assert sum(count for count, _ in results) == (0 if small else 5)
+    for _, tensors in results:
+        assert all(torch.equal(x, numbers(5 + n, 32, seed=n)) for n, x in enumerate(tensors))
+    assert not [*originals.SHARED.glob("seqpar-*")]
 
 
 def test_adapters_of_peft_are_merged_into_what_the_files_hold(flux: Path) -> None:

@@ -186,3 +186,5 @@ class ConvertArgs:
     heads: int | None = None
     """Attention heads; only for original checkpoints of unreleased sizes, which do not store them."""
     dtype: Annotated[Literal["same", "fp32", "bf16", "fp16"], tyro.conf.arg(help="Data type to write")] = "same"
+    precision: Literal["fp8"] | None = None
+    """fp8: copy the folder of a diffusers pipeline with the weights of its transformer's blocks in 8 bits."""

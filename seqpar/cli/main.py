@@ -49,7 +49,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
             from seqpar.cli.job import DTYPES
             from seqpar.convert.folder import convert
 
-        convert(args.source, args.target, args.heads, DTYPES.get(args.dtype))
+        convert(args.source, args.target, args.heads, DTYPES.get(args.dtype), args.precision)
     elif isinstance(args, PlanArgs):
         with at_once():
             from seqpar.cli.job import as_dry_run

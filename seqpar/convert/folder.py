@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,17 @@ from seqpar.convert import consolidated
 from seqpar.convert.export import OURS, tensors_of, write_folder
 from seqpar.convert.formats import is_uvit
 from seqpar.convert.originals import is_autoencoder, open_autoencoder, open_file, open_transformer
-from seqpar.loading.folder import check_single
+from seqpar.families._find import stored_in_8_bits
+from seqpar.kernels.weight8 import Weight8
+from seqpar.loading.checkpoint import Checkpoint
+from seqpar.loading.folder import QUANTIZATION, check_single, parts_of_folder
+from seqpar.loading.parts import CONFIG, INDEX, NAMES
+from seqpar.loading.scaled import MARK, SCALE, STANDS_FOR
 from seqpar.loading.single_file import as_diffusers
 from seqpar.loop.models.dit import LEARNED
 from seqpar.loop.models.large_dit import CLASS
 from seqpar.pipelines.unidiffuser_parts import DEFAULT, PREFIX
+from seqpar.transformer.calibration import Precision
 
 # the text encoder of UniDiffuser: its repository under openai/ on the hub, and the files of that
 CLIP = "clip-vit-large-patch14"
@@ -48,16 +54,26 @@ class Part:
     note: str = ""
 
 
-def convert(source: Path, target: Path, heads: int | None = None, dtype: torch.dtype | None = None) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    precision: Precision | None = None,
+) -> None:
     """Convert a file or folder into a new folder, which appears whole or not at all; print what was written.
 
-    heads: the number of attention heads, where the source does not state it. dtype: None keeps the source's. Raises
+    heads: the number of attention heads, where the source does not state it. dtype: None keeps the source's. precision:
+    "fp8" copies a folder of diffusers with its transformers' weights in 8 bits (`seqpar.loading.scaled`). Raises
     ValueError before anything is written if the source is no checkpoint of a format that this reads.
     """
     if target.exists():
         raise ValueError(f"target {target} exists; remove it or choose another")
     if not source.exists():
         raise ValueError(f"{source} not found")
+    if precision is not None:
+        _convert_to_8_bits(source, target, dtype)
+        return
     if (source / "model_index.json").is_file() or (source / "config.json").is_file():
         raise ValueError(f"{source} is a folder of diffusers; seqpar loads it as it is")
     files = {} if consolidated.parts_of(source) else _unidiffuser(source)
@@ -82,6 +98,46 @@ def convert(source: Path, target: Path, heads: int | None = None, dtype: torch.d
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{target}: written", flush=True)
+
+
+def _convert_to_8_bits(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+    if dtype not in (None, STANDS_FOR):
+        raise ValueError(f"--precision fp8 rounds weights in bf16; leave --dtype out, got {dtype}")
+    if not (source / INDEX).is_file():
+        raise ValueError(f"{source} has no {INDEX}; --precision fp8 converts folders of diffusers' pipelines")
+    fitted = {name: x for name, x in parts_of_folder(source).fitted.items() if name in NAMES}
+    for name, model in fitted.items():
+        if not stored_in_8_bits(model.model):
+            raise ValueError(f"{source / name}: a {model.kind.__name__} has no blocks that compute in 8 bits")
+        if model.checkpoint.raw is not None:
+            raise ValueError(f"{source / name} is in 8 bits already")
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder) in [source / part for part in fitted] and name != CONFIG]
+
+    unfinished = target.with_name(target.name + ".part")
+    try:
+        shutil.copytree(source, unfinished, ignore=left_out)
+        for name, model in fitted.items():
+            config = {**model.config, QUANTIZATION: MARK}
+            size = write_folder(unfinished / name, config, _rounded(model.checkpoint, stored_in_8_bits(model.model)))
+            print(f"{name}: {size} bytes", flush=True)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{target}: written", flush=True)
+
+
+def _rounded(checkpoint: Checkpoint, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for key in checkpoint.shapes:
+        tensor = checkpoint.tensor(key)
+        if key in stored:
+            weight = Weight8.of(tensor.to(device).to(STANDS_FOR))
+            yield key, weight.e4m3.cpu()
+            yield key + SCALE, weight.scales[:, None].cpu()
+        else:
+            yield key, tensor
 
 
 def _single(path: Path, heads: int | None) -> Part:

@@ -70,7 +70,8 @@ class Checkpoint:
     """Shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
 
     positions: where a tensor's bytes lie, row by row, for keys of which that is known; reading there makes no page
-    resident. files: path -> `stamp` when its header was read, for every file with weights.
+    resident. files: path -> `stamp` when its header was read, for every file with weights. raw: what lies in the files,
+    where weights in 8 bits are given as the numbers for which they stand (`seqpar.loading.scaled`).
     """
 
     name: str
@@ -79,6 +80,7 @@ class Checkpoint:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     positions: Mapping[str, Position] = field(default_factory=dict)
     files: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    raw: Checkpoint | None = None
 
     def check_unchanged(self) -> None:  # call it after the last read
         for path, before in self.files.items():

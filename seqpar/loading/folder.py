@@ -48,6 +48,7 @@ from seqpar.loading.parts import (
 )
 from seqpar.loading.placing import load
 from seqpar.loading.random import WithoutValues
+from seqpar.loading.scaled import MARK, as_numbers
 from seqpar.loading.single_file import open_model
 from seqpar.types.arguments import shown
 from seqpar.types.keys import KeyMap, TensorSource
@@ -59,6 +60,7 @@ IDS = 1 << 32
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LIBRARIES = ("diffusers", "transformers")  # whose classes a folder may name
 PROGRAMS = (CONFIG, TOKENIZER, "preprocessor_config.json", "processor_config.json")
+QUANTIZATION = "quantization_config"
 ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
 YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 
@@ -203,7 +205,7 @@ def _check_plain(config: Mapping[str, Any], where: Path) -> None:
         names = value.values() if isinstance(value, Mapping) else (value,)
         if "attn_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
             raise ValueError(f"{where} loads a kernel of a hub ({key[:60]}={shown(value)}); {YOURSELF}")
-        if key == "quantization_config" and value is not None:
+        if key == QUANTIZATION and value not in (None, MARK):
             raise ValueError(f"{where} has {key}: quantized weights cannot be checked here; {YOURSELF}")
         if isinstance(value, Mapping):
             _check_plain(value, where)
@@ -235,8 +237,9 @@ def check_class(folder: Path, kind: Any) -> Fitted | None:
     if kind is AutoencoderKL:
         return open_vae(folder)
     if isinstance(kind, type) and issubclass(kind, ModelMixin):
-        config = read_json(folder / CONFIG)
-        return _check_shapes(folder, folder / CONFIG, kind, config, open_checkpoint(find_checkpoint(folder)))
+        config = {key: x for key, x in read_json(folder / CONFIG).items() if key != QUANTIZATION}  # `MARK`, if any
+        checkpoint = as_numbers(open_checkpoint(find_checkpoint(folder)))
+        return _check_shapes(folder, folder / CONFIG, kind, config, checkpoint)
     return _check_encoder(folder, kind) if hasattr(kind, "config_class") else None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -89,7 +90,7 @@ def _shared(size: int, team: Team, mesh: Mesh) -> Tensor | None:
 
 def _lock(memory: Tensor, device: torch.device) -> None:
     # without it, copies to the GPU go through the driver's own buffer, at a third of the rate
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from seqpar.families._find import reads_layers, stored_in_8_bits
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import lora as _lora
-from seqpar.loading.checkpoint import WEIGHTS, Fitted
+from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, Fitted
 from seqpar.loading.encoders import begin_encoders, encode_first, name_encoders, no_collection
 from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts, vae_keys
@@ -34,6 +34,7 @@ from seqpar.loading.parts import NAMES as TRANSFORMERS
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite
+from seqpar.loading.scaled import SCALE, source_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.keys import KeyMap, TensorSource
 
@@ -176,12 +177,13 @@ def why_not(kind: Any, fitted: Fitted | None) -> str | None:
 class Weights:
     """The weights of a model of diffusers. like: the tensors that they become, on the meta device.
 
-    eight: the names of those that are kept in 8 bits.
+    checkpoint: that which is read. eight: the names of those that are kept in 8 bits.
     """
 
     fitted: Fitted
     keys: KeyMap
     like: dict[str, Tensor]
+    checkpoint: Checkpoint
     eight: tuple[str, ...] = ()
 
     @staticmethod
@@ -209,11 +211,16 @@ class Weights:
         stored = tuple(stored_in_8_bits(fitted.model)) if eight else ()
         stored = tuple(name for name in stored if like[name].dtype == dtype)
         like |= {name: Weight8.empty(like[name].shape, dtype, "meta") for name in stored}
-        return Weights(fitted, keys, like, stored)
+        checkpoint = fitted.checkpoint
+        if eight and checkpoint.raw is not None:  # what lies in 8 bits is read so
+            checkpoint = checkpoint.raw
+            scaled = [name for name in keys.sources if name + SCALE in checkpoint.shapes]
+            keys = KeyMap({**keys.sources, **{x: source_of(x, like[x].dtype, x in stored) for x in scaled}})
+        return Weights(fitted, keys, like, checkpoint, stored)
 
     def original(self, name: str) -> Tensor:
         """Return a weight as it is in its files, on the host; ValueError if these have changed."""
-        checkpoint, source = self.fitted.checkpoint, self.keys.sources[name]
+        checkpoint, source = self.checkpoint, self.keys.sources[name]
         tensor = source.combine(*map(checkpoint.tensor, source.keys)).to(self.like[name].dtype)
         checkpoint.check_unchanged()
         return tensor
@@ -230,12 +237,12 @@ class Weights:
 
     def begin(self, reader: Reader, team: Team, taken: Sequence[int]) -> Placing:
         """Begin to read the weights; see `placing.begin`."""
-        return begin(self.like, self.fitted.checkpoint, self.keys, reader, team, taken)
+        return begin(self.like, self.checkpoint, self.keys, reader, team, taken)
 
     def finish(self, model: Any, placing: Placing, mesh: Mesh) -> None:
         """Give a model its weights on this rank's device. Collective: call on all ranks."""
         placing.finish(model, mesh)
-        for name in self.eight:
+        for name in (name for name in self.eight if not self.keys.sources[name].raw):
             model.get_parameter(name).came_from(partial(self.original, name), loaded=True)
         model.register_to_config(_name_or_path=str(self.fitted.path))
         model.to(mesh.device).eval()  # moves buffers that no file holds

@@ -106,12 +106,16 @@ class Reader:
                 for name, parts in self._parts(requests, keys, names, ahead):
                     source = keys.sources[name]
                     with tensor_context(checkpoint, source.keys):
-                        found[name] = source.combine(*[part.to(like[name].dtype) for part in parts]).contiguous()
-                    stays = len(parts) == 1 and found[name] is parts[0] and not isinstance(like[name], Weight8)
+                        lying = parts if source.raw else (part.to(like[name].dtype) for part in parts)
+                        found[name] = source.combine(*lying).contiguous()
+                    # whether the result has the memory that was written
+                    stays = isinstance(found[name], Weight8) or (
+                        found[name] is parts[0] and not isinstance(like[name], Weight8)
+                    )
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
                         extremes[name] = found[name].aminmax()
-                    if isinstance(like[name], Weight8):
+                    if isinstance(like[name], Weight8) and not source.raw:
                         found[name] = Weight8.of(found[name])
                     if not stays and self.device.type == "cuda":
                         # fastsafetensors writes the next tensor into this one's memory on a stream of its own

@@ -14,10 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSource:
-    """The checkpoint keys from which one parameter is made, and the function that combines their tensors."""
+    """The checkpoint keys from which one parameter is made, and the function that combines their tensors.
+
+    raw: it takes tensors as they lie in the file, rather than in the dtype of the parameter.
+    """
 
     keys: tuple[str, ...]
     combine: Callable[..., Tensor] = lambda tensor: tensor
+    raw: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.cli.main import command
+from seqpar.convert.folder import convert
 from seqpar.families._find import stored_in_8_bits
 from seqpar.kernels import weight8
 from seqpar.kernels.rows8 import rounded
@@ -423,3 +425,59 @@ def test_files_that_have_changed_are_no_originals(flux: Path, tmp_path: Path) ->
     file.write_bytes(file.read_bytes())
     merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True)
     assert "changed while it was read" in raised(lambda: merging.switch((("a", 1.0),)))
+
+
+# A folder in 8 bits ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_8_bits_has_the_bits_of_a_load(flux: Path, tmp_path: Path, capfd: Any) -> None:
+    target = tmp_path / "eight"
+    command(["convert", str(flux), str(target), "--precision", "fp8"])
+    assert "written" in capfd.readouterr().out
+
+    def bf16(folder: Path, **options: Any) -> Any:
+        return pipelines.quiet(seqpar.load(folder, dtype=BF16, **options))
+
+    whole, eight = bf16(flux, precision="fp8"), bf16(target, precision="fp8")
+    assert equal(bits_of(eight.transformer), bits_of(whole.transformer))
+    assert all(weight.source is None for weight in eight.transformer.parameters() if isinstance(weight, Weight8))
+    assert latents(eight).isfinite().all()
+    wide = bf16(target)  # without precision the numbers for which the 8 bits stand
+    for name, weight in wide.transformer.named_parameters():
+        assert type(weight) is nn.Parameter
+        assert torch.equal(weight, eight.transformer.get_parameter(name).detach() + 0)
+
+    # LoRAs are added to these numbers, and leave no trace
+    fresh, loras = bits_of(eight.transformer), {"a": terms(eight.transformer, 0, PATHS)}
+    merging = Merging(eight.transformer, loras, keeps=True, mesh=Mesh.single())
+    merging.switch((("a", 1.0),))
+    assert not equal(bits_of(eight.transformer), fresh)
+    merging.switch(())
+    assert equal(bits_of(eight.transformer), fresh)
+
+    # diffusers would leave the scales out
+    kind = type(eight.transformer)
+    assert "seqpar-e4m3" in raised(lambda: kind.from_pretrained(target / "transformer"))
+    for options, says in (
+        ((str(target),), "is in 8 bits already"),
+        ((str(flux), "--dtype", "fp16"), "leave --dtype out"),
+    ):
+        source, *more = options
+        words = ["convert", source, str(tmp_path / "other"), "--precision", "fp8", *more]
+        assert says in raised(lambda: command(words))  # noqa: B023
+    assert not [*tmp_path.glob("other*")]
+
+
+@pytest.mark.parametrize("fault", ["a scale is missing", "a scale of another shape"])
+def test_scales_that_fit_no_weight_are_refused(flux: Path, tmp_path: Path, fault: str) -> None:
+    target = tmp_path / "eight"
+    convert(flux, target, precision="fp8")
+    (file,) = (target / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.endswith("_scale"))
+    scale = tensors.pop(key)
+    if fault == "a scale of another shape":
+        tensors[key] = scale.flatten().clone()
+    save_file(tensors, file)
+    says = "is in e4m3 without" if fault == "a scale is missing" else "fits no weight in e4m3"
+    assert says in raised(lambda: load(target))

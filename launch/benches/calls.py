@@ -48,6 +48,7 @@ from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
 BRANCHES = ("cond", "uncond")
+ATTENTION = ", attention fp8"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Calls(Flags):
     transport: str = "auto"
     """Transport of our rows."""
     local: str = "auto"
-    """Local attention of our rows and of ceilings."""
+    """Local attention of our rows and of ceilings; fp8 adds rows to those of --precision fp8."""
     masked: bool = False
     """Mask the last quarter of the text as padding, in models whose calls take such a mask."""
     peers: bool = True
@@ -90,6 +91,11 @@ class Case:
     model: Released
     mesh: Mesh
     dtype: torch.dtype
+
+    @property
+    def wide_local(self) -> str:
+        """The local attention in the weights' dtype."""
+        return "auto" if self.args.local == "fp8" else self.args.local
 
     @cached_property
     def work(self) -> Work:
@@ -150,10 +156,12 @@ def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
     eight = case.args.precision
     world, ways = case.mesh.world.size, ["fused blocks", "generic" if eight is None else f"fused blocks, {eight}"]
+    ways += [f"{ways[-1]}{ATTENTION}"] if eight is not None and case.args.local == "fp8" else []
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
-            about |= {"precision": eight} if eight is not None and way.endswith(eight) else {}
+            about |= {"precision": eight} if eight is not None and eight in way else {}
+            about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
             yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
     if world % 2 == 0:
         strategy, way = case.args.strategy[0], ways[0]
@@ -166,8 +174,9 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
     module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
     transport = "auto" if alone and cfg == 1 else case.args.transport
-    chosen = {"local": case.args.local, "transport": transport, "native": not way.startswith("generic")}
-    if case.args.precision is not None and way.endswith(case.args.precision):
+    local = "fp8" if way.endswith(ATTENTION) else case.wide_local
+    chosen = {"local": local, "transport": transport, "native": not way.startswith("generic")}
+    if case.args.precision is not None and case.args.precision in way:
         chosen |= {"precision": case.args.precision, "calibrate": lambda: module(**case.arguments)}
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
     try:
@@ -223,7 +232,7 @@ class Keeps:
 @contextmanager
 def _ceiling(case: Case, mine: Share) -> Iterator[Timed]:
     device = case.mesh.device
-    local = choose_local(case.args.local, device, case.dtype, case.work.head_dim, mine.masked).name
+    local = choose_local(case.wide_local, device, case.dtype, case.work.head_dim, mine.masked).name
     step = ceiling(case.work, mine, local, case.dtype, device)
     yield Timed.of(graphed(step) if device.type == "cuda" else step, device)
 

@@ -74,7 +74,8 @@ def test_an_image_of_another_size_compiles_nothing(compiled: dict[str, list[Fact
         compiled[name] for name in (f"tokens, 7, {width}", f"tokens, 16, {width}", f"tokens, 7, {5248 - width}")
     )
     assert [kernel["program"] for kernel in few] == [kernel["program"] for kernel in many]
-    assert {kernel["program"] for kernel in few}.isdisjoint(kernel["program"] for kernel in wider)
+    own = {kernel["program"] for kernel in few if kernel["name"] != "kernel"}  # Weight8's takes the width as a number
+    assert own.isdisjoint(kernel["program"] for kernel in wider)
 
 
 @pytest.mark.parametrize("name", named("wide"))

@@ -102,7 +102,8 @@ def modulation(
 def modulated(x: Tensor, gated: Gated | None, shift: Any, scale: Any, norm: Norm) -> tuple[Tensor, Tensor]:
     if gated is not None:
         gate, branch, own = gated
-        branch = branch if own is None else normed(branch, own.eps, False) * own.weight_E
+        if own is not None:
+            branch = normed(branch, own.eps, False) * own.weight_E  # pyright: ignore[reportArgumentType]
         x = x + gate[:, None] * branch  # pyright: ignore[reportOperatorIssue, reportCallIssue, reportArgumentType]
     h = normed(x, norm.eps, norm.kind == "layer") * (1 if norm.weight is None else norm.weight)
     return x, h * (1 + scale[:, None]) + shift[:, None]

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from seqpar.attention import ulysses
 from seqpar.attention.ulysses import Ulysses
-from seqpar.families import flux
+from seqpar.families import _block, flux
 from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
@@ -211,12 +211,12 @@ def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
-    after(patch, builtin, "linear_gelu", lambda out, *args: out * (1.001 if rank == 1 else 1))
+    after(patch, _block, "linear_gelu", lambda out, *args: out * (1.001 if rank == 1 else 1))
 
 
 def layer_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let the last rank's layers be so far off, in both runs, that other ranks see it in what they attend to."""
-    after(patch, builtin, "linear_gelu", lambda out, *args: out * by(rank, 1.2))
+    after(patch, _block, "linear_gelu", lambda out, *args: out * by(rank, 1.2))
 
 
 def neighbour(x: Tensor, wrong: bool, dim: int = 0) -> Tensor:

@@ -122,12 +122,10 @@ def restored(out_BlHD: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
     The output is overwritten if it has that dtype already. Centre and scale are numbers of the dtype, so that it rounds
     once.
     """
-    share = out_BlHD.shape[2] // len(eight.v_scale_G)
-    scale_H1, centre_HD = (1 / eight.v_scale_G)[:, None], eight.v_centre_GD
-    if share > 1:
-        scale_H1, centre_HD = (x.repeat_interleave(share, dim=0) for x in (scale_H1, centre_HD))
-    out = out_BlHD.to(dtype)
-    return torch.addcmul(centre_HD.to(dtype), out, scale_H1.to(dtype), out=out)
+    out, centre_GD, scale_G1 = out_BlHD.to(dtype), eight.v_centre_GD.to(dtype), eight.v_back.to(dtype)
+    grouped = out.unflatten(2, (len(centre_GD), -1))
+    torch.addcmul(centre_GD[:, None], grouped, scale_G1[:, None], out=grouped)
+    return out
 
 
 def launch(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -33,6 +34,11 @@ class Qkv8:
     k_centre_GD: Tensor
     v_scale_G: Tensor
     v_centre_GD: Tensor
+
+    @cached_property
+    def v_back(self) -> Tensor:
+        """By which attention's output is multiplied, before the values' centre is added, in the model's dtype."""
+        return (1 / self.v_scale_G)[:, None].to(self.v_centre_GD.dtype)
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ FAULTS: dict[str, tuple[str, object, str, Callable[[Any], Any]]] = {
         "three pictures",
         ShardedAttention,
         "of_streams",
-        lambda own: lambda self, streams, beside=None, mask=None: own(self, streams, beside),
+        lambda own: lambda self, streams, beside=None, mask=None, **eight: own(self, streams, beside, **eight),
     ),
     "the first picture's rotary rows": (
         "three pictures",

@@ -28,16 +28,19 @@ from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import originals, reading
 from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights
-from seqpar.loading.placing import Team
+from seqpar.loading.placing import Team, put
+from seqpar.loading.random import WithoutValues
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import calibration
-from seqpar.transformer.calibration import Calibration, matrices_of
+from seqpar.transformer.calibration import Calibration, calibrated, matrices_of
 from seqpar.transformer.lora import LoraTerm, Merging
 from seqpar.transformer.parallelize import calls_of, computed_by
 from tests.support import pipelines
+from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
-from tests.support.sharded import raised
+from tests.support.row_by_row import by_rows
+from tests.support.sharded import body_of, called, error, raised
 
 BF16 = torch.bfloat16
 ASKED: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "latent"}
@@ -425,6 +428,75 @@ def test_files_that_have_changed_are_no_originals(flux: Path, tmp_path: Path) ->
     file.write_bytes(file.read_bytes())
     merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True)
     assert "changed while it was read" in raised(lambda: merging.switch((("a", 1.0),)))
+
+
+def in_8_bits(name: str) -> Any:
+    module = MODELS[name].build().double()
+    for key in stored_in_8_bits(module):
+        weight = module.get_parameter(key).detach()
+        put(module, key, Weight8.of(weight, partial(torch.clone, weight)))
+    return module
+
+
+def families(rank: int, world: int, device: torch.device, made: Any, strategy: str, transport: str) -> Any:
+    results = dict[str, Any]()
+    for name, known in made.items():
+        with by_rows():
+            body = body_of(
+                in_8_bits(name), world, device, strategy, transport, fused=True, exact=True, calibration=known
+            )
+            results[name] = called(body, MODELS[name].arguments())
+        body.release()
+    return results
+
+
+def test_families_have_one_ranks_bits_on_any_number(cpu_ranks: Pool) -> None:
+    made = dict[str, Calibration]()
+    for name in ("flux", "wan", "qwen_masked", "ltx2"):
+        module, mesh = in_8_bits(name), Mesh.single()
+        (made[name],) = calibrated(mesh, module, {"": module}, partial(MODELS[name].whole, module)).values()
+        assert made[name].products.keys() == made[name].means.keys()
+    alone = families(0, 1, torch.device("cpu"), made, "ulysses", "collective")
+    for name, known in made.items():
+        right = called(body_of(MODELS[name].build().double(), fused=True), MODELS[name].arguments())
+        assert 1e-4 < error(alone[name], right) < 0.1, (name, len(known.means))
+    for world, strategy in ((2, "kv_gather"), (3, "ulysses")):
+        for results in cpu_ranks.run(world, families, made, strategy, "collective"):
+            assert all(all(map(torch.equal, results[name], alone[name])) for name in made)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+MODELS_OF_PAGE = {
+    "FLUX.1-dev": ("FluxTransformer2DModel", {"num_layers": 19, "num_single_layers": 38}, {"guidance_embeds": True}, 1),
+    "Qwen-Image": ("QwenImageTransformer2DModel", {"num_layers": 60}, {}, 1),
+    "Wan 2.1 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
+    "Wan 2.2 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 2),
+    "FLUX.2-dev": ("Flux2Transformer2DModel", {"num_layers": 8, "num_single_layers": 48}, {}, 1),
+}
+"""Class, blocks, config, and how many of it a pipeline has."""
+
+
+@pytest.mark.parametrize("name", MODELS_OF_PAGE)
+def test_the_page_counts_these_weights(name: str) -> None:
+    kind, blocks, config, copies = MODELS_OF_PAGE[name]
+
+    def count(**layers: int) -> Tensor:
+        with torch.device("meta"), WithoutValues():
+            model = getattr(pipelines.THEIRS, kind)(**config, **layers)
+        stored_ = sum(model.get_parameter(key).numel() for key in stored_in_8_bits(model))
+        return torch.tensor([sum(x.numel() for x in model.parameters()), stored_], dtype=torch.float64)
+
+    one = dict.fromkeys(blocks, 1)
+    every, stored_ = (
+        count(**one) + sum((n - 1) * (count(**{**one, key: 2}) - count(**one)) for key, n in blocks.items())
+    ).tolist()
+    rows = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name}, "))
+    (row,) = (line for line in rows if " + " in line.split("|")[2])
+    _, _, bf16, fits, fp8, fits8, _, _ = (cell.strip() for cell in row.split("|"))
+    for text, weights, gpu in ((bf16, 2 * every, fits), (fp8, 2 * every - stored_, fits8)):
+        held_, more = map(float, text.split(" + "))
+        assert held_ == pytest.approx(copies * weights / 2**30, abs=0.06)
+        assert int(gpu) == next(size for size in (24, 32, 48, 80) if held_ + more <= 0.95 * size)
 
 
 # A folder in 8 bits ---------------------------------------------------------------------------------------------

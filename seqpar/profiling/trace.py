@@ -35,7 +35,7 @@ WORDS: tuple[tuple[What, tuple[str, ...]], ...] = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "weights_kernel", "parts_kernel")),
     ("exchange", ("nccl", "gloo:", "flags_kernel", "take_kernel")),
     ("copy", ("memcpy ptop", "memcpy dtod")),  # inside blocks the latter is a copy into another rank's memory, too
-    ("store", ("prepare_kernel", "push_kernel", "send_kernel")),
+    ("store", ("prepare_kernel", "prepare8_kernel", "push_kernel", "send_kernel")),
     (
         "products",
         (

@@ -3,7 +3,8 @@
 load, parallelize, release: run a diffusers pipeline on all GPUs, and undo it.
 refresh: rescan after in-place changes.
 DistributedDiT, Mesh, sample, Sampler: seqpar's models and denoising loop.
-verify: compare a run with one rank. measure_precision: say what 8 bits change. profile: measure where its time goes.
+verify: compare a run with one rank. measure_precision, keep_budget: measure and bound what 8 bits
+change. profile: measure where its time goes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from seqpar.profiling.profile import profile
     from seqpar.transformer.parallelize import parallelize, refresh, release
     from seqpar.types.guidance import Guidance
+    from seqpar.verifying.budget import keep_budget
     from seqpar.verifying.precision import measure_precision
     from seqpar.verifying.verify import verify
 
@@ -33,6 +35,7 @@ __all__ = [
     "Guidance",
     "Mesh",
     "Sampler",
+    "keep_budget",
     "load",
     "measure_precision",
     "parallelize",
@@ -49,6 +52,7 @@ _MODULES = {
     "Guidance": "seqpar.types.guidance",
     "Mesh": "seqpar.mesh.mesh",
     "Sampler": "seqpar.loop.loop",
+    "keep_budget": "seqpar.verifying.budget",
     "load": "seqpar.pipelines.load",
     "measure_precision": "seqpar.verifying.precision",
     "parallelize": "seqpar.transformer.parallelize",

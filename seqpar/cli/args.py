@@ -109,6 +109,9 @@ class Args(StartFlags, Options):
     verify: bool = False
     """First compare a few steps with a single-rank run, block by block; stop at the first wrong block
     (docs/verifying.md)."""
+    min_psnr: float | None = None
+    """With --precision: keep the GEMMs in the weights' dtype that `seqpar verify` found for this PSNR (in dB) and these
+    --steps and --scheduler (docs/precision.md)."""
     dry_run: tuple[int, ...] | None = None
     """Print the plan of `seqpar plan` and load no weights: for these processes, or for numbers of GPUs, such as
     --dry-run 1 2 4 8."""
@@ -144,7 +147,8 @@ class VerifyArgs(StartFlags, Options):
     steps: int = 0
     """Denoising steps; each runs 10 to 20 single-rank evaluations [3; with --precision 25]."""
     min_psnr: float | None = None
-    """With --precision: fail if the PSNR of an image against the weights' own dtype is lower, in dB."""
+    """With --precision: search the GEMMs that have to keep the weights' dtype, so that no image has a lower PSNR, in
+    dB, for --min-psnr of `sample` and `serve`; fail if there are none."""
     dtype: Dtype = "auto"
     """Dtype to compare; auto is fp32 and bf16, on GPUs also fp16 (exact mode: bf16 and fp16)."""
     out: Path = Path("verify.json")
@@ -166,6 +170,8 @@ class ReplicaArgs(StartFlags):
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bf16 on GPUs, fp32 on CPUs."""
     precision: Literal["fp8"] | None = None
+    """As for `seqpar sample`."""
+    min_psnr: float | None = None
     """As for `seqpar sample`."""
     first_deadline_s: float = 120.0
     """As for `seqpar sample`."""

@@ -137,8 +137,8 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
     """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
-    same = ("model", "precision", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("respacing", "scheduler", "seed", "frames", "fps", "strength")
+    same = ("model", "precision", "min_psnr", "classes", "repeat", "steps", "guidance", "true_guidance")
+    more = ("guidance_channels", "eta", "respacing", "scheduler", "seed", "frames", "fps", "strength")
     request = GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),

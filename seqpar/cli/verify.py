@@ -22,7 +22,9 @@ from seqpar.pipelines.own_loop import OwnJob
 from seqpar.pipelines.pictures import written
 from seqpar.pipelines.protocol import scales
 from seqpar.planner.plan import check_names, is_lossy
+from seqpar.transformer.budget import check_budget
 from seqpar.transformer.parallelize import release
+from seqpar.verifying.budget import keep_budget
 from seqpar.verifying.precision import PROMPTS, measure_precision
 from seqpar.verifying.ways import Row, judged, loaded, meshes, table, ways
 
@@ -35,8 +37,8 @@ RANDOM = (
 
 def run_verify(args: VerifyArgs) -> None:
     """The whole path from flags to the table; FloatingPointError if a way does not hold. Every rank calls it."""
-    if args.exact:
-        exact.turn_on()  # before anything touches a GPU
+    if args.exact or (args.min_psnr is not None and torch.cuda.is_available()):
+        exact.turn_on()  # before anything touches a GPU; a search is then the same on any number of them
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     if _in_eight(args):
         _run_precision(args, ranks)
@@ -83,7 +85,7 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
 
 
 def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
-    """Measure what 8 bits change in each image; FloatingPointError if one is worse than --min-psnr."""
+    """Measure what 8 bits change in each image; FloatingPointError if --min-psnr cannot be kept."""
 
     def checked_pipeline() -> DiffusersJob:
         prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
@@ -93,6 +95,9 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
                 "8 bits are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
                 "leave --image, --counts and --repeat out"
             )
+        if args.min_psnr is not None and args.lora:
+            raise ValueError("--min-psnr is searched for a model without LoRAs; leave --lora out")
+        check_budget(args.min_psnr, None, args.precision)
         return job
 
     job = ranks.on_all_ranks(checked_pipeline)
@@ -104,12 +109,15 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     options = {**names, "mesh": mesh, "vae": VAE[args.vae], "loras": args.lora}
     pipe = load(args.model, dtype=job.request.dtype, fp32_state=True, **options)
     pipe.scheduler = job.scheduler_of(pipe.scheduler)
-    result = measure_precision(pipe, job.arguments["prompt"], seed=args.seed, **settings)
+    prompts = job.arguments["prompt"]
+    if args.min_psnr is None:
+        results = {"precision": asdict(measure_precision(pipe, prompts, seed=args.seed, **settings))}
+    else:
+        found = keep_budget(pipe, args.min_psnr, prompts, seed=args.seed, model=args.model, **settings)
+        results = {"precision": asdict(found.after), "budget": asdict(found)}
     release(pipe)
     if ranks.is_main:
-        _write(args, {"precision": asdict(result)})
-    if args.min_psnr is not None and not result.worst_psnr >= args.min_psnr:
-        raise FloatingPointError(f"got an image with {result.worst_psnr:.1f} dB, expected --min-psnr {args.min_psnr}")
+        _write(args, results)
 
 
 def _in_eight(args: VerifyArgs) -> bool:

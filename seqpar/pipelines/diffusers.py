@@ -65,6 +65,7 @@ from seqpar.planner.plan import Plan, is_lossy, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.blocks import expected
+from seqpar.transformer.budget import Budget, budgeted, check_searched
 from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
 from seqpar.transformer.parallelize import call_of, parallelize, passing
 from seqpar.types.facts import Work
@@ -102,6 +103,7 @@ class Source:
         parts = self.parts
         if isinstance(parts.source, Preset):
             request.refuse(NO_LORA, lora=request.loras)
+            request.refuse("errors are measured with trained weights", min_psnr=request.min_psnr)
         kind = taking_images(request, parts.kind, parts.index)
         parameters = inspect.signature(kind.__call__).parameters
         check_flags(request, kind.__name__, parameters)
@@ -285,6 +287,8 @@ class DiffusersJob:
             return why_not(module, mesh.device, self.request.dtype)
 
         mesh.on_all_ranks(lambda: _check_precision(self.request, self.source.parts, why_not_on_mesh))
+        if self.request.min_psnr is not None:
+            check_searched(mesh, self.request.min_psnr, self.request.steps, self.request.model)
 
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
@@ -299,7 +303,12 @@ class DiffusersJob:
 
         def calibrate(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
             run = self.fixed_run(pipe, mesh.device)
-            calibrations.update(calibrated(mesh, pipe, transformers_of(pipe), run, precision is not None, attention))
+            modules, least = transformers_of(pipe), self.request.min_psnr
+            calibrations.update(calibrated(mesh, pipe, modules, run, precision is not None, attention))
+            if least is not None:
+                scheduler = self.scheduler_of(pipe.scheduler)
+                budget = Budget.of(pipe, least, self.request.steps, self.request.model, scheduler)
+                calibrations.update(budgeted(mesh, calibrations, budget))
 
         precision, calibrations = self.request.precision, dict[str, Calibration]()
         attention = is_lossy(plan.local.name)

@@ -25,6 +25,7 @@ from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
 from seqpar.planner.search import Preferences
 from seqpar.transformer.blocks import expected
+from seqpar.transformer.budget import check_budget, check_searched, steps_of
 from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
@@ -45,6 +46,8 @@ def load(
     loras: Sequence[str] = (),
     fp32_state: bool = False,
     precision: Precision | None = None,
+    min_psnr: float | None = None,
+    budget_steps: int | None = None,
 ) -> DiffusionPipeline:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
@@ -65,6 +68,7 @@ def load(
         choices(mesh, preferences, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         check_precision(precision)
+        check_budget(min_psnr, budget_steps, precision)
         parts, adapters = checked(path_or_id, dtype, loras, vae)
         for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
             if (reason := why_not(module, ranks.device, dtype)) is not None:
@@ -74,8 +78,13 @@ def load(
         return parts, adapters
 
     parts, adapters = ranks.on_all_ranks(check)
+    if min_psnr is not None:
+        steps = steps_of(parts.kind) if budget_steps is None else budget_steps
+        check_searched(ranks, min_psnr, steps, str(path_or_id))
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected, eight=precision is not None)
-    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae, precision=precision)
+    names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
+    eight: Any = {"precision": precision, "min_psnr": min_psnr, "budget_steps": budget_steps}
+    parallelize(pipe, mesh, **names, **eight)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
     return pipe

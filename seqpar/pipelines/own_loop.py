@@ -169,6 +169,7 @@ class Files:
         """
         if not eight.blocks_of(self.blueprint.meta()):
             request.refuse(NO_EIGHT, precision=request.precision)
+        request.refuse("errors are measured for pipelines of diffusers alone", min_psnr=request.min_psnr)
         self.latent_size(request.size)
         evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}

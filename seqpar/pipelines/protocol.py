@@ -19,6 +19,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import Picture
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
+from seqpar.transformer.budget import MOST_PSNR
 from seqpar.transformer.calibration import Precision, why_not_here
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
@@ -62,6 +63,7 @@ class GenerationRequest:
     images: tuple[Picture, ...] = ()
     strength: float | None = None
     precision: Precision | None = None
+    min_psnr: float | None = None
 
     @property
     def pictures(self) -> list[str]:
@@ -76,7 +78,11 @@ class GenerationRequest:
                 raise ValueError(f"--{name.replace('_', '-')} {shown} with --model {self.model}: {reason}")
 
     def check_precision(self, device: torch.device) -> None:
-        """Raise ValueError if a device cannot compute in this precision."""
+        """Raise ValueError if a device cannot compute in this precision, or for a bound of an error there is not."""
+        if self.min_psnr is not None and self.precision is None:
+            self.refuse("it bounds the error of --precision fp8; add this flag", min_psnr=self.min_psnr)
+        if self.min_psnr is not None and not 0 < self.min_psnr <= MOST_PSNR:
+            raise ValueError(f"got --min-psnr {self.min_psnr}, expected more than 0 and at most {MOST_PSNR:g} dB")
         if self.precision is not None and (reason := why_not_here(device, self.dtype)) is not None:
             self.refuse(reason, precision=self.precision)
 

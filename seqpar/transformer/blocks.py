@@ -191,7 +191,7 @@ class FusedBlocks:
     """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
 
     def __init__(self, module: nn.Module, state: CallState, on: bool, calibration: Calibration | None = None) -> None:
-        self._module, self._state, self.on, self._calibration = module, state, on, calibration
+        self._module, self._state, self.on, self.calibration = module, state, on, calibration
         self.eight = calibration is not None  # whether GEMMs that can compute in 8 bits do so
         self._in_8 = dict[tuple[nn.Module, str], Matrix8]()
         self._blocks: list[tuple[str, nn.Module]] = []
@@ -219,6 +219,12 @@ class FusedBlocks:
     def is_copied(self) -> bool:
         """Whether blocks compute with copies of weights, which a write to these does not change."""
         return self.eight and bool(self._in_8)
+
+    @property
+    def in_8_bits(self) -> Mapping[str, Matrix8]:
+        """The matrices that compute in 8 bits, by the names in the calibration."""
+        paths = {block: path for path, block in self._blocks}
+        return {f"{paths[block]}, {name}": matrix for (block, name), matrix in self._in_8.items()}
 
     def rescale(self, scale: float) -> None:
         """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
@@ -327,14 +333,14 @@ class FusedBlocks:
     ) -> dict[str, Matrix]:
         # its layers' own weights, or copies with merged adapters; the memory of those before is written again, so that
         # a change of scales alone keeps all addresses
-        matrices, rough = dict[str, Matrix](), frozenset() if self._calibration is None else self._calibration.rough
+        matrices, wide = dict[str, Matrix](), frozenset() if self.calibration is None else self.calibration.wide
         with torch.inference_mode(False):  # weights outlive the caller's mode
             for name, paths in products.items():
                 layers = [adapters.layer_at(block, path) for path in paths]
                 if None in layers:  # some sizes of a model have none
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
-                if self._key(block, name) in rough:
+                if self._key(block, name) in wide:
                     restore(base)
                 biases = [layer.bias for layer in base if layer.bias is not None]
                 matrices[name] = Matrix(rows([x.weight for x in base]), rows(biases) if biases else None)
@@ -346,7 +352,7 @@ class FusedBlocks:
     def _in_8_bits(
         self, block: nn.Module, matrices: dict[str, Matrix], rooms: Mapping[tuple[nn.Module, str], Matrix8]
     ) -> dict[str, Matrix]:
-        known = self._calibration
+        known = self.calibration
         if known is None or not self.eight:
             return matrices
         first = next(iter(matrices.values())).weight
@@ -362,7 +368,7 @@ class FusedBlocks:
             wanted = Rounding(None if mean is None else mean.to(matrices[name].weight.device))
             reads = next((other for other in roundings if other.equals(wanted)), wanted)
             roundings.append(reads)
-            if key not in known.rough:
+            if key not in known.wide:
                 weight = matrices[name].weight
                 product = known.products.get(key) if isinstance(weight, Weight8) and weight.loaded else None
                 room = rooms.get((block, name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +66,9 @@ class Calibration:
     """The mean of each channel of a GEMM's input, (E,) fp32, by block and matrix.
 
     products: of these means with the weights before they were rounded, (F,), where weights are stored in 8 bits. fast:
-    the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much.
+    the GEMMs with fast sums. rough: GEMMs that keep the weights' dtype, because rounding changes them too much. kept:
+    GEMMs that keep it for a budget (`seqpar.transformer.budget`). errors: what rounding changes, relative to the
+    product's rms. weights: names the model's weights as they were loaded, and the GPU and libraries, for budgets.
     attention: how attention modules are rounded, by path.
     """
 
@@ -75,6 +77,14 @@ class Calibration:
     fast: frozenset[str] = frozenset()
     rough: frozenset[str] = frozenset()
     attention: Mapping[str, Qkv8] = field(default_factory=dict[str, Qkv8])
+    kept: frozenset[str] = frozenset()
+    errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: str = ""
+
+    @property
+    def wide(self) -> frozenset[str]:
+        """The GEMMs that keep the weights' dtype."""
+        return self.rough | self.kept
 
 
 def matrices_of(module: nn.Module) -> dict[str, list[Any]]:
@@ -161,7 +171,8 @@ def calibrated(
             reason = str(error)
     rounds = mesh.on_all_ranks(lambda: _attentions(mesh, kept, modules, reason)) if attention else {}
     keys = {name: {key: f"{name}|{key}" for key in matrices_of(module)} for name, module in modules.items()}
-    made = {name: calibration_of(kept, of) for name, of in keys.items()}
+    weights = {name: key_of((sorted(of),), weights_of({name: modules[name]})) for name, of in keys.items()}
+    made = {name: replace(calibration_of(kept, of), weights=weights[name]) for name, of in keys.items()}
     if not gemms:
         return {name: Calibration(attention=of) for name, of in rounds.items()}
     if not any(of.means for of in made.values()) and call is not None and not isinstance(call, FixedRun):
@@ -366,8 +377,9 @@ def calibration_of(kept: Mapping[str, Tensor], keys: Mapping[str, str]) -> Calib
     errors = {key: kept[f"{keys[key]}{ERRORS}"].tolist() for key in means}
     fast = frozenset(key for key, (of_sums, _) in errors.items() if of_sums <= FAST)
     products = {key: kept[at] for key in means if (at := f"{keys[key]}{PRODUCT}") in kept}
-    rough = frozenset(key for key, (_, rounding) in errors.items() if not rounding <= ROUGH)
-    return Calibration(means, products, fast, rough)
+    rounding = {key: of_rounding for key, (_, of_rounding) in errors.items()}
+    rough = frozenset(key for key, of_rounding in rounding.items() if not of_rounding <= ROUGH)
+    return Calibration(means, products, fast, rough, errors=rounding)
 
 
 # The cache -----------------------------------------------------------------------------------------------------
@@ -375,13 +387,14 @@ def calibration_of(kept: Mapping[str, Tensor], keys: Mapping[str, str]) -> Calib
 
 def _path(run: FixedRun, modules: Mapping[str, nn.Module], attention: bool = False) -> Path:
     gemms = {name: sorted(matrices_of(module)) for name, module in modules.items()}
-    weights = (
-        (f"{name} {path}", x)
-        for name, module in modules.items()
-        for path, part in adapters.without_adapters(module)
-        for x in part.parameters(recurse=False)
-    )
-    return path_of((run.key, PROMPTS, STEPS, SIZES, gemms, *((MEANS,) if attention else ())), weights)
+    return path_of((run.key, PROMPTS, STEPS, SIZES, gemms, *((MEANS,) if attention else ())), weights_of(modules))
+
+
+def weights_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of transformers, but for those of adapters, by the names of their modules."""
+    for name, module in modules.items():
+        for path, part in adapters.without_adapters(module):
+            yield from ((f"{name} {path}", x) for x in part.parameters(recurse=False))
 
 
 def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) -> Path:
@@ -389,8 +402,14 @@ def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]])
 
     settings: all else on which the numbers depend, as values whose `repr` says what they are.
     """
+    settings = settings, SAMPLE, CALLS, ERRORS, exact.is_on()
+    return cache_folder() / f"calibration-{key_of(settings, weights)}.safetensors"
+
+
+def key_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return what names a result of these weights and settings, on this GPU and with these libraries, in the cache."""
     libraries = torch.__version__, diffusers.__version__
-    key = hashlib.blake2b(repr((libraries, settings, SAMPLE, CALLS, ERRORS, exact.is_on())).encode())
+    key = hashlib.blake2b(repr((libraries, settings)).encode())
     for name, weight in weights:
         gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
         key.update(repr((name, gpu, tuple(weight.shape), weight.dtype)).encode())
@@ -398,7 +417,7 @@ def path_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]])
             bits = memory.view(torch.uint8) if memory.itemsize == 1 else memory
             rows = torch.hash_tensor(bits.reshape(-1, *bits.shape[-1:]), dim=-1)  # of each row
             key.update(rows.view(torch.uint8).cpu().numpy().tobytes())
-    return cache_folder() / f"calibration-{key.hexdigest()[:24]}.safetensors"
+    return key.hexdigest()[:24]
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ class ShardedModule:
         attention: Mapping[str, Qkv8] | None = None,
     ) -> None:
         self._eight = dict(attention or {})
-        self.module, self.cuts, self._native, self._calibration = module, cuts, native, calibration
+        self.module, self.cuts, self._native = module, cuts, native
         self.state, self._changes = CallState(mesh, plan), Changes(module)
         self.forward: Callable[..., Any] = own_forward(module)
         self.takes_note, self._theirs = False, None
@@ -209,7 +209,7 @@ class ShardedModule:
     def release(self) -> None:
         """Take all off and free the exchanges; collective. The next call puts all on again."""
         self._remove()
-        self.fused = FusedBlocks(self.module, self.state, self._native, self._calibration)
+        self.fused = FusedBlocks(self.module, self.state, self._native, self.fused.calibration)
         self.state.exchanges.release()
 
     def _remove(self) -> None:

@@ -6,7 +6,7 @@ config and adapters; only its `forward` is replaced (`seqpar.transformer.call`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -31,6 +31,7 @@ from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
 from seqpar.transformer.blocks import unrounded
+from seqpar.transformer.budget import Budget, budgeted, check_budget, kept_in
 from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, fixed_run, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
@@ -207,6 +208,8 @@ def parallelize(
     cfg: bool = True,
     precision: Precision | None = None,
     calibrate: Callable[[], object] | Mapping[str, Calibration] | None = None,
+    min_psnr: float | None = None,
+    budget_steps: int | None = None,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -220,13 +223,15 @@ def parallelize(
     keeps the weights' dtype. local: "fp8" does so for attention, on Hopper. calibrate: a function that calls the
     pipeline or transformer with typical inputs, or what `seqpar.transformer.calibration.calibrated` returned; None uses
     fixed prompts, which takes seconds once a model.
+    min_psnr: in dB, keeps the GEMMs in the weights' dtype that `seqpar.keep_budget` or `seqpar verify` found for it and
+    budget_steps steps (None: the pipeline's own number) of the pipeline's scheduler; without a result a ValueError.
     Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
 
     # all that can be wrong is found before anything changes
-    def checked() -> tuple[Mesh | None, Preferences, dict[str, nn.Module], dict[str, Cuts]]:
+    def checked() -> tuple[Mesh | None, Preferences, dict[str, nn.Module], dict[str, Cuts], Budget | None]:
         own, preferences = choices(mesh, Preferences(**names), native, cfg)
         modules = transformers_of(pipe_or_transformer)
         check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
@@ -235,11 +240,14 @@ def parallelize(
         _check_precision(precision, calibrate, native, modules, ranks, is_lossy(local))
         if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
             raise ValueError(f'local="{local}" takes the means of keys and values out before it rounds: {reason}')
-        return own, preferences, modules, {name: _checked_cuts(module, cuts) for name, module in modules.items()}
+        check_budget(min_psnr, budget_steps, precision)
+        budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
+        where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
+        return own, preferences, modules, where, budget
 
-    own, preferences, modules, where = ranks.on_all_ranks(checked)
+    own, preferences, modules, where, budget = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
-    how = {"precision": precision, "calibrate": type(calibrate).__name__}
+    how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget}
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, **how})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
@@ -251,7 +259,8 @@ def parallelize(
             return {}
         if isinstance(calibrate, Mapping):
             return calibrate
-        return calibrated(handle.mesh, pipe_or_transformer, modules, calibrate, precision is not None, is_lossy(local))
+        made = calibrated(handle.mesh, pipe_or_transformer, modules, calibrate, precision is not None, is_lossy(local))
+        return made if budget is None else budgeted(handle.mesh, made, budget)
 
     sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations, precision is not None)
 
@@ -317,6 +326,29 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
         for each, state, was in zip(blocks, states, before, strict=True):
             each.eight, each.on, state.eight = was
         refresh(pipe_or_transformer)
+
+
+def calibrations_of(pipe_or_transformer: Any) -> dict[str, Calibration]:
+    """Return the calibrations of the transformers that compute in 8 bits, by their names."""
+    calls = {name: call_of(module) for name, module in transformers_of(pipe_or_transformer).items()}
+    made = {name: call.sharded.fused.calibration for name, call in calls.items() if call is not None}
+    return {name: calibration for name, calibration in made.items() if calibration is not None}
+
+
+def keep_dtype(pipe_or_transformer: Any, names: Collection[str]) -> None:
+    """Compute these GEMMs, TRANSFORMER|BLOCK, MATRIX, in the weights' dtype from now on, and others in 8 bits.
+
+    Weights that are stored in 8 bits alone are read from their files again, and stay in memory. Collective.
+    """
+    calls_of(pipe_or_transformer)
+    for name, module in transformers_of(pipe_or_transformer).items():
+        call = call_of(module)
+        assert call is not None
+        call.settle()
+        fused = call.sharded.fused
+        if fused.calibration is not None:
+            fused.calibration = replace(fused.calibration, kept=kept_in(name, names))
+    refresh(pipe_or_transformer)
 
 
 def release(pipe_or_transformer: Any) -> None:

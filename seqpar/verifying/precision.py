@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.transformer.parallelize import calls_of, computed_by
+from seqpar.loading.parts import transformers_of
+from seqpar.transformer.parallelize import call_of, calls_of, computed_by
+from seqpar.verifying.quality import distance
 
 PROMPTS = (
     "A photograph of an old sailing ship in a harbour at dawn",
@@ -28,45 +31,61 @@ PROMPTS = (
     "An isometric drawing of a small library with a reading lamp",
     "A close view of a watch with its gears, macro photograph",
 )
+WORST = 5  # GEMMs that are named
+NO_EIGHT = 'the pipeline does not compute in 8 bits; call seqpar.parallelize(pipe, precision="fp8")'
 
 
 @dataclass(frozen=True)
 class Difference:
     """Two runs with one seed. latents, pixels: the relative error, |got - wanted| / |wanted|. psnr: of pixels, in dB.
 
-    frames: the PSNR of the differences of neighbouring frames of a video, in dB; None for images.
+    frames: the PSNR of the differences of neighbouring frames of a video, in dB; None for images. lpips: None where it
+    cannot be computed (`seqpar.verifying.quality`).
     """
 
     latents: float | None
     pixels: float
     psnr: float
     frames: float | None
+    lpips: float | None = None
 
 
 @dataclass(frozen=True)
 class PrecisionError:
-    """The error of 8 bits for each prompt, and the floor: the weights' dtype against diffusers' own modules."""
+    """The error of 8 bits for each prompt, and the floor: the weights' dtype against diffusers' own modules.
+
+    gemms: the GEMMs in 8 bits that rounding changes most in the calibration, with its error relative to their rms.
+    no_lpips: why LPIPS is left out, or None.
+    """
 
     prompts: tuple[str, ...]
     errors: tuple[Difference, ...]
     floor: tuple[Difference, ...]
+    gemms: tuple[tuple[str, float], ...] = ()
+    no_lpips: str | None = None
 
     @property
     def worst_psnr(self) -> float:
-        return min(map(_decibels, self.errors))
+        return worst(self.errors)
 
     def __str__(self) -> str:
         lines = [f"{'':12} {'PSNR mean, worst':>20} {'pixels mean, worst':>22} {'latents mean, worst':>22}"]
         for name, runs in (("8 bits", self.errors), ("floor", self.floor)):
             psnr = [run.psnr for run in runs]
-            decibels = f"{sum(psnr) / len(psnr):.1f}, {min(psnr):.1f} dB"
+            shown = f"{sum(psnr) / len(psnr):.1f}, {min(psnr):.1f} dB"
             pixels, latents = ([run.pixels for run in runs], [run.latents for run in runs if run.latents is not None])
             cells = [f"{sum(of) / len(of):.2e}, {max(of):.2e}" if of else "-" for of in (pixels, latents)]
-            lines.append(f"{name:12} {decibels:>20} {cells[0]:>22} {cells[1]:>22}")
+            lines.append(f"{name:12} {shown:>20} {cells[0]:>22} {cells[1]:>22}")
             if frames := [run.frames for run in runs if run.frames is not None]:
                 lines.append(f"{'  of frames':12} {f'{sum(frames) / len(frames):.1f}, {min(frames):.1f} dB':>20}")
-        worst = self.prompts[min(range(len(self.errors)), key=lambda index: _decibels(self.errors[index]))]
-        return "\n".join(f"precision {line}" for line in (*lines, f"worst prompt: {worst}"))
+            if lpips := [run.lpips for run in runs if run.lpips is not None]:
+                lines.append(f"{'  LPIPS':12} {f'{sum(lpips) / len(lpips):.4f}, {max(lpips):.4f}':>20}")
+        lines += [] if self.no_lpips is None else [self.no_lpips]
+        psnr = [*map(decibels, self.errors)]
+        lines.append(f"worst prompt: {self.prompts[psnr.index(min(psnr))]}")
+        if self.gemms:
+            lines.append(f"worst GEMMs:  {'; '.join(f'{name} {error:.1%}' for name, error in self.gemms)}")
+        return "\n".join(f"precision {line}" for line in lines)
 
 
 def measure_precision(
@@ -78,33 +97,112 @@ def measure_precision(
     such as `num_inference_steps`, `height` and `width`; the pipeline's own values otherwise. Prompt n has the seed
     `seed + n`. Raises ValueError for a pipeline that does not compute in 8 bits or takes no prompt.
     """
-    calls = [call for _, call in calls_of(pipe)]
-    parameters = inspect.signature(type(pipe).__call__).parameters
-    if not any(call.sharded.is_eight for call in calls):
-        raise ValueError('the pipeline does not compute in 8 bits; call seqpar.parallelize(pipe, precision="fp8")')
-    if "prompt" not in parameters or not prompts:
-        raise ValueError(f"{type(pipe).__name__} needs at least one prompt, and a call that takes prompt=")
-
-    def drawn() -> list[tuple[Tensor | None, np.ndarray]]:
-        return [_drawn(pipe, parameters, {**arguments, "prompt": prompt}, seed + n) for n, prompt in enumerate(prompts)]
-
-    eight = drawn()
-    with computed_by(pipe, eight=False):
-        plain = drawn()
-    with computed_by(pipe, eight=False, fused=False):
-        modules = drawn()
-    errors, floor = (
-        tuple(_difference(*pair) for pair in zip(got, wanted, strict=True))
-        for got, wanted in ((eight, plain), (plain, modules))
-    )
-    result = PrecisionError(tuple(prompts), errors, floor)
-    if calls[0].mesh.is_main:
+    runs = Runs(pipe, prompts, seed, arguments)
+    result = runs.measured().error
+    if runs.mesh.is_main:
         print(result, flush=True)
     return result
 
 
-def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> tuple[Tensor | None, np.ndarray]:
-    # the last latents, where the pipeline reports its steps, and the images as numbers from 0 to 1
+class Runs:
+    """Runs of a pipeline in 8 bits: images of some prompts, each with its seed, to be compared with others."""
+
+    def __init__(self, pipe: Any, prompts: Sequence[str], seed: int, arguments: Mapping[str, Any]) -> None:
+        calls = [call for _, call in calls_of(pipe)]
+        self._parameters = inspect.signature(type(pipe).__call__).parameters
+        if not any(call.sharded.fused.calibration is not None or call.sharded.is_eight for call in calls):
+            raise ValueError(NO_EIGHT)
+        if "prompt" not in self._parameters or not prompts:
+            raise ValueError(f"{type(pipe).__name__} needs at least one prompt, and a call that takes prompt=")
+        self.mesh, self._pipe, self._prompts, self._seed, self._arguments = (
+            calls[0].mesh,
+            pipe,
+            prompts,
+            seed,
+            arguments,
+        )
+
+    def drawn(self, count: int | None = None) -> list[Drawn]:
+        """Return the images of the first `count` prompts, or of all."""
+        prompts = enumerate(self._prompts[:count])
+        return [
+            _drawn(self._pipe, self._parameters, {**self._arguments, "prompt": prompt}, self._seed + n)
+            for n, prompt in prompts
+        ]
+
+    def measured(self) -> Measured:
+        """Compute the images in 8 bits, in the weights' dtype, and by diffusers' own modules."""
+        eight = self.drawn()
+        gemms = in_8_bits(self._pipe)
+        if not gemms and not any(call.sharded.is_eight for _, call in calls_of(self._pipe)):
+            raise ValueError(NO_EIGHT)
+        with computed_by(self._pipe, eight=False):
+            plain = self.drawn()
+        with computed_by(self._pipe, eight=False, fused=False):
+            modules = self.drawn()
+        largest = sorted(gemms, key=lambda gemm: (-gemm.error, gemm.name))[:WORST]
+        named = tuple((gemm.name.replace("|", "."), gemm.error) for gemm in largest if gemm.error)
+        lpips, why = distance(self.mesh.device)
+        errors, floor = differences(eight, plain, lpips), differences(plain, modules, lpips)
+        error = PrecisionError(tuple(self._prompts), errors, floor, named, why)
+        return Measured(error, eight, plain, gemms)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A GEMM in 8 bits. name: TRANSFORMER|BLOCK, MATRIX. path, block: of its block, the latter its class.
+
+    weights: their number. error: what rounding changes in the calibration, relative to the rms of the product.
+    """
+
+    name: str
+    path: str
+    block: str
+    role: str
+    weights: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The error of 8 bits, images in 8 bits and in the weights' dtype, and the GEMMs that computed in 8 bits."""
+
+    error: PrecisionError
+    eight: Sequence[Drawn]
+    plain: Sequence[Drawn]
+    gemms: Sequence[Gemm]
+
+
+class Drawn(NamedTuple):
+    """The images of a prompt, as numbers from 0 to 1, and its last latents, where the pipeline reports its steps."""
+
+    latents: Tensor | None
+    pixels: np.ndarray
+    seconds: float
+
+
+Distance = Callable[[np.ndarray, np.ndarray], float]
+
+
+def differences(got: Sequence[Drawn], wanted: Sequence[Drawn], lpips: Distance | None = None) -> tuple[Difference, ...]:
+    """Return the difference of each pair; the shorter sequence ends them."""
+    return tuple(_difference(*pair, lpips) for pair in zip(got, wanted, strict=False))
+
+
+def in_8_bits(pipe: Any) -> list[Gemm]:
+    """Return the GEMMs that computed in 8 bits in the last call, in the transformers' order."""
+    gemms = list[Gemm]()
+    for name, module in transformers_of(pipe).items():
+        fused = call_of(module).sharded.fused  # pyright: ignore[reportOptionalMemberAccess]
+        errors = {} if fused.calibration is None else fused.calibration.errors
+        for key, matrix in fused.in_8_bits.items():
+            path, _, role = key.rpartition(", ")
+            kind, weights = type(module.get_submodule(path)).__name__, matrix.values.numel()
+            gemms.append(Gemm(f"{name}|{key}", f"{name}.{path}", kind, role, weights, errors.get(key, 0.0)))
+    return gemms
+
+
+def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> Drawn:
     latents = list[Tensor]()
 
     def stepped(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,12 +211,13 @@ def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> 
 
     settings = {"callback_on_step_end": stepped, "output_type": "np"}
     known = {name: value for name, value in settings.items() if name in parameters}
+    start = perf_counter()
     made = pipe(**arguments, **known, generator=torch.Generator().manual_seed(seed))
-    return latents[0] if latents else None, np.asarray(made[0], dtype=np.float64)
+    return Drawn(latents[0] if latents else None, np.asarray(made[0], dtype=np.float64), perf_counter() - start)
 
 
-def _difference(got: tuple[Tensor | None, np.ndarray], wanted: tuple[Tensor | None, np.ndarray]) -> Difference:
-    (got_latents, got_pixels), (latents, pixels) = got, wanted
+def _difference(got: Drawn, wanted: Drawn, lpips: Distance | None) -> Difference:
+    (got_latents, got_pixels, _), (latents, pixels, _) = got, wanted
     of_latents = None
     if latents is not None and got_latents is not None:
         of_latents = float((got_latents.double() - latents.double()).norm() / latents.double().norm())
@@ -126,10 +225,17 @@ def _difference(got: tuple[Tensor | None, np.ndarray], wanted: tuple[Tensor | No
     if pixels.ndim == 5:  # a video: (1, frames, height, width, channels)
         frames = _psnr(np.diff(got_pixels, axis=1), np.diff(pixels, axis=1))
     error = float(np.linalg.norm(got_pixels - pixels) / np.linalg.norm(pixels))
-    return Difference(of_latents, error, _psnr(got_pixels, pixels), frames)
+    distance = None if lpips is None else lpips(got_pixels, pixels)
+    return Difference(of_latents, error, _psnr(got_pixels, pixels), frames, distance)
 
 
-def _decibels(of: Difference) -> float:
+def worst(errors: Sequence[Difference]) -> float:
+    """Return the lowest PSNR, in dB."""
+    return min(map(decibels, errors))
+
+
+def decibels(of: Difference) -> float:
+    """Return the PSNR of the pixels, in dB."""
     return -math.inf if math.isnan(of.psnr) else of.psnr  # an image that is not finite is the worst
 
 

@@ -344,6 +344,8 @@ def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_t
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),
         (("--loras", "misfit"), "LoRA misfit fits no served model"),
+        (("--min-psnr", "30"), "it bounds the error of --precision fp8"),
+        (("--precision", "fp8", "--min-psnr", "9.75"), "run: seqpar verify --precision fp8 --min-psnr 9.75 --steps 25"),
     ],
 )
 def test_invalid_flags_end_the_start(

@@ -226,15 +226,23 @@ def test_calibrations_are_equal_on_any_number_of_ranks_and_are_the_means(cpu_ran
             assert all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
-def test_gemms_that_rounding_would_ruin_keep_their_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    """A channel of 1e6, which the weights of q, k and v do not read, leaves few steps for the others."""
+@pytest.mark.parametrize("outlier", [1e3, 6.6e4, 1e6])
+def test_gemms_that_rounding_would_ruin_keep_their_dtype(outlier: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """A channel of 1e6, which the weights of q, k and v do not read, leaves few steps for the others.
+
+    With less the input has the same crest factor, the square root of its channels, but e4m3's exponents hold it.
+    """
     module = model("flux")
     block = module.single_transformer_blocks[0]
     with torch.no_grad():
-        block.norm.linear.bias[2 * block.norm.linear.in_features - 1] = 1e6  # scale of the norm's last channel
+        block.norm.linear.bias[2 * block.norm.linear.in_features - 1] = outlier  # scale of the norm's last channel
         for layer in (block.attn.to_q, block.attn.to_k, block.attn.to_v):
             layer.weight[:, -1] = 0
     (made,) = calibrated(Mesh.single(), module, {"": module}, run_of(module, "flux")).values()
+    if outlier < 1e6:
+        assert not made.rough
+        assert 0.02 < made.errors["single_transformer_blocks.0, qkv"] < 0.05
+        return
     assert made.rough == {"single_transformer_blocks.0, qkv"}
     assert (
         "1 GEMMs keep the dtype of the weights, because rounding changes them by more than 10%"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import seqpar
+from seqpar.verifying import quality
 from seqpar.verifying.precision import PrecisionError
 from tests.support.pool import Pool
 from tests.support.sharded import CPU, raised
@@ -51,6 +56,36 @@ def test_the_error_stands_above_the_floor_and_nothing_is_changed(cpu_ranks: Pool
             assert error.frames is None
             assert math.isclose(error.psnr, result.worst_psnr) or error.psnr > result.worst_psnr
         assert "worst prompt: " in str(result)
+        assert [*result.gemms] == sorted(result.gemms, key=lambda gemm: -gemm[1])
+        assert len(result.gemms) == 5
+        assert f"worst GEMMs:  transformer.{result.gemms[0][0].partition('.')[2]} " in str(result)
+
+
+@pytest.mark.parametrize("there", ["nothing", "packages", "weights"])
+def test_lpips_is_that_of_the_package_where_all_weights_are_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str
+) -> None:
+    def made(net: str, verbose: bool) -> torch.nn.Module:
+        return Distance()
+
+    class Distance(torch.nn.Module):
+        def forward(self, got: torch.Tensor, wanted: torch.Tensor, normalize: bool) -> torch.Tensor:
+            assert got.shape == wanted.shape == (1, 3, 4, 6)
+            return (got - wanted).mean().reshape(1, 1, 1, 1)
+
+    monkeypatch.setattr(quality, "find_spec", lambda name: None if there == "nothing" else name)
+    monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=made))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    if there == "weights":
+        (tmp_path / "checkpoints" / quality.BACKBONE).touch()
+    of, why = quality.distance(CPU)
+    says = {"nothing": "the extra `quality`", "packages": f"there is no {tmp_path}", "weights": "None"}[there]
+    assert says in str(why)
+    assert (of is None) == (there != "weights")
+    if of is not None:
+        black = np.zeros((1, 2, 4, 6, 3))
+        assert of(black + 0.25, black) == 0.25
 
 
 def test_videos_have_the_error_of_their_frames_differences() -> None:

@@ -52,6 +52,8 @@ class ServeArgs:
     first image of a size takes longer."""
     precision: Literal["fp8"] | None = None
     """fp8: most GEMMs of all models compute in 8 bits, as --precision of `seqpar sample`."""
+    min_psnr: float | None = None
+    """As --min-psnr of `seqpar sample`, for the 25 steps and the scheduler that each model has by default."""
     queue: int = 64
     """Maximum queue length; further requests get HTTP 429."""
     connections: int = 512
@@ -99,6 +101,7 @@ class ServeArgs:
         loras = [] if self.loras is None else ["--loras", str(self.loras)]
         warm = ["--warm", *self.warm] if self.warm else []
         eight = [] if self.precision is None else ["--precision", self.precision]
+        eight += [] if self.min_psnr is None else ["--min-psnr", str(self.min_psnr)]
         return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *loras, *warm, *eight]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -52,13 +53,19 @@ class CheckedModel:
 
     @staticmethod
     def of(
-        name: str, dtype: torch.dtype, ranks: Mesh, loras: Mapping[str, Lora], precision: Precision | None = None
+        name: str,
+        dtype: torch.dtype,
+        ranks: Mesh,
+        loras: Mapping[str, Lora],
+        precision: Precision | None = None,
+        min_psnr: float | None = None,
     ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
         source = ranks.on_all_ranks(lambda: find(name))
         prompts = () if source.takes == "classes" else ("a",)
         images = example_images(source.needs_image)
-        request = GenerationRequest(name, dtype, prompts=prompts, images=images, precision=precision)
+        eight: Any = {"precision": precision, "min_psnr": min_psnr}
+        request = GenerationRequest(name, dtype, prompts=prompts, images=images, **eight)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
         video = ranks.on_all_ranks(lambda: _video_facts(example))

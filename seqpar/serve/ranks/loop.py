@@ -145,18 +145,20 @@ def run(
     loras: Path | None,
     sizes: Sequence[str],
     precision: Precision | None = None,
+    min_psnr: float | None = None,
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
-    before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load.
+    before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load. min_psnr: as
+    for `seqpar.parallelize`; a model without a result of a search is a ValueError.
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"{SOCKET} is not set; start the ranks with `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     dtype = dtype or default_dtype(mesh.device)
-    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision)
+    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision, min_psnr)
     warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
     loaded = {model.name: LoadedModel(model, mesh) for model in models}
     link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
@@ -174,10 +176,15 @@ def run(
 
 
 def checked(
-    names: Sequence[str], dtype: torch.dtype, mesh: Mesh, loras: Mapping[str, Lora], precision: Precision | None = None
+    names: Sequence[str],
+    dtype: torch.dtype,
+    mesh: Mesh,
+    loras: Mapping[str, Lora],
+    precision: Precision | None = None,
+    min_psnr: float | None = None,
 ) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
-    models = [CheckedModel.of(name, dtype, mesh, loras, precision) for name in dict.fromkeys(names)]
+    models = [CheckedModel.of(name, dtype, mesh, loras, precision, min_psnr) for name in dict.fromkeys(names)]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
     if mesh.is_main:

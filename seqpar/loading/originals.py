@@ -92,5 +92,10 @@ def _lock(memory: Tensor, device: torch.device) -> None:
     # without it, copies to the GPU go through the driver's own buffer, at a third of the rate
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
-        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-            finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        if (error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))) != 0:
+            print(
+                f"seqpar: memory of the originals is not page-locked (CUDA error {error}); LoRAs switch slower",
+                flush=True,
+            )
+            return
+        finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

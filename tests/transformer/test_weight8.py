@@ -335,6 +335,9 @@ def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path
         plain = beside(flux, pipe, lambda model, wanted=wanted: Merging(model, loras, keeps=False).switch(wanted))
         assert torch.equal(latents(plain), got), names  # also the centre's products, of these weights
     assert len({float(x.double().sum()) for x in seen.values()}) == 3
+    for_good = load(flux)  # as --lora merges them
+    Merging(for_good.transformer, loras, keeps=False).switch((("a", 0.8), ("b", 0.8)))
+    assert torch.equal(latents(for_good), seen["a", "b"])
     merging.switch(())
     assert equal(bits_of(module), fresh)
     assert torch.equal(latents(pipe), picture)

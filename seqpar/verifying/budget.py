@@ -2,7 +2,7 @@
 
 GEMMs return to the weights' dtype in groups: those of one role in one class of blocks, and all of the first and the
 last block. A probe measures what a group takes away of the squared error of a few images; errors of roundings are
-nearly independent, so that these shares about add up. Groups are ordered by their share per FLOP that leaves 8 bits,
+nearly independent, so that these shares about add up. Groups are ordered by their share per weight that leaves 8 bits,
 and runs of all prompts find the shortest beginning of this order that keeps the budget.
 """
 
@@ -43,8 +43,8 @@ TINY = 1e-30  # in place of a squared error of zero
 class Group:
     """GEMMs that return to the weights' dtype together.
 
-    names: TRANSFORMER|BLOCK, MATRIX. cost: FLOPs per token, share: of the squared error of images, both relative to all
-    GEMMs in 8 bits.
+    names: TRANSFORMER|BLOCK, MATRIX. cost: weights, which are FLOPs per token; share: of the squared error of images;
+    both relative to all GEMMs in 8 bits.
     """
 
     label: str
@@ -71,7 +71,7 @@ class Kept:
 
     def __str__(self) -> str:
         lines = [
-            f"{group.label}: {group.share:.0%} of the error, {group.cost:.0%} of the FLOPs" for group in self.groups
+            f"{group.label}: {group.share:.0%} of the error, {group.cost:.0%} of the weights" for group in self.groups
         ]
         before, after = (f"{of.worst_psnr:.1f} dB" for of in (self.before, self.after))
         ms = [f"{1e3 * seconds:.0f} ms" for seconds in self.seconds]

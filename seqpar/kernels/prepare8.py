@@ -130,7 +130,11 @@ def restored(out_BlHD: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
 
 def launch(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (q_BlHD, k_BlGD, v_BlGD))
-    _run(q_BlHD, k_BlGD, v_BlGD, how, (q, k, v))
+    if q.shape[1] == k.shape[1]:
+        _run(q_BlHD, k_BlGD, v_BlGD, how, (q, k, v))
+    else:  # programs count tokens
+        _run(q_BlHD, None, None, how, (q, k, v))
+        _run(None, k_BlGD, v_BlGD, how, (q, k, v))
     return q, k, v
 
 
@@ -143,6 +147,11 @@ def launch_into(
     flags: Flags | None = None,
 ) -> None:
     _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, meeting(flags))
+
+
+def warps(numbers: int) -> int:
+    """Return the number of warps of a program, for the numbers of a token's part; a token's bits depend on it."""
+    return min(16, max(4, numbers // 1024))
 
 
 def _eight_of(how: Prepare) -> Qkv8:
@@ -173,6 +182,8 @@ def _run(
     met: tuple[Any, ...] = NOBODY,
 ) -> None:
     eight = _eight_of(how)
+    if len({x.shape[1] for x in (q, k, v) if x is not None}) > 1:
+        raise ValueError("got q, k and v of different numbers of tokens, expected one")
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
     like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
@@ -208,7 +219,7 @@ def _run(
             *(heads, groups, most, len(inputs), TOKENS),
             (how.norm, how.per_head, rotary, each, dim, padded, shape[1], alignment(inputs, norms, how, dim), write),
             *met,
-            num_warps=min(16, max(4, most * padded // 1024)),
+            num_warps=warps(most * padded),
             enable_fp_fusion=True,
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels.prepare8 import CASES, hadamard, launch, launch_into, reference, restored, rotated
+from seqpar.kernels.prepare8 import CASES, _run, hadamard, launch, launch_into, reference, restored, rotated
 from seqpar.kernels.rows8 import E4M3
 from seqpar.types.outboxes import Outbox, Outboxes
 from seqpar.types.protocols import Prepare, Qkv8
@@ -52,6 +52,14 @@ def test_kernel_is_the_reference(norm: str, rotary: str, case: int) -> None:
         assert want is not None
         assert got.dtype == want.dtype == E4M3
         assert is_near(got, want)
+
+
+def test_keys_may_be_more_than_queries() -> None:
+    q, k, v, how = inputs(SMALL[0])
+    for got, want in zip(launch(q[:, :2], k, v, how), launch(q, k, v, how), strict=True):
+        assert torch.equal(got.double(), want[:, : got.shape[1]].double())
+    with pytest.raises(ValueError, match="different numbers of tokens"):
+        _run(q[:, :2], k, v, how, launch(q, k, v, how))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

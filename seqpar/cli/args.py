@@ -70,7 +70,7 @@ class Options:
     strategy: Annotated[str, tyro.conf.arg(help=f"{HOW}: {', '.join(plugins(seqpar.attention))}. {NAMED}")] = "auto"
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """Attention on one device: flash, sdpa, wide (head dims over 256), reference, fp8 (8 bits on Hopper, which changes
-    the results: docs/precision.md). (torchrun on Python 3.11 reads --local as its own flag.)"""
+    the results and is not faster yet: docs/precision.md). (torchrun on Python 3.11 reads --local as its own flag.)"""
     transport: str = "auto"
     """Data transfer between ranks: peer (writes into other GPUs' memory, one machine) or collective (NCCL, gloo); auto
     is peer where all GPUs can access each other's memory."""

@@ -2,8 +2,8 @@
 
 What `seqpar.kernels.prepare` does in bf16, for attention in 8 bits (`seqpar.types.protocols.Qkv8`): the pass that norm
 and rotary need anyway also rounds, so that an exchange sends half of the bytes, and no rank rounds a key that another
-has rounded. A program computes several tokens, which share the rotation's matrix; tensor cores multiply by it, because
-it is +1 and -1. A token's bits do not depend on other tokens. Numbers over 448 become 448, and NaN stays.
+has rounded. A program computes one part of a token; tensor cores multiply by the rotation's matrix, because it is +1
+and -1. A token's bits do not depend on other tokens. Numbers over 448 become 448, and NaN stays.
 Source: rotation by Hadamard matrices (QuaRot, arXiv 2404.00456).
 """
 
@@ -35,7 +35,6 @@ CASES = (
     *({"batch": 1, "tokens": n, "heads": 24, "kv_heads": 24, "dim": 128} for n in (2304, 4608)),  # FLUX.1
     {"batch": 1, "tokens": 4096, "heads": 40, "kv_heads": 40, "dim": 128},  # Wan 14B
 )
-TOKENS = 8  # of a program, which reads the matrix once
 NOBODY = meeting(None)
 
 
@@ -207,16 +206,16 @@ def _run(
     # least 16 heads and half rows of 16
     padded, most = max(32, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(max(heads, groups)))
     if batch * tokens:
-        prepare8_kernel[(triton.cdiv(batch * tokens, TOKENS) * len(inputs),)](
+        prepare8_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, *outs, table),
             *(eight.rotation_DD, eight.k_scale_G, eight.k_centre_GD, eight.v_scale_G, eight.v_centre_GD),
             *(norms or (None,) * 4),
-            *(how.cos_lD2, how.sin_lD2, tokens, batch * tokens, shape[2]),
+            *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
             *strides,
             *rows,
             how.eps,
             (dim & -dim) ** -0.5,
-            *(heads, groups, most, len(inputs), TOKENS),
+            *(heads, groups, most, len(inputs)),
             (how.norm, how.per_head, rotary, each, dim, padded, shape[1], alignment(inputs, norms, how, dim), write),
             *met,
             num_warps=warps(most * padded),
@@ -224,7 +223,7 @@ def _run(
         )
 
 
-@jit(do_not_specialize=["tokens", "rows"])  # one program for all numbers of tokens
+@jit(do_not_specialize=["tokens"])  # one program for all numbers of tokens
 def prepare8_kernel(
     q,
     k,
@@ -245,7 +244,6 @@ def prepare8_kernel(
     cos,
     sin,
     tokens,
-    rows,
     table_heads,
     q_batch,
     q_token,
@@ -266,20 +264,19 @@ def prepare8_kernel(
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
     PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
     HOW: tl.constexpr,
     flags,
     LANES: tl.constexpr,
     TIMER: tl.constexpr,
 ):
-    """Write q, k or v of TOKENS tokens in each program. PARTS: the inputs that are not None. HOW: as for `_round`."""
+    """Write q, k or v of a token in each program. PARTS: the inputs that are not None. HOW: as for `_round`."""
     part = tl.program_id(0) % PARTS
     if q is None:
         part += 1
     if k is None:  # v follows q
         part = tl.where(part > 0, part + 1, part)
-    first = (tl.program_id(0) // PARTS * TOKENS).to(tl.int64)
-    place = table, table_heads, first, tokens, rows, TOKENS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    place = table, table_heads, row, tokens
     rotary = cos, sin, cos_batch, cos_row, sin_batch, sin_row
     if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
         if part == 0:
@@ -313,7 +310,7 @@ def _round(
     MOST: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """Normalise, rotate by position and by the matrix, scale and write the heads of some tokens; v is only scaled.
+    """Normalise, rotate by position and by the matrix, scale and write the heads of a token; v is only scaled.
 
     HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
     head dim and the width of its tile, the copies of each head, the bytes that divide each place that is read and that
@@ -329,7 +326,7 @@ def _round(
     READ: tl.constexpr = HOW[7]
     WRITE: tl.constexpr = HOW[8]
     x, x_batch, x_token, x_head = source
-    table, table_heads, first, tokens, rows, TOKENS = place
+    table, table_heads, row, tokens = place
     rotation, scales, centres, weight, bias, eps, norm = how
     cos, sin, cos_batch, cos_row, sin_batch, sin_row = rotary
     head = tl.arange(0, MOST)
@@ -345,59 +342,55 @@ def _round(
         has = (pair < DIM // 2)[:, None] & (column < DIM)[None, :]
         rotation_a = tl.load(rotation + at_a[:, None] * DIM + column[None, :], has, 0.0)
         rotation_b = tl.load(rotation + at_b[:, None] * DIM + column[None, :], has, 0.0)
-    for step in range(TOKENS):
-        row = tl.minimum(first + step, rows - 1)  # the last programs write the last token more than once
-        batch = row // tokens
-        token = row % tokens
-        at = x + batch * x_batch + token * x_token
-        if PART == 2:
-            start = tl.multiple_of(at + (head[:, None] * x_head + column[None, :]), [READ, READ])
-            y = tl.load(start, inside, 0.0).to(tl.float32)
+    batch = row // tokens
+    token = row % tokens
+    at = x + batch * x_batch + token * x_token
+    if PART == 2:
+        start = tl.multiple_of(at + (head[:, None] * x_head + column[None, :]), [READ, READ])
+        y = tl.load(start, inside, 0.0).to(tl.float32)
+    else:
+        a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+        if NORM != "none":
+            if NORM == "layer":
+                mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
+                real = known[:, None] & (pair < DIM // 2)[None, :]
+                a = tl.where(real, a - mean, 0.0)
+                b = tl.where(real, b - mean, 0.0)
+            factor = tl.rsqrt(mean_of(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
+            a = a * factor
+            b = b * factor
+            if weight is not None:
+                weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                a = a * weight_a
+                b = b * weight_b
+            if bias is not None:
+                bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                a = a + bias_a
+                b = b + bias_b
+        if ROTARY != "none":
+            cosine = rotary_row(cos + batch * cos_batch + token * cos_row, EACH, HEADS, MOST, DIM, DIM2, READ)
+            sine = rotary_row(sin + batch * sin_batch + token * sin_row, EACH, HEADS, MOST, DIM, DIM2, READ)
+            turned = a * cosine - b * sine
+            b = b * cosine + a * sine
+            a = turned
+        element: tl.constexpr = rotation.dtype.element_ty
+        y = tl.dot(a.to(element), rotation_a, out_dtype=tl.float32)
+        y = tl.dot(b.to(element), rotation_b, y, out_dtype=tl.float32) * norm
+    if centres is not None:
+        y = y - tl.load(centres + head[:, None] * DIM + column[None, :], inside, 0.0).to(tl.float32)
+    y = y / scale if PART == 0 else y * scale
+    y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
+        if table is None:
+            there = out + (row * HEADS + head) * DIM
+            wanted = inside
         else:
-            a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, READ)
-            if NORM != "none":
-                if NORM == "layer":
-                    mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
-                    real = known[:, None] & (pair < DIM // 2)[None, :]
-                    a = tl.where(real, a - mean, 0.0)
-                    b = tl.where(real, b - mean, 0.0)
-                factor = tl.rsqrt(mean_of(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
-                a = a * factor
-                b = b * factor
-                if weight is not None:
-                    weight_a, weight_b = read_heads(
-                        weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ
-                    )
-                    a = a * weight_a
-                    b = b * weight_b
-                if bias is not None:
-                    bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
-                    a = a + bias_a
-                    b = b + bias_b
-            if ROTARY != "none":
-                cosine = rotary_row(cos + batch * cos_batch + token * cos_row, EACH, HEADS, MOST, DIM, DIM2, READ)
-                sine = rotary_row(sin + batch * sin_batch + token * sin_row, EACH, HEADS, MOST, DIM, DIM2, READ)
-                turned = a * cosine - b * sine
-                b = b * cosine + a * sine
-                a = turned
-            element: tl.constexpr = rotation.dtype.element_ty
-            y = tl.dot(a.to(element), rotation_a, out_dtype=tl.float32)
-            y = tl.dot(b.to(element), rotation_b, y, out_dtype=tl.float32) * norm
-        if centres is not None:
-            y = y - tl.load(centres + head[:, None] * DIM + column[None, :], inside, 0.0).to(tl.float32)
-        y = y / scale if PART == 0 else y * scale
-        y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
-            if table is None:
-                there = out + (row * HEADS + head) * DIM
-                wanted = inside
-            else:
-                entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
-                listed = known & (head < table_heads)
-                address = tl.load(entry, mask=listed, other=0)
-                step_of = tl.load(entry + 1, mask=listed, other=0)
-                offset = token * step_of + batch * tl.load(entry + 2, mask=listed, other=0)
-                there = address.to(tl.pointer_type(tl.float8e4nv)) + offset
-                wanted = inside & (address != 0)[:, None]
-            target = tl.multiple_of(there[:, None] + column[None, :], [WRITE, WRITE])
-            tl.store(target, y.to(tl.float8e4nv), mask=wanted)
+            entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
+            listed = known & (head < table_heads)
+            address = tl.load(entry, mask=listed, other=0)
+            step_of = tl.load(entry + 1, mask=listed, other=0)
+            offset = token * step_of + batch * tl.load(entry + 2, mask=listed, other=0)
+            there = address.to(tl.pointer_type(tl.float8e4nv)) + offset
+            wanted = inside & (address != 0)[:, None]
+        target = tl.multiple_of(there[:, None] + column[None, :], [WRITE, WRITE])
+        tl.store(target, y.to(tl.float8e4nv), mask=wanted)

@@ -194,7 +194,7 @@ def beside(folder: Path, pipe: Any, change: Callable[[Any], object] = id) -> Any
         layer = plain.transformer.get_submodule(name.removesuffix(".weight"))
         if not any(layer is other for other in layers):
             layer.weight = nn.Parameter(Weight8.of(layer.weight.detach()))
-    known = fused_of(pipe)._calibration
+    known = fused_of(pipe).calibration
     same = Calibration(known.means, fast=known.fast, rough=known.rough)
     return seqpar.parallelize(plain, precision="fp8", calibrate={"transformer": same})
 
@@ -410,7 +410,7 @@ def test_weights_written_in_place_lose_the_original_and_its_product(flux: Path) 
 
 def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
     pipe = load(flux)
-    module, known = pipe.transformer, fused_of(pipe)._calibration
+    module, known = pipe.transformer, fused_of(pipe).calibration
     seqpar.release(pipe)
     rough = frozenset({"transformer_blocks.0, image qkv"})
     made = Calibration(known.means, known.products, known.fast, rough)
@@ -495,7 +495,7 @@ def test_the_page_counts_these_weights(name: str) -> None:
     ).tolist()
     rows = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name}, "))
     (row,) = (line for line in rows if " + " in line.split("|")[2])
-    _, _, bf16, fits, fp8, fits8, _, _ = (cell.strip() for cell in row.split("|"))
+    _, _, bf16, fits, fp8, fits8, _ = (cell.strip() for cell in row.split("|"))
     for text, weights, gpu in ((bf16, 2 * every, fits), (fp8, 2 * every - stored_, fits8)):
         held_, more = map(float, text.split(" + "))
         assert held_ == pytest.approx(copies * weights / 2**30, abs=0.06)

@@ -92,7 +92,7 @@ def test_any_number_of_ranks_keeps_the_same_file(cpu_ranks: Pool, bound: float, 
     wanted, _ = searched(0, 1, CPU, tmp_path / "1", bound, PROMPTS[:1])
     (file,) = (tmp_path / "1").iterdir()
     assert wanted.names
-    for world in (2, 3, 4):
+    for world in (2, 3):  # a search on four takes the time of both
         cache = tmp_path / f"{world}"
         for found, _ in cpu_ranks.run(world, searched, cache, bound, PROMPTS[:1]):
             assert found.names == wanted.names

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.kernels.merge import merge
 from seqpar.kernels.push import Destinations, push
 from seqpar.mesh.shard import JointShard, Tokens
-from seqpar.types.protocols import Core, state_dtype
+from seqpar.types.protocols import Core
 
 
 def in_key_order(local: Core, tokens: Tokens, rank: int) -> Core:
@@ -93,12 +93,12 @@ class ByPadding:
         both = self._ordered(k_BLGD, v_BLGD)
         (k, pad_k), (v, pad_v) = (x.tensor_split([self._count], dim=1) for x in both)
         out, lse = self._local(q_BLHD, k, v)
-        lse = lse + self._added_to(q_BLHD)
+        lse = lse + self._added_to(q_BLHD, lse.dtype)
         return merge(out, lse, *self._local(q_BLHD, pad_k, pad_v), dtype=out.dtype)
 
-    def _added_to(self, q_BLHD: Tensor) -> Tensor:
+    def _added_to(self, q_BLHD: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what is added to the log-sum-exp of each query over the set of tokens, (L,): 1, or 0 for padding."""
-        dtype, tokens = state_dtype(q_BLHD.dtype), q_BLHD.shape[1]
+        tokens = q_BLHD.shape[1]
         kind = (tokens, dtype, q_BLHD.device)
         if kind not in self._added:
             with torch.inference_mode(False):  # it outlives the caller's mode

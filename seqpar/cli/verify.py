@@ -71,7 +71,7 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     """The job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if args.min_psnr is not None:
-        raise ValueError("got --min-psnr without --precision fp8 or --local-attention fp8, whose error it bounds")
+        raise ValueError("got --min-psnr without --precision fp8, whose error it bounds")
     if any(not 1 <= count <= world for count in args.counts):
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"

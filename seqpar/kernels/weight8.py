@@ -81,7 +81,8 @@ class Weight8(Tensor):
         loaded: bool = True,
     ) -> Weight8:
         make = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-        self = make(cls, values.shape, dtype=dtype, device=values.device)
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            self = make(cls, values.shape, dtype=dtype, device=values.device)
         self.e4m3, self.scales, self._origin, self._place = values, scales, _Origin(source, loaded), None
         return self
 
@@ -167,6 +168,8 @@ class Weight8(Tensor):
         kwargs = kwargs or {}
         if (known := HERE.get(func)) is not None and (result := known(*args, **kwargs)) is not NotImplemented:
             return result
+        if func._schema.is_mutable and any(isinstance(x, Weight8) for each in args if type(each) is list for x in each):
+            raise ValueError(f"{func} writes to a list of weights stored in 8 bits; write them one by one")
         plain_args, plain_kwargs = [_plain(x) for x in args], {name: _plain(x) for name, x in kwargs.items()}
         result = func(*plain_args, **plain_kwargs)
         if not func._schema.is_mutable:
@@ -298,7 +301,7 @@ def _copied(weight: Tensor, numbers: Tensor, non_blocking: bool = False) -> Any:
     if isinstance(numbers, Weight8) and numbers.dtype == weight.dtype and numbers.shape == weight.shape:
         weight.e4m3.copy_(numbers.e4m3)
         weight.scales.copy_(numbers.scales)
-        weight.came_from(numbers.source, numbers.loaded)
+        weight.came_from(None, False)  # a caller who knows more says so
     else:
         _write(weight, _plain(numbers))
     return weight

@@ -74,18 +74,31 @@ def _shared(size: int, team: Team, mesh: Mesh) -> Tensor | None:
             if first:
                 os.truncate(file.fileno(), size)
             path = mesh.collect(file.name if first else "", str)[team.ranks[0]]
-            memory = mesh.on_all_ranks(
-                lambda: torch.from_file(path, shared=True, size=size, dtype=torch.uint8)  # takes nothing yet
-            )
+            mine = mesh.collect(_identity(file.name) if first else "", str)[team.ranks[0]]
+
+            def mapped() -> Tensor | None:
+                if _identity(path) != mine:  # containers of one host's name may have folders of their own
+                    return None
+                return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)  # takes nothing yet
+
+            memory = mesh.on_all_ranks(mapped)
         finally:
             os.unlink(file.name)
-        enough = True
+        enough = memory is not None
         if first:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError:
                 enough = False
         return memory if all(mesh.collect(enough, bool)) else None
+
+
+def _identity(path: str) -> str:
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return ""
+    return f"{facts.st_dev} {facts.st_ino}"
 
 
 def _lock(memory: Tensor, device: torch.device) -> None:

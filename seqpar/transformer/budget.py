@@ -79,7 +79,8 @@ def missing(budget: object, min_psnr: float, steps: int, model: str) -> str:
     """Return the text of the error where there is no result, with the command that makes one."""
     return (
         f"no search was made for {budget} with these weights, this GPU and these libraries; run: seqpar verify "
-        f"--precision fp8 --min-psnr {min_psnr:g} --steps {steps} --model {model}"
+        f"--precision fp8 --min-psnr {min_psnr:g} --steps {steps} --model {model}, with the --scheduler and "
+        f"--local-attention of this run; for a pipeline that parallelize was given, call seqpar.keep_budget"
     )
 
 

@@ -412,7 +412,8 @@ def key_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) 
     key = hashlib.blake2b(repr((libraries, settings)).encode())
     for name, weight in weights:
         gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
-        key.update(repr((name, gpu, tuple(weight.shape), weight.dtype)).encode())
+        known = isinstance(weight, Weight8) and weight.source is not None  # products are of the weights as they were
+        key.update(repr((name, gpu, tuple(weight.shape), weight.dtype, known)).encode())
         for memory in (weight.e4m3, weight.scales) if isinstance(weight, Weight8) else (weight.detach(),):
             bits = memory.view(torch.uint8) if memory.itemsize == 1 else memory
             rows = torch.hash_tensor(bits.reshape(-1, *bits.shape[-1:]), dim=-1)  # of each row

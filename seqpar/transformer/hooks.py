@@ -158,9 +158,14 @@ class ShardedModule:
 
     def texts(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks, as it was at the last `key`: what computes, and adapters."""
-        count = sum(hook.eight is not None for hook in self._attention.values()) if self.state.eight else 0
+        count = self.attentions_in_8_bits if self.state.eight else 0
         attention = f", {count} of {len(self._attention)} attentions in 8 bits" if count else ""
         return {"computation": self.fused.text() + attention, **self._changes.texts()}
+
+    @property
+    def attentions_in_8_bits(self) -> int:
+        """The number of attention modules with numbers for 8 bits."""
+        return sum(hook.eight is not None for hook in self._attention.values())
 
     @property
     def is_eight(self) -> bool:

@@ -330,8 +330,9 @@ class Merging:
         for path, layer in self._layers.items() if keeps else ():
             bias = None if layer.bias is None else layer.bias.detach().clone()
             weight = layer.weight.detach()
-            self._kept[path] = weight if path in self._sources else weight.clone(), bias
+            self._kept[path] = weight.new_empty(0) if path in self._sources else weight.clone(), bias
         self.merged: Wanted = ()
+        self._written: tuple[str, ...] = ()  # the LoRAs whose layers may not be as they were, also after an error
 
     @torch.no_grad()
     def switch(self, wanted: Wanted) -> bool:
@@ -342,9 +343,11 @@ class Merging:
         if unknown := [name for name, _ in wanted if name not in self._terms]:
             known = ", ".join(self._terms) or "none: the model was loaded without"
             raise ValueError(f"got the LoRA {unknown[0]}, expected one of {known}")
-        if wanted == self.merged:
+        names = tuple(dict.fromkeys(name for name, _ in wanted))
+        if wanted == self.merged and names == self._written:
             return False
-        for path in dict.fromkeys(path for name, _ in (*self.merged, *wanted) for path in self._terms[name]):
+        self._written = tuple(dict.fromkeys((*self._written, *names)))
+        for path in dict.fromkeys(path for name in self._written for path in self._terms[name]):
             layer = self._layers[path]
             own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
             terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
@@ -352,11 +355,11 @@ class Merging:
             own = own if source is None else source().to(own.device)
             weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
             layer.weight.copy_(weight)
-            if source is not None:
+            if source is not None and isinstance(layer.weight, Weight8):  # a GEMM may keep its dtype
                 layer.weight.came_from(partial(_merged, source, own.device, terms) if terms else source, not terms)
             if own_bias is not None:
                 layer.bias.copy_(own_bias if bias is None else bias)
-        self.merged = wanted
+        self.merged, self._written = wanted, names
         return True
 
 

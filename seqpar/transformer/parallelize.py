@@ -13,6 +13,7 @@ from functools import wraps
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 
 from seqpar._moved import successors
@@ -241,6 +242,8 @@ def parallelize(
         if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
             raise ValueError(f'local="{local}" takes the means of keys and values out before it rounds: {reason}')
         check_budget(min_psnr, budget_steps, precision)
+        if min_psnr is not None and isinstance(calibrate, Mapping):
+            raise ValueError("got min_psnr= with a calibration, expected None or a function for calibrate=")
         budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
         where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
         return own, preferences, modules, where, budget
@@ -312,14 +315,21 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
         call.settle()  # a deferred call is computed as it was made
     blocks, states = [call.sharded.fused for call in calls], [call.state for call in calls]
     before = [(each.eight, each.on, state.eight) for each, state in zip(blocks, states, strict=True)]
-    for each, state in zip(blocks, states, strict=True):
-        each.eight, each.on, state.eight = each.eight and eight, each.on and fused, state.eight and eight
     originals = ExitStack()
-    if not eight:
-        modules = [module for module, _ in calls_of(pipe_or_transformer)]
-        calls[0].mesh.on_all_ranks(lambda: [originals.enter_context(unrounded(module)) for module in modules])
-    refresh(pipe_or_transformer)
+
+    def read() -> None:
+        try:
+            for module, _ in calls_of(pipe_or_transformer):
+                originals.enter_context(unrounded(module))
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"the weights before rounding do not fit beside those in 8 bits: {error}") from error
+
     try:
+        for each, state in zip(blocks, states, strict=True):
+            each.eight, each.on, state.eight = each.eight and eight, each.on and fused, state.eight and eight
+        if not eight:
+            calls[0].mesh.on_all_ranks(read)
+        refresh(pipe_or_transformer)
         yield
     finally:
         originals.close()
@@ -439,6 +449,9 @@ def _sharded(
             known = calibrations.get(name)
             rounds = {} if known is None else known.attention
             sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known if gemms else None, rounds))
+        if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
+            kinds = ", ".join(type(module).__name__ for module in modules.values())
+            raise ValueError(f'local="{plan.local.name}" computes no attention of {kinds}; leave it out')
     except ValueError:
         for module in sharded:
             module.release()
@@ -459,6 +472,8 @@ def _check_precision(
         raise ValueError(f"got calibrate={shown(calibrate)}, expected a function that calls the model")
     if isinstance(calibrate, Mapping) and calibrate.keys() != modules.keys():
         raise ValueError(f"got calibrate= for {', '.join(calibrate)}, expected one for {', '.join(modules)}")
+    if isinstance(calibrate, Mapping) and attention and not any(of.attention for of in calibrate.values()):
+        raise ValueError('got calibrate= without numbers of attention, expected a function for local="fp8"')
     if precision is None:
         return
     if not native:

@@ -124,6 +124,8 @@ def _searched(pipe: Any, runs: Runs, budget: Budget) -> Kept:
         return runs.mesh.share(error.worst_psnr >= budget.min_psnr, bool)
 
     measured = runs.measured()
+    if not measured.gemms:
+        raise ValueError(NO_EIGHT)
     before, plain = measured.error, measured.plain
     if runs.mesh.is_main:
         print(before, flush=True)

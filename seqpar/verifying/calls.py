@@ -83,7 +83,7 @@ def mesh_of(target: Any) -> Mesh:
             raise ValueError(
                 f"got a {type(module).__name__} that is not parallelized, expected seqpar.parallelize before verify"
             )
-        if call.sharded.fused.is_copied:
+        if call.sharded.is_eight:
             raise ValueError(
                 f"{type(module).__name__} computes in 8 bits, but verify compares with the dtype of the weights; "
                 f"seqpar.measure_precision says what 8 bits change"

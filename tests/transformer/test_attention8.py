@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,21 @@ def test_all_joined_attentions_are_calibrated(rounds: dict[str, Rounds]) -> None
         joining = [hook for hook in attentions.values() if not hook.attention.joint.whole_queries]
         assert all(hook.eight is not None for hook in joining), name
         assert f"{len(joining)} of {len(attentions)} attentions in 8 bits" in body.sharded.texts()["computation"]
+
+
+def test_padding_that_weighs_as_much_as_text_is_in_8_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chroma's pipeline passes a mask whose zeros are the padding at the end of the text."""
+    tiny, call = MODELS["chroma"], MODELS["chroma"].arguments()
+    text, tokens = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
+    mask = torch.ones(tiny.batch, text + tokens, dtype=torch.float64)
+    mask[:, text - 3 : text] = 0
+    monkeypatch.setitem(MODELS, "chroma", replace(tiny, inputs=lambda batch: {**call, "attention_mask": mask}))
+    module, wide = model("chroma"), model("chroma")
+    seqpar.parallelize(module, local="fp8", calibrate=run_of(module, "chroma"))
+    seqpar.parallelize(wide)
+    with torch.no_grad():
+        got, want = (flat(each(**inputs("chroma"), return_dict=False)) for each in (module, wide))
+    assert 1e-5 < error(got, want) < ROUNDING
 
 
 @pytest.mark.parametrize("why", ["masks", "keys", "dtype"])

@@ -412,6 +412,7 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
     pipe = load(flux)
     module, known = pipe.transformer, fused_of(pipe).calibration
     seqpar.release(pipe)
+    merging = Merging(module, {"a": terms(module, 0, PATHS)}, keeps=True)
     rough = frozenset({"transformer_blocks.0, image qkv"})
     made = Calibration(known.means, known.products, known.fast, rough)
     seqpar.parallelize(pipe, precision="fp8", calibrate={"transformer": made})
@@ -421,7 +422,27 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
         weight = getattr(attention, part).weight
         assert type(weight) is nn.Parameter
         assert torch.equal(weight, getattr(theirs, part).weight)
-    latents(pipe)
+    before = latents(pipe)
+    assert merging.switch((("a", 0.8),))
+    assert not torch.equal(latents(pipe), before)
+    assert merging.switch(())
+    assert torch.equal(latents(pipe), before)
+
+
+def test_a_switch_that_fails_is_undone_by_the_next(flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = load(flux)
+    merging, before = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True), latents(pipe)
+    monkeypatch.setattr(Weight8, "came_from", fails)
+    with pytest.raises(OSError, match="no memory"):
+        merging.switch((("a", 1.0),))
+    monkeypatch.undo()
+    assert not torch.equal(latents(pipe), before)
+    assert merging.switch(())
+    assert torch.equal(latents(pipe), before)
+
+
+def fails(*_: object) -> None:
+    raise OSError("no memory")
 
 
 def test_files_that_have_changed_are_no_originals(flux: Path, tmp_path: Path) -> None:

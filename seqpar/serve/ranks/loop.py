@@ -109,7 +109,7 @@ class LoadedModel:
         job = self._model.mesh.on_all_ranks(lambda: self._checked.job(request, images))
         if request.loras and not self._checked.loras.by_name:
             raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
-        if self._model.switch_loras(request.loras):
+        if self._model.mesh.on_all_ranks(lambda: self._model.switch_loras(request.loras)):  # it may read files
             ends("lora")
         estimates = None if watch is None else watch(job.pixels)
         (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates)).images

@@ -10,6 +10,7 @@ stand, computed for it and freed afterwards, so that diffusers' modules, peft an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -221,6 +222,11 @@ class Weight8(Tensor):
         other = other if isinstance(other, Weight8) else Weight8.of(other, None, False)
         Tensor.data.__set__(self, other)  # pyright: ignore[reportAttributeAccessIssue]
         self.adopt(other)
+
+
+def read_as_tensors() -> AbstractContextManager[None]:
+    """Return a context in which attributes of a `Weight8` are read as a tensor's, without its own code."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def in_memory(weight: Tensor) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.kernels.weight8 import read_as_tensors
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.foreign import ForeignCode, look
 from seqpar.transformer.internals import REGISTRY, registered_hooks, torch_hooks
@@ -91,8 +92,9 @@ class Changes:
     def values(self) -> tuple[object, ...]:
         """Return what differs if weights were written in place since the last call, or buffers written or replaced."""
         buffers = [x for held in self._buffers for x in held.values() if x is not None]
-        written = [x for x in (*self._tensors, *buffers) if not x.is_inference()]
-        return (*map(id, buffers), *map(_version, written))
+        with read_as_tensors():
+            written = [x for x in (*self._tensors, *buffers) if not x.is_inference()]
+            return (*map(id, buffers), *map(_version, written))
 
 
 # The entries ---------------------------------------------------------------------------------------------------

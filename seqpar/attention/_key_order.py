@@ -93,18 +93,18 @@ class ByPadding:
         both = self._ordered(k_BLGD, v_BLGD)
         (k, pad_k), (v, pad_v) = (x.tensor_split([self._count], dim=1) for x in both)
         out, lse = self._local(q_BLHD, k, v)
-        lse = lse + self._added_to(q_BLHD, lse.dtype)
+        lse = lse + self._added_to(lse)
         return merge(out, lse, *self._local(q_BLHD, pad_k, pad_v), dtype=out.dtype)
 
-    def _added_to(self, q_BLHD: Tensor, dtype: torch.dtype) -> Tensor:
+    def _added_to(self, lse_BHL: Tensor) -> Tensor:
         """Return what is added to the log-sum-exp of each query over the set of tokens, (L,): 1, or 0 for padding."""
-        tokens = q_BLHD.shape[1]
-        kind = (tokens, dtype, q_BLHD.device)
+        tokens = lse_BHL.shape[2]
+        kind = (tokens, lse_BHL.dtype, lse_BHL.device)
         if kind not in self._added:
             with torch.inference_mode(False):  # it outlives the caller's mode
                 all_L = torch.cat([torch.arange(place.start, place.stop) for place in self._places()]) < self._count
                 local_l = all_L.split(self._tokens.sizes)[self._rank]
-                self._added[kind] = (all_L if len(all_L) == tokens else local_l).to(q_BLHD.device, dtype)
+                self._added[kind] = (all_L if len(all_L) == tokens else local_l).to(lse_BHL)
         return self._added[kind]
 
     def _places(self) -> Iterator[slice]:

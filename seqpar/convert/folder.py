@@ -116,6 +116,8 @@ def _convert_to_8_bits(source: Path, target: Path, dtype: torch.dtype | None) ->
         return [name for name in names if Path(folder) in [source / part for part in fitted] and name != CONFIG]
 
     unfinished = target.with_name(target.name + ".part")
+    if unfinished.exists():
+        raise ValueError(f"got {unfinished}, of another conversion, which may still run; remove it if none does")
     try:
         shutil.copytree(source, unfinished, ignore=left_out)
         for name, model in fitted.items():

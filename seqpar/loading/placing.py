@@ -181,6 +181,10 @@ def _give(tensors: Sequence[Tensor], team: Team, reader: int) -> None:
         broadcast(team.axis, together)
         for mine, sent in zip(small, together.split([len(each) for each in small]), strict=True):
             mine.copy_(sent)
+        if (
+            together.is_cuda
+        ):  # its memory may go to the thread that reads files, whose copies do not wait for this stream
+            torch.cuda.current_stream(together.device).synchronize()
     for tensor in tensors:
         if tensor.nbytes >= SMALL:
             broadcast(team.axis, tensor)

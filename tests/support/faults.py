@@ -229,7 +229,7 @@ FAULTS = (
     Fault(
         "padding has the weight of tokens",
         "seqpar/attention/_key_order.py",
-        "lse = lse + self._added_to(q_BLHD, lse.dtype)",
+        "lse = lse + self._added_to(lse)",
         "lse = lse.clone()",
         "tests/transformer/test_masks.py::test_padding_is_weighed_or_masked_as_torch_adds_a_mask[kv_gather-1-True]",
         "another picture than diffusers'",

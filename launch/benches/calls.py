@@ -255,15 +255,15 @@ def peers(case: Case) -> Iterator[Row]:
     """
     eight, launches = case.args.precision is not None, peer_launches(case)
     model, mesh, on_gpu = case.model, case.mesh, case.mesh.device.type == "cuda"
-    name = engine_name(mesh.world.size, (model.tokens, *model.others, case.work.heads))
-    name += TORCHAO if eight else ""
+    split = engine_name(mesh.world.size, (model.tokens, *model.others, case.work.heads))
+    name = split + (TORCHAO if eight else "")
     about = {"attention": backend_for(mesh.device, case.dtype), "engine": name}
     ranks, reference = cache(partial(device_mesh, mesh)), case.ceiling("ulysses")
 
     @cache  # compiling takes a minute: the row in a graph uses the module of the row without
     def made(compiled: bool) -> Any:
         theirs = in_8_bits(case.theirs) if eight else case.theirs
-        twin = engine(theirs, name.removesuffix(TORCHAO), ranks(), mesh.device, case.dtype)
+        twin = engine(theirs, split, ranks(), mesh.device, case.dtype)
         if compiled:
             compile_blocks(twin)
         return twin

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl
+from seqpar.types.protocols import state_dtype
 
 MOST = 4  # rows: each converts the weight again, and of more a GEMM of the weight in its dtype is faster
 OUTPUTS, INNER = 8, 512  # of a program and of its step: 4 KiB of the weight on their way for each
@@ -33,7 +34,7 @@ def few_rows8(x_RE: Tensor, values_FE: Tensor, scales_F: Tensor) -> Tensor:
 
 
 def reference(x_RE: Tensor, values_FE: Tensor, scales_F: Tensor) -> Tensor:
-    wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
+    wide = state_dtype(x_RE.dtype)
     return (x_RE.to(wide) @ values_FE.to(wide).t()) * scales_F.to(wide)
 
 

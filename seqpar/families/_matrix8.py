@@ -17,8 +17,8 @@ from torch import Tensor
 from seqpar.families._block import Input, Matrix
 from seqpar.kernels.activations import bias_gelu, swiglu
 from seqpar.kernels.adaln import Branch
-from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows, rounded
-from seqpar.kernels.weight8 import Weight8, original
+from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows
+from seqpar.kernels.weight8 import Weight8, narrowed, original
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 
@@ -120,8 +120,7 @@ def quantised(
     if isinstance(weight, Weight8):
         values, scales = weight.e4m3, weight.scales
     else:
-        values, scales = rounded(weight.to(state_dtype(weight.dtype)))
-        scales = scales.flatten()
+        values, scales = narrowed(weight)
         if room is not None and (room.values.shape, room.values.device) == (values.shape, values.device):
             values = room.values.copy_(values)
     folded = matrix.bias

@@ -26,6 +26,7 @@ from seqpar.types.protocols import state_dtype
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # in e4m3
+INVERSE = 1 / LARGEST  # torch divides by a number so on a GPU, but not on a CPU
 FEWEST = 64  # rows of a product with fast sums on GPUs; a row's bits do not depend on their number
 Activation = Literal["gelu", "swiglu"]
 
@@ -97,7 +98,7 @@ def rounded_rows(x_BlE: Tensor, rounding: Rounding, dtype: torch.dtype) -> Rows8
 
 def rounded(x_RE: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows in e4m3 and the scale of each in fp32, (..., 1), with torch's functions: also weights' rows."""
-    scales = (x_RE.abs().amax(-1, keepdim=True) / LARGEST).float()
+    scales = (x_RE.abs().amax(-1, keepdim=True) * INVERSE).float()
     scales = torch.where(scales == 0, 1.0, scales)
     return (x_RE / scales).to(E4M3), scales
 

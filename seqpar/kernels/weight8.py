@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.kernels.rows8 import E4M3, rounded
+from seqpar.kernels.rows8 import E4M3, INVERSE, rounded
 from seqpar.types.protocols import state_dtype
 
 CHUNK = 1 << 24  # numbers that are rounded at once: torch's functions need 12 bytes for each
+BLOCK = 4096  # numbers of a row that a program rounds at once; it reads the row twice, the second time from the cache
 CASES: tuple[dict[str, int], ...] = ({"rows": 3, "width": 48}, {"rows": 5, "width": 2064}, {"rows": 1, "width": 4096})
 """Shapes that tests use."""
 aten = torch.ops.aten
@@ -51,6 +52,50 @@ def kernel(values, scales, out, stride, width, BLOCK: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(values + row * stride + col, col < width).to(tl.float32) * tl.load(scales + row)
     tl.store(out + row * width + col, wide.to(out.dtype.element_ty), col < width)
+
+
+def narrowed(weight_FE: Tensor, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Return rows in e4m3 (F, E) and their scales (F,) in fp32, with the bits of `rounded`, in new memory or `into`."""
+    if into is None:
+        values = torch.empty(weight_FE.shape, dtype=E4M3, device=weight_FE.device)
+        into = values, torch.empty(len(weight_FE), dtype=torch.float32, device=weight_FE.device)
+    launched = fused(weight_FE) and torch.cuda.get_device_capability(weight_FE.device) >= (8, 9)
+    (launch_narrowing if launched else reference_narrowing)(weight_FE, *into)
+    return into
+
+
+def reference_narrowing(weight_FE: Tensor, values_FE: Tensor, scales_F: Tensor) -> None:
+    rows = max(1, CHUNK // max(1, weight_FE.shape[1]))
+    for start in range(0, len(weight_FE), rows):
+        here = slice(start, start + rows)
+        values, scales = rounded(weight_FE[here].to(state_dtype(weight_FE.dtype)))
+        values_FE[here].copy_(values)
+        scales_F[here].copy_(scales.flatten())
+
+
+def launch_narrowing(weight_FE: Tensor, values_FE: Tensor, scales_F: Tensor) -> None:
+    """Run the kernel: the bits of `reference_narrowing` where all numbers are finite."""
+    rows, width = weight_FE.shape
+    if weight_FE.numel():
+        weight_FE = weight_FE.contiguous()
+        narrowing_kernel[(rows,)](
+            weight_FE, values_FE, scales_F, values_FE.stride(0), width, INVERSE=INVERSE, BLOCK=BLOCK, num_warps=8
+        )
+
+
+@jit
+def narrowing_kernel(x, values, scales, stride, width, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x, values = x + row * width, values + row * stride
+    top = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        top = tl.maximum(top, tl.abs(tl.load(x + start + col, start + col < width, 0.0).to(tl.float32)))
+    scale = tl.max(top, 0) * INVERSE
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        wide = tl.load(x + start + col, start + col < width, 0.0).to(tl.float32)
+        tl.store(values + start + col, tl.div_rn(wide, scale).to(values.dtype.element_ty), start + col < width)
 
 
 class _Origin:
@@ -117,13 +162,7 @@ class Weight8(Tensor):
     @torch.no_grad()
     def write(self, weight_FE: Tensor) -> None:
         """Take the numbers of another weight, rounded first to this one's dtype and then to 8 bits."""
-        rows = max(1, CHUNK // max(1, self.shape[1]))
-        wide = state_dtype(self.dtype)
-        for start in range(0, len(self), rows):
-            here = slice(start, start + rows)
-            values, scales = rounded(weight_FE[here].to(self.device).to(self.dtype).to(wide))
-            self.e4m3[here].copy_(values)
-            self.scales[here].copy_(scales.flatten())
+        narrowed(weight_FE.to(self.device).to(self.dtype), (self.e4m3, self.scales))
 
     def wide(self) -> Tensor:
         """Return the numbers for which it stands, in new memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -59,6 +59,44 @@ def hold(weights: Mapping[str, Weight8], mesh: Mesh) -> dict[str, Callable[[], T
     if mesh.device.type == "cuda":
         _lock(memory, mesh.device)
     return {name: partial(_as_it_is, place) for name, place in places.items()}
+
+
+def arriving(weights: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> Iterator[Tensor]:
+    """Yield the originals of weights on their device, in their dtype, while the next one is copied there.
+
+    weights: with functions that return their originals. A tensor holds its numbers until the next one is asked for.
+    Copies to a GPU take turns in two buffers, on a stream of their own, and the host waits for none.
+    """
+    if not weights or weights[0][0].device.type != "cuda":
+        yield from (source().to(weight.device, weight.dtype) for weight, source in weights)
+        return
+    device = weights[0][0].device
+    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    size = max(-(-weight.numel() * weight.itemsize // ALIGNED) * ALIGNED for weight, _ in weights)
+    buffers = torch.empty(2, size, dtype=torch.uint8, device=device)
+    consumed = [main.record_event()] * 2  # after which a buffer may be written
+    copied = consumed.copy()
+
+    def copy(number: int) -> Tensor:
+        weight, source = weights[number]
+        buffer = buffers[number % 2, : weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape)
+        with torch.cuda.stream(side):  # a source may compute on the GPU
+            side.wait_event(consumed[number % 2])
+            buffer.copy_(source(), non_blocking=True)
+            copied[number % 2] = side.record_event()
+        return buffer
+
+    try:
+        following = copy(0)
+        for number in range(len(weights)):
+            original = following
+            if number + 1 < len(weights):
+                following = copy(number + 1)
+            main.wait_event(copied[number % 2])
+            yield original
+            consumed[number % 2] = main.record_event()
+    finally:
+        main.wait_stream(side)  # before other tensors get the buffers
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from seqpar.families._find import BLOCKS, needs_picture, takes_several_images
 from seqpar.families._matrix8 import centre_product
-from seqpar.kernels.rows8 import Rounding, product8, round_rows, rounded
-from seqpar.kernels.weight8 import Weight8, original
+from seqpar.kernels.rows8 import Rounding, product8, round_rows
+from seqpar.kernels.weight8 import Weight8, narrowed, original
 from seqpar.loading.errors import context
 from seqpar.loading.names import errors_only
 from seqpar.mesh import exact
@@ -363,9 +363,9 @@ def numbers_of(seen: Mapping[str, Inputs], weights: Mapping[str, Sequence[Tensor
 def _errors(weight_FE: Tensor, x_RE: Tensor, mean_E: Tensor) -> tuple[float, float]:
     # the errors of a fast sum and of rounding, relative to the product's rms; CPUs have one way to add only
     weight_FE = weight_FE.to(state_dtype(x_RE.dtype))
-    values, scales = rounded(weight_FE)
+    values, scales_F = narrowed(weight_FE)
     rows, centre_F = round_rows(x_RE[None], Rounding(mean_E)), weight_FE @ mean_E.to(weight_FE.dtype)
-    exact_RF, quick_RF = (product8(rows, values, scales.flatten(), fast=fast)[0].double() for fast in (False, True))
+    exact_RF, quick_RF = (product8(rows, values, scales_F, fast=fast)[0].double() for fast in (False, True))
     truth_RF = (x_RE.to(weight_FE.dtype) @ weight_FE.t()).double()
     rounding = float((exact_RF + centre_F.double() - truth_RF).norm() / truth_RF.norm())
     return float((quick_RF - exact_RF).norm() / truth_RF.norm()) if x_RE.is_cuda else inf, rounding

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, adapter, fitted, load
-from seqpar.loading.originals import hold
+from seqpar.loading.originals import arriving, hold
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.foreign import Addition
 from seqpar.transformer.internals import adapters_of
@@ -347,12 +347,14 @@ class Merging:
         if wanted == self.merged and names == self._written:
             return False
         self._written = tuple(dict.fromkeys((*self._written, *names)))
-        for path in dict.fromkeys(path for name in self._written for path in self._terms[name]):
+        paths = dict.fromkeys(path for name in self._written for path in self._terms[name])
+        coming = arriving([(self._layers[path].weight, x) for path in paths if (x := self._sources.get(path))])
+        for path in paths:
             layer = self._layers[path]
             own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
             terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
             source = self._sources.get(path)
-            own = own if source is None else source().to(own.device)
+            own = own if source is None else next(coming)
             weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
             layer.weight.copy_(weight)
             if source is not None and isinstance(layer.weight, Weight8):  # a GEMM may keep its dtype
@@ -364,4 +366,5 @@ class Merging:
 
 
 def _merged(source: Callable[[], Tensor], device: torch.device, terms: Sequence[tuple[LoraTerm, float]]) -> Tensor:
-    return with_terms(source().to(device), None, terms)[0]
+    own = source().to(device)
+    return with_terms(own, None, terms)[0].to(own.dtype)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from seqpar.kernels import adaln, few_rows8, rows8, weight8
 from seqpar.kernels.adaln import Gated, Norm
@@ -56,6 +60,29 @@ def test_weights_are_widened_as_their_formula(case: dict[str, int]) -> None:
     assert torch.equal(*(work(values, scales, torch.float32) for work in (weight8.launch, weight8.reference)))
     got, want = (work(values, scales, HALF) for work in (weight8.launch, weight8.reference))
     torch.testing.assert_close(got, want, rtol=0 if DEVICE != "cpu" else 2**-7, atol=0)  # the interpreter cuts off
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(1, HALF), (7, torch.float32), (3072, torch.float32), (18432, HALF)])
+def test_weights_are_rounded_to_the_bits_of_their_formula(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":  # the interpreter rounds e4m3 neither to even nor up to a power of two
+        true = interpreter._convert_float
+
+        def convert(x: Any, start: Any, end: Any, mode: Any) -> Any:
+            if end != tl.float8e4nv:
+                return true(x, start, end, mode)
+            return torch.from_numpy(x.copy()).to(rows8.E4M3).view(torch.uint8).numpy()
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+    weight = random((6, width), 0, DEVICE, dtype)
+    weight[2], weight[3] = 0, weight[3] * 1e-30
+    values, scales = torch.empty(6, 2 * width, device=DEVICE).to(rows8.E4M3)[:, :width], torch.empty(6, device=DEVICE)
+    weight8.launch_narrowing(weight, values, scales)
+    want, scale = rounded(weight.cpu().float())
+    assert torch.equal(values.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales.cpu(), scale.flatten())
+    assert weight8.narrowed(weight)[0].view(torch.uint8).equal(values.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

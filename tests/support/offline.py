@@ -161,6 +161,11 @@ def launches() -> dict[str, Launch]:
             )
             for width in WIDTHS
         },
+        **{
+            f"narrowing, {dtype}": partial(weight8.launch_narrowing, rows(8, 3072, dtype=dtype), *narrow)
+            for narrow in [(rows(8, 3072, dtype=rows8.E4M3), rows(8, dtype=FP32))]
+            for dtype in (BF16, FP32)
+        },
         "indexed": lambda: adaln.launch(
             *(rows(2, 8, 4096), Gated(summed, rows(2, 8, 4096)), summed, summed, norm), index_Bl=index
         ),

@@ -35,6 +35,7 @@ from seqpar.transformer import calibration
 from seqpar.transformer.calibration import Calibration, calibrated, matrices_of
 from seqpar.transformer.lora import LoraTerm, Merging
 from seqpar.transformer.parallelize import calls_of, computed_by
+from tests.conftest import DEVICE
 from tests.support import pipelines
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh as mesh_of
@@ -366,6 +367,20 @@ def test_originals_are_read_once_a_host(cpu_ranks: Pool, small: bool) -> None:
     for _, tensors in results:
         assert all(torch.equal(x, numbers(5 + n, 32, seed=n)) for n, x in enumerate(tensors))
     assert not [*originals.SHARED.glob("seqpar-*")]
+
+
+def test_originals_arrive_while_earlier_ones_are_read() -> None:
+    weights = [numbers(300 + 7 * n, 1001, seed=n) for n in range(7)]
+    on_device = [weight.to(DEVICE) for weight in weights]
+    places = [weight.pin_memory() if DEVICE != "cpu" else weight for weight in weights]
+    sources: list[Callable[[], Tensor]] = [partial(x.view_as, x) for x in places]
+    sources[4] = lambda: weights[4].to(DEVICE) * 1  # a source may compute on the device
+    got = list[Tensor]()
+    for number, original in enumerate(originals.arriving([*zip(on_device, sources, strict=True)])):
+        if original.is_cuda:
+            torch.cuda._sleep((number % 3) * 10_000_000)
+        got.append(original.clone())
+    assert [x.cpu().equal(weight) for x, weight in zip(got, weights, strict=True)] == 7 * [True]
 
 
 def test_adapters_of_peft_are_merged_into_what_the_files_hold(flux: Path) -> None:

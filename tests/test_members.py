@@ -26,8 +26,8 @@ from seqpar.pipelines.find import FAMILIES, find
 from seqpar.types.plugins import plugin, plugins
 from tests.support.meshes import random
 
-PRESETS = {
-    name: f"random:{next(iter(plugin(seqpar.loop.models, name, 'model').PRESETS))}"
+MODELS = {
+    name: f"random:{next(iter(plugin(seqpar.loop.models, name, 'model').SIZES))}"
     for name in plugins(seqpar.loop.models)
 }
 CPU = torch.device("cpu")
@@ -39,12 +39,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(model: str) -> dict[str, Any]:
-    return {"classes": ("1",)} if find(PRESETS.get(model, model)).takes == "classes" else {"prompt": ("x",)}
+    return {"classes": ("1",)} if find(MODELS.get(model, model)).takes == "classes" else {"prompt": ("x",)}
 
 
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_is_planned_by_its_config_and_work(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    run(Args(PRESETS[model], dry_run=(1, 2), **asked(model)))
+    run(Args(MODELS[model], dry_run=(1, 2), **asked(model)))
     one, two = capsys.readouterr().out.split("\n\n")[1:]
     assert one.startswith("1 x NVIDIA H200: one rank, ")
     assert two.startswith("2 x NVIDIA H200: ")
@@ -65,19 +65,19 @@ def test_a_model_without_a_family_is_planned_and_not_sampled(
         run(Args(model="dit-s/8", out=tmp_path / "x.png"))
 
 
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", MODELS)
 def test_no_model_has_two_families(model: str) -> None:
-    kind = locate(PRESETS[model]).module.Model
+    kind = locate(MODELS[model]).module.Model
     families = [plugin(seqpar.pipelines, name, "family") for name in FAMILIES]
     assert sum(issubclass(kind, family.MODELS) for family in families) <= 1
 
 
-SMALL = [name for name in PRESETS if sum(x.numel() for x in locate(PRESETS[name]).meta().parameters()) < 1e6]
+SMALL = [name for name in MODELS if sum(x.numel() for x in locate(MODELS[name]).meta().parameters()) < 1e6]
 
 
 @pytest.mark.parametrize("model", [*SMALL, "builtin"])
 def test_a_small_model_makes_a_picture_from_the_command_line(tmp_path: Path, model: str) -> None:
-    args = Args(PRESETS.get(model, model), steps=2, size="64", out=tmp_path / "x.png", **asked(model))
+    args = Args(MODELS.get(model, model), steps=2, size="64", out=tmp_path / "x.png", **asked(model))
     job = check(args, Mesh.single())
     assert job.steps == 2
     run(args)

@@ -137,7 +137,7 @@ def step(at: Setting, model: str, tokens: str, *options: str) -> Timer:
 def unidiffuser(at: Setting) -> Timer:
     rooms = import_module("seqpar.pipelines.unidiffuser")
     uvit = import_module("seqpar.loop.models.uvit")
-    files = rooms.Files.locate(rooms.Blueprint("unidiffuser-v1", uvit, uvit.PRESETS["unidiffuser-v1"]))
+    files = rooms.Files.locate(rooms.Blueprint("unidiffuser-v1", uvit, uvit.SIZES["unidiffuser-v1"]))
     if at.small:
         few = replace(files.blueprint.config, num_layers=2, num_attention_heads=2, sample_size=8)
         files = replace(files, blueprint=replace(files.blueprint, config=few))

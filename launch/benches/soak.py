@@ -57,7 +57,7 @@ class Soak:
     """Make many pictures in one process and replay many steps; fail if memory grows, time grows or bits change."""
 
     model: str = "builtin"
-    """"builtin", a diffusers pipeline folder of a model of classes, or a preset (random weights, no decoder)."""
+    """"builtin", a diffusers pipeline folder of a model of classes, or a random model (without decoder)."""
     pictures: int = 200
     """Pictures of changing kinds; 0 leaves this part out."""
     sizes: int = 100

@@ -46,7 +46,7 @@ class Steps(Flags):
     """Time a denoising step on every layout of the running processes, beside its ceiling."""
 
     model: str = "large-dit-7b"
-    """A preset (random weights), "builtin" or a checkpoint of a model of classes."""
+    """A random model, "builtin" or a checkpoint of a model of classes."""
     tokens: tuple[int, ...] = (256, 4096)
     """Square token counts."""
     layouts: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ class Options:
 
     model: str = "builtin"
     """"builtin" (images of classes; with --prompt "builtin-text", images of prompts), a diffusers folder, a file such
-    as flux1-dev.safetensors in its pipeline's folder (docs/formats), a hub id, or a preset with random weights
+    as flux1-dev.safetensors in its pipeline's folder (docs/formats), a hub id, or one of random weights
     (dit-xl/2, random:FLUX.1-dev)."""
     classes: tuple[str, ...] = ()
     """Class names or numbers, for models of classes [the first 12]."""

@@ -83,7 +83,7 @@ def named(args: Args) -> Args:
 
 
 def _resolved(name: str) -> tuple[Path | None, str | None]:
-    """The path of this name, and why there is none; neither for a preset."""
+    """The path of this name, and why there is none; neither for random weights."""
     try:
         return resolve(name), None
     except (ValueError, OSError) as error:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES
-from seqpar.loading.names import preset_of
+from seqpar.loading.names import random_model_of
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.protocol import Job, Model, scales
@@ -103,7 +103,7 @@ def summary(args: Args, model: Model, job: Job) -> str:
     mesh, plan = model.mesh, model.plan
     lines = [
         ("model", args.model),
-        *([] if preset_of(args.model) is None else [("weights", "random (preset)")]),
+        *([] if random_model_of(args.model) is None else [("weights", "random")]),
         ("plan", plan),
         ("mesh", f"{mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})"),
         ("strategy", f"{plan.strategy.name} ({plan.strategy.why})"),

@@ -90,7 +90,7 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     def checked_pipeline() -> DiffusersJob:
         prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
         job = check(replace(_as_sample(args), prompt=prompts), ranks)
-        if not isinstance(job, DiffusersJob) or job.preset is not None or args.image or args.counts or args.repeat > 1:
+        if not isinstance(job, DiffusersJob) or job.random is not None or args.image or args.counts or args.repeat > 1:
             raise ValueError(
                 "8 bits are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
                 "leave --image, --counts and --repeat out"

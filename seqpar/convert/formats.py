@@ -53,8 +53,8 @@ class PublishedFormat:
 # Attention heads, which shapes do not state ------------------------------------------------------------------------
 
 
-def _heads_of(kind: str, width: int, layers: int, original: Original, presets: Iterable[Any], named: Any) -> int:
-    """The number of attention heads, never guessed. presets: released models, known by width and depth.
+def _heads_of(kind: str, width: int, layers: int, original: Original, released: Iterable[Any], named: Any) -> int:
+    """The number of attention heads, never guessed. released: models, known by width and depth.
 
     named: the released model that args.model names, or None. Raises ValueError if nothing states the number, or if what
     states it differs.
@@ -68,7 +68,7 @@ def _heads_of(kind: str, width: int, layers: int, original: Original, presets: I
                 raise ValueError(f"{what} is {count}, but args.model is {model}")
     if isinstance(trained, int):
         confirm(kind, {"heads": heads}, {"heads": trained})
-    by_size = {(config.width, config.num_layers): config.num_attention_heads for config in presets}
+    by_size = {(config.width, config.num_layers): config.num_attention_heads for config in released}
     count = heads or (trained if isinstance(trained, int) else by_size.get((width, layers)))
     if count is None:
         raise ValueError(
@@ -91,10 +91,10 @@ def _dit_config(original: Original) -> dit.Config:
     shapes, args = original.shapes, original.args
     width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
     layers, final = count_layers(shapes, "blocks"), "final_layer.linear.weight"
-    named = dit.PRESETS.get(str(args.get("model")).lower())
+    named = dit.SIZES.get(str(args.get("model")).lower())
     if named is not None:
         confirm("DiT", {"patch_size": named.patch_size}, {"patch_size": patch})
-    heads = _heads_of("DiT", width, layers, original, dit.PRESETS.values(), named)
+    heads = _heads_of("DiT", width, layers, original, dit.SIZES.values(), named)
     side = _table_side(shapes, width) if "pos_embed" in shapes else 32 // patch
     config = dit.Config(
         num_attention_heads=heads,
@@ -167,10 +167,10 @@ def _dit_folder(config: dit.Config) -> dict[str, Any]:
 def _large_dit_config(original: Original) -> large_dit.Config:
     sizes, args = large_dit.from_shapes(original.shapes), original.args
     match = re.fullmatch(r"DiT_Llama2?_(\w+)_patch\d", str(args.get("model")))
-    named = large_dit.PRESETS.get(f"large-dit-{match[1].lower()}") if match else None
+    named = large_dit.SIZES.get(f"large-dit-{match[1].lower()}") if match else None
     confirm("Large-DiT", args, {name: sizes[name] for name in ("num_classes", "qk_norm")})
-    presets = large_dit.PRESETS.values()
-    heads = _heads_of("Large-DiT", sizes["width"], sizes["num_layers"], original, presets, named)
+    released = large_dit.SIZES.values()
+    heads = _heads_of("Large-DiT", sizes["width"], sizes["num_layers"], original, released, named)
     trained = {"sample_size": args["image_size"] // 8} if isinstance(args.get("image_size"), int) else {}
     # QK-norm is over the heads of one part
     return large_dit.Config(**large_dit.with_heads(sizes, heads) | trained, qk_norm_groups=original.parts)

@@ -9,8 +9,8 @@ A file may export these tables, each by the name of diffusers' class; files whos
 - `TINY`: transformer -> `seqpar.families._tiny.Tiny`: its tiny model, where scaled defaults do not do.
 - `PIPELINES`: a `Pipelines`: what its pipelines take.
 - `config_of_file`: a function of the shapes in a transformer's file that returns its config.json, or None.
-- `PRESETS`: name -> a pipeline's class, its parts (name -> class, config) and texts (argument of its call -> shape of
-  an encoded prompt), for random weights.
+- `RANDOM_MODELS`: name -> a pipeline's class, its parts (name -> class, config) and texts (argument of its call ->
+  shape of an encoded prompt), for random weights.
 - `ROW_LISTS`, `WITHOUT_ROWS`: names of arguments that are lists with an entry per batch row, and of tensors of one or
   two dims that have no batch rows even if their first dim is as long. The names hold for all models. Where another
   model's argument of this name has batch rows, use `Cuts.prepare` instead (`minimax_h3.py` does).

@@ -41,7 +41,7 @@ CUTS: dict[str, Cuts] = _merged("CUTS")
 BLOCKS: dict[str, Block] = _merged("BLOCKS")
 WORK: dict[str, Callable[..., Work]] = _merged("WORK")
 UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
-PRESETS: dict[str, tuple[str, Any, Any]] = _merged("PRESETS")
+RANDOM_MODELS: dict[str, tuple[str, Any, Any]] = _merged("RANDOM_MODELS")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here

@@ -199,7 +199,7 @@ VAE: dict[str, Any] = {
 }
 
 
-def _preset(embeds: bool) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, tuple[int, ...]]]:
+def _random(embeds: bool) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, tuple[int, ...]]]:
     """Describe FLUX.1-dev, which takes the guidance scale as an input and shifts its sigmas by size, or schnell."""
     scheduler = {"shift": 3.0 if embeds else 1.0, "use_dynamic_shifting": embeds}
     parts = {
@@ -211,4 +211,4 @@ def _preset(embeds: bool) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], d
     return "FluxPipeline", parts, {"prompt_embeds": (TEXT_TOKENS, width), "pooled_prompt_embeds": (pooled,)}
 
 
-PRESETS = {"FLUX.1-dev": _preset(True), "FLUX.1-schnell": _preset(False)}
+RANDOM_MODELS = {"FLUX.1-dev": _random(True), "FLUX.1-schnell": _random(False)}

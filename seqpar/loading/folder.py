@@ -33,7 +33,7 @@ from seqpar.loading.checkpoint import (
 )
 from seqpar.loading.encoders import open_encoder
 from seqpar.loading.errors import context
-from seqpar.loading.names import Preset, errors_only, importing_pipelines, no_bars
+from seqpar.loading.names import RandomModel, errors_only, importing_pipelines, no_bars
 from seqpar.loading.parts import (
     CONFIG,
     INDEX,
@@ -69,11 +69,11 @@ YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 class PipelineParts:
     """The checked parts of a pipeline. Any number of requests can be checked without reading its files again.
 
-    source: its folder, or a preset. index: its model_index.json. config: the transformer's. vae: without weights, or
-    None. fitted: its models by the names of their parts.
+    source: its folder, or a random model. index: its model_index.json. config: the transformer's. vae: without weights,
+    or None. fitted: its models by the names of their parts.
     """
 
-    source: Path | Preset
+    source: Path | RandomModel
     index: Mapping[str, Any]
     config: Mapping[str, Any]
     vae: Any
@@ -117,10 +117,10 @@ def kind_of(index: Mapping[str, Any], path: Path) -> Any:
     return kind
 
 
-def parts_of_preset(preset: Preset) -> PipelineParts:
-    configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
-    vae = _built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
-    return PipelineParts(preset, preset.index, configs["transformer"], vae, configs["scheduler"])
+def parts_of_random(random: RandomModel) -> PipelineParts:
+    configs = {name: {**config, "_class_name": kind} for name, (kind, config) in random.parts.items()}
+    vae = _built(getattr(diffusers, random.parts["vae"][0]), random.parts["vae"][1], random.name)
+    return PipelineParts(random, random.index, configs["transformer"], vae, configs["scheduler"])
 
 
 def parts_of_folder(path: Path) -> PipelineParts:

@@ -1,7 +1,7 @@
-"""Names of models: those of the package, presets with random weights, paths and hub ids.
+"""Names of models: those of the package, random models (with random weights), paths and hub ids.
 
-A preset is chosen by its exact name alone, so that none stands in for a model of the hub. Presets of pipelines and of
-UniDiffuser, which the hub has by the same names, are named `random:NAME`; those of DiT and Large-DiT also by NAME.
+A random model is chosen by its exact name alone, so that none stands in for a model of the hub. Those of pipelines and
+of UniDiffuser, which the hub has by the same names, are named `random:NAME`; those of DiT and Large-DiT also by NAME.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.families import _find
 
-OF_MODELS = (  # names of the presets of `seqpar.loop.models`, whose files hold their sizes
+OF_MODELS = (  # random models of `seqpar.loop.models`, whose files hold their sizes
     *(f"dit-{size}/{patch}" for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)),
     *(f"large-dit-{size}" for size in ("600m", "3b", "7b")),
     *(f"unidiffuser-v{number}" for number in (0, 1)),
@@ -29,7 +29,7 @@ OF_MODELS = (  # names of the presets of `seqpar.loop.models`, whose files hold 
 
 
 @dataclass(frozen=True)
-class Preset:
+class RandomModel:
     """A pipeline of diffusers with random weights, as its family describes it (`seqpar.families`)."""
 
     name: str
@@ -48,7 +48,7 @@ class Preset:
         return {name: torch.randn(count, *shape, generator=generator) for name, shape in self.texts.items()}
 
 
-PRESETS = {name: Preset(name, *fields) for name, fields in _find.PRESETS.items()}
+RANDOM_MODELS = {name: RandomModel(name, *fields) for name, fields in _find.RANDOM_MODELS.items()}
 
 
 # a pipeline's parts, without files of other formats at the top of many repositories
@@ -67,15 +67,15 @@ NEAR = 0.8  # how alike a name and a known one are (`difflib`) that is suggested
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
-def download(name: str, presets: Sequence[str], models: Sequence[str] = ()) -> Path:
+def download(name: str, random: Sequence[str], models: Sequence[str] = ()) -> Path:
     """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
 
-    presets, models: the names that were tried before, for the message: presets, and models of the package.
+    random, models: the names that were tried before, for the message: random models, and those of the package.
     """
-    near = get_close_matches(name.lower()[:SHOWN], (*models, *presets), 1, NEAR)
+    near = get_close_matches(name.lower()[:SHOWN], (*models, *random), 1, NEAR)
     known = f"; did you mean {near[0]}?" if near else ""
     if not re.fullmatch(ID, name):
-        known = known or f"; presets with random weights: {', '.join(presets)}"
+        known = known or f"; models with random weights: {', '.join(random)}"
         short = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
         raise ValueError(f"got model {short}: there is no such path{known}")
     reason = None
@@ -151,8 +151,8 @@ DEMO = Path(__file__).parents[2] / "seqpar_demo"  # next to this package in a cl
 BUILTIN = DEMO / "emoji-dit"  # the model of classes
 NAMES = {"builtin": BUILTIN, "builtin-text": DEMO / "emoji-flux"}
 LORAS = {"outline": DEMO / "outline.safetensors"}  # of "builtin-text": it draws with lines
-RANDOM = "random:"  # before the name of a preset
-BARE = ("dit-", "large-dit-")  # how names of presets begin that need no prefix: the hub has no such model
+RANDOM = "random:"  # before the name of a random model
+BARE = ("dit-", "large-dit-")  # how names begin that need no prefix: the hub has no such model
 # ids of the hub that are asked for when their owner is left out
 HUB = (
     *(f"black-forest-labs/FLUX.{name}" for name in ("1-dev", "1-schnell", "1-Kontext-dev", "2-dev", "2-klein-4B")),
@@ -165,10 +165,10 @@ HUB = (
 )
 
 
-def preset_of(name: str | Path) -> str | None:
-    """Return the preset that a name stands for, without its prefix, or None."""
+def random_model_of(name: str | Path) -> str | None:
+    """Return the random model that a name stands for, without its prefix, or None."""
     own = str(name).removeprefix(RANDOM)
-    known = own in OF_MODELS or own in PRESETS
+    known = own in OF_MODELS or own in RANDOM_MODELS
     return own if known and (own != str(name) or own.startswith(BARE)) else None
 
 
@@ -189,36 +189,36 @@ def check_format(path: Path) -> None:
 
 
 def resolve(name: str | Path) -> Path | None:
-    """Return the path of the file or folder that a name stands for, or None for a preset. A hub id is downloaded.
+    """Return the path of the file or folder that a name stands for, or None for a random model. A hub id is downloaded.
 
     Raises ValueError if nothing has this name, and for a format that must be converted first.
     """
-    path, preset = Path(name), preset_of(name)
+    path, random = Path(name), random_model_of(name)
     if str(name) in NAMES:
         if not DEMO.is_dir():
             raise ValueError(
                 f"demo model {name!r} is not installed; run `pip install ./seqpar_demo` in a clone of seqpar"
             )
         return NAMES[str(name)]
-    if preset is not None:
+    if random is not None:
         if path.exists():
-            raise ValueError(f"{name} is a preset with random weights and a path; write {RANDOM}{preset} or ./{name}")
+            raise ValueError(f"{name} is a model with random weights and a path; write {RANDOM}{random} or ./{name}")
         return None
     if not path.exists():
         if meant := _meant(str(name)):
             raise ValueError(f"got model {str(name)!r}, which does not exist: did you mean {' or '.join(meant)}?")
-        path = download(str(name), _presets(), list(NAMES))
+        path = download(str(name), _random_models(), list(NAMES))
     check_format(path)
     return path
 
 
-def _presets() -> list[str]:
-    return [name if name.startswith(BARE) else f"{RANDOM}{name}" for name in (*OF_MODELS, *PRESETS)]
+def _random_models() -> list[str]:
+    return [name if name.startswith(BARE) else f"{RANDOM}{name}" for name in (*OF_MODELS, *RANDOM_MODELS)]
 
 
 def _meant(name: str) -> list[str]:
     wanted = name.lower().removeprefix(RANDOM)
     hub = [known for known in HUB if known.lower() != wanted and known.lower().partition("/")[2] == wanted]
     own = [known for known in NAMES if known == wanted]
-    random = [f"{known} (random weights)" for known in _presets() if known.removeprefix(RANDOM).lower() == wanted]
+    random = [f"{known} (random weights)" for known in _random_models() if known.removeprefix(RANDOM).lower() == wanted]
     return [*hub, *own, *random]

@@ -1,4 +1,4 @@
-"""Builds the pipeline of a preset: its transformer, decoder and scheduler, with random weights made on the device."""
+"""Builds a pipeline of random weights, which are made on the device: its transformer, decoder and scheduler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.loading.names import Preset
+from seqpar.loading.names import RandomModel
 
-INIT_STD = 0.02  # standard deviation of the random weights of presets
+INIT_STD = 0.02  # standard deviation of random weights
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -42,13 +42,13 @@ class WithoutValues(TorchFunctionMode):
 WITHOUT = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # parts for which random texts stand in
 
 
-def random_pipeline(preset: Preset, kind: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a pipeline of a preset without encoders; its weights are equal on ranks of one device type.
+def random_pipeline(random: RandomModel, kind: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a pipeline of random weights without encoders; its weights are equal on ranks of one device type.
 
-    kind: the class of diffusers that has the preset's parts.
+    kind: the class of diffusers that has its parts.
     """
     parts: dict[str, Any] = dict.fromkeys(WITHOUT)
-    for name, (model, config) in preset.parts.items():
+    for name, (model, config) in random.parts.items():
         parts[name] = _model(getattr(diffusers, model), config, dtype, device)
     return kind(**parts)
 

@@ -1,4 +1,4 @@
-"""Turns a preset, folder, file, hub id or diffusers object into a model, and checks it before any weight is loaded."""
+"""Turns a name, folder, file, hub id or diffusers object into a model, and checks it before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import seqpar.loop.models
 from seqpar.loading.checkpoint import Checkpoint, check, check_layers, checkpoint_context, from_state_dict
-from seqpar.loading.names import preset_of, resolve
+from seqpar.loading.names import random_model_of, resolve
 from seqpar.loading.placing import load
 from seqpar.loading.random import WithoutValues, randomise
 from seqpar.loading.single_file import open_model
@@ -29,7 +29,7 @@ from seqpar.types.plugins import plugins
 class Blueprint:
     """A model that can be built: its module, its config and its checkpoint (None means random weights).
 
-    path: the file or folder that a name stood for, or None for a preset and for a model in memory.
+    path: the file or folder that a name stood for, or None for a random model and for a model in memory.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Blueprint:
 
 
 def locate(name: str | Path | Blueprint) -> Blueprint:
-    """The blueprint for a name of `NAMES`, a preset, a folder or file of `open_model`, a hub id, or a blueprint.
+    """The blueprint for a name of `NAMES`, a random model, a folder or file of `open_model`, a hub id, or a blueprint.
 
     Raises ValueError if nothing has this name or its files do not fit, before any
     weight is read.
@@ -80,10 +80,10 @@ def locate(name: str | Path | Blueprint) -> Blueprint:
     path = resolve(name)
     if path is not None:
         return replace(_blueprint(*open_model(path)), path=path)
-    preset, presets = preset_of(name), {known: module for module in _modules() for known in module.PRESETS}
-    if preset is None or preset not in presets:
-        raise ValueError(f"got the preset {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
-    return Blueprint(preset, presets[preset], presets[preset].PRESETS[preset])
+    random, models = random_model_of(name), {known: module for module in _modules() for known in module.SIZES}
+    if random is None or random not in models:
+        raise ValueError(f"got {name}, a pipeline of diffusers; use it by seqpar plan, sample or serve")
+    return Blueprint(random, models[random], models[random].SIZES[random])
 
 
 def from_diffusers(model: nn.Module) -> Blueprint:

@@ -153,7 +153,7 @@ class DistributedDiT(nn.Module):
         plan: Plan | None = None,
         precision: Precision | None = None,
     ) -> DistributedDiT:
-        """Load a diffusers folder (pipeline or transformer), a hub id or a preset (random weights).
+        """Load a diffusers folder (pipeline or transformer), a hub id or a random model.
 
         The other arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.

@@ -25,9 +25,9 @@ from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders
 from seqpar.loading.errors import loop_context
-from seqpar.loading.folder import PipelineParts, parts_of_folder, parts_of_preset
+from seqpar.loading.folder import PipelineParts, parts_of_folder, parts_of_random
 from seqpar.loading.lora import Lora
-from seqpar.loading.names import Preset
+from seqpar.loading.names import RandomModel
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.loading.random import random_pipeline
@@ -87,9 +87,9 @@ class Source:
     class_names = class_labels = ()
 
     @staticmethod
-    def locate(source: Path | Preset) -> Source:
-        """Return the source of a pipeline's folder, of a transformer's file in one, or of a preset."""
-        return Source(parts_of_preset(source) if isinstance(source, Preset) else parts_of_folder(source))
+    def locate(source: Path | RandomModel) -> Source:
+        """Return the source of a pipeline's folder, of a transformer's file in one, or of a model of random weights."""
+        return Source(parts_of_random(source) if isinstance(source, RandomModel) else parts_of_folder(source))
 
     @property
     def takes_images(self) -> bool:
@@ -101,7 +101,7 @@ class Source:
 
     def check(self, request: GenerationRequest) -> DiffusersJob:
         parts = self.parts
-        if isinstance(parts.source, Preset):
+        if isinstance(parts.source, RandomModel):
             request.refuse(NO_LORA, lora=request.loras)
             request.refuse("errors are measured with trained weights", min_psnr=request.min_psnr)
         kind = taking_images(request, parts.kind, parts.index)
@@ -123,7 +123,7 @@ class Source:
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
         run = planned(parts.transformer, grid, request, guided)
-        if request.precision is not None and not isinstance(parts.source, Preset):
+        if request.precision is not None and not isinstance(parts.source, RandomModel):
             stored = (parts.transformer.get_parameter(name) for name in stored_in_8_bits(parts.transformer))
             run = replace(run, load=replace(run.load, stored=sum(x.numel() for x in stored)))
         run = replace(run, exact=run.exact and not edits)
@@ -218,7 +218,7 @@ class DiffusersJob:
     @property
     def texts(self) -> int:
         negative = self.arguments.get("negative_prompt") or ()
-        return 0 if self.preset is not None else len({*self.arguments["prompt"], *negative})
+        return 0 if self.random is not None else len({*self.arguments["prompt"], *negative})
 
     @property
     def video(self) -> bool:
@@ -237,10 +237,10 @@ class DiffusersJob:
         return inspect.signature(self.kind.__call__).parameters
 
     @property
-    def preset(self) -> Preset | None:
-        """The preset of a model with random weights, or None."""
+    def random(self) -> RandomModel | None:
+        """The model of random weights, or None."""
         source = self.source.parts.source
-        return source if isinstance(source, Preset) else None
+        return source if isinstance(source, RandomModel) else None
 
     def scheduler_of(self, own: Any) -> Any:
         """Return the scheduler that the request names, with the settings of the pipeline's own; or that one."""
@@ -249,7 +249,7 @@ class DiffusersJob:
         return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.request.scheduler))
 
     def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
-        if self.preset is not None:
+        if self.random is not None:
             raise ValueError(NO_LORA)
         return lora_files.check_switched(lora, self.kind, self.source.parts.models)
 
@@ -262,8 +262,8 @@ class DiffusersJob:
         called with the pipeline before LoRAs change its weights.
         """
         parts, loras, dtype = self.source.parts, self.request.loras, self.request.dtype
-        if isinstance(preset := parts.source, Preset):
-            pipe = mesh.on_all_ranks(lambda: random_pipeline(preset, self.kind, dtype, mesh.device))
+        if isinstance(random := parts.source, RandomModel):
+            pipe = mesh.on_all_ranks(lambda: random_pipeline(random, self.kind, dtype, mesh.device))
             look(pipe)
             return pipe
         eight = self.request.precision is not None
@@ -332,29 +332,29 @@ class DiffusersJob:
         return model
 
     def fixed_run(self, pipe: Any, device: torch.device) -> FixedRun | None:
-        """Return the run of the calibration, None if there is none; of a preset with random numbers as texts.
+        """Return the run of the calibration, None if there is none; of random weights with random numbers as texts.
 
         It is that of the folder's class, whatever class the images of the request need.
         """
         pipe = pipe if self.kind is self.source.parts.kind else with_parts_of(pipe, self.source.parts.kind)
-        if self.preset is None:
+        if self.random is None:
             return fixed_run(pipe)[0]
-        texts = self.preset.encoded(len(PROMPTS), 0)
+        texts = self.random.encoded(len(PROMPTS), 0)
         return fixed_run(pipe, {name: x.to(device, self.request.dtype) for name, x in texts.items()})[0]
 
     def call_arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the call; of a preset, random numbers in place of the texts."""
+        """Return the arguments of the call; of random weights, random numbers in place of the texts."""
         arguments = dict(self.arguments)
-        if self.preset is not None:
+        if self.random is not None:
             for number, kind in enumerate(("", "negative_")):
                 if texts := arguments.pop(f"{kind}prompt", None):
-                    encoded = self.preset.encoded(len(texts), self.request.seed + number)
+                    encoded = self.random.encoded(len(texts), self.request.seed + number)
                     arguments |= {f"{kind}{name}": x.to(device, self.request.dtype) for name, x in encoded.items()}
         return arguments
 
     def call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         """Call the pipeline; ValueError where diffusers fails in its loop, as values in files can make it."""
-        name = self.source.parts.source if self.preset is None else self.preset.name
+        name = self.source.parts.source if self.random is None else self.random.name
         with loop_context(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
             return pipe(**arguments, generator=torch.Generator().manual_seed(self.request.seed))
 
@@ -432,7 +432,7 @@ class DiffusersModel:
             notes.append(("fps", f"{FPS} frames per second, as most models: the files name no number; use --fps"))
         if (length := parameters.get("max_sequence_length")) is not None:
             by = "per prompt, encoded on rank 0"
-            if job.preset is not None:
+            if job.random is not None:
                 by = "of random numbers: no text encoder comes with this model"
             notes.append(("text", f"{length.default} tokens {by}"))
         rounded = "fp32, unless the pipeline itself rounds it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from seqpar.loading.names import PRESETS, preset_of, resolve
+from seqpar.loading.names import RANDOM_MODELS, random_model_of, resolve
 from seqpar.loading.parts import INDEX, read_pipeline
 from seqpar.pipelines import diffusers, own_loop
 from seqpar.pipelines.protocol import Source
@@ -19,12 +19,12 @@ FAMILIES = ("classes", "unidiffuser")  # modules of this folder
 def find(name: str) -> Source:
     """Return the source of a model. A hub id is downloaded.
 
-    name: a folder, file, hub id or preset. Raises ValueError if nothing has this name or no model of seqpar fits its
-    files.
+    name: a folder, file, hub id or random model. Raises ValueError if nothing has this name or no model of seqpar fits
+    its files.
     """
     path = resolve(name)
-    if path is None and (preset := preset_of(name)) in PRESETS:
-        return diffusers.Source.locate(PRESETS[preset])
+    if path is None and (random := random_model_of(name)) in RANDOM_MODELS:
+        return diffusers.Source.locate(RANDOM_MODELS[random])
     families = [importlib.import_module(f"seqpar.pipelines.{family}") for family in FAMILIES]
     folder = path.parent if path is not None and path.is_file() else path  # of a transformer's file in a pipeline's
     if path is None or folder is None or not (folder / INDEX).is_file():

@@ -139,7 +139,9 @@ def checked(
         raise ValueError(f"got loras={shown(loras)}, expected a list of files, as ['style.safetensors:0.8']")
     path = resolve(path_or_id)
     if path is None:
-        raise ValueError(f"got the preset {path_or_id}, expected a diffusers pipeline's folder or hub id")
+        raise ValueError(
+            f"got {path_or_id}, a model with random weights, expected a diffusers pipeline's folder or hub id"
+        )
     adapters, parts = tuple(map(_lora.parse, loras)), parts_of_folder(path)
     check_mode(parts.kind.__name__, parts.vae, vae)
     return parts, _lora.check(adapters, parts.kind, parts.models)

@@ -57,13 +57,13 @@ DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pic
 
 @dataclass(frozen=True)
 class Files(own_loop.Files):
-    """The checked files of a UniDiffuser. source: its folder, diffusers' pipeline in memory, or None for a preset."""
+    """The checked files of a UniDiffuser. source: its folder, a pipeline in memory, or None for a random model."""
 
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
 
     @staticmethod
     def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
-        """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
+        """Find and check a diffusers folder or hub id, or take a random model (without encoders).
 
         mode: see `uvit.Config`. Raises ValueError if a file does not fit; reads only configs and headers.
         """
@@ -328,7 +328,7 @@ class Pipeline(Loaded):
         return self.sampler.streams()
 
     def captions(self, text_NLC: Tensor) -> list[str]:
-        """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a preset."""
+        """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a random model."""
         if (source := self.files.source) is None:
             raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
         return self.dit.mesh.on_rank_0(lambda: captions(source, text_NLC), list[str])
@@ -336,7 +336,7 @@ class Pipeline(Loaded):
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
         """Return the streams of rank 0's images (of one size), for `streams` in mode img2text, on every rank.
 
-        seed: of the sample that is drawn from the autoencoder's distribution. ValueError for a preset.
+        seed: of the sample that is drawn from the autoencoder's distribution. ValueError for a random model.
         """
         source, drawn = self.files.source, torch.Generator().manual_seed(seed)
         if source is None:

@@ -128,7 +128,7 @@ def test_a_folder_is_planned_for_the_tokens_of_the_run(
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_plan_of_a_preset_is_that_of_its_published_size(capsys: Captured) -> None:
+def test_a_plan_of_a_random_model_is_that_of_its_published_size(capsys: Captured) -> None:
     dry("1", "2", "--model", "random:FLUX.1-dev", "--prompt", "x", "--size", "1024")
     text = capsys.readouterr().out
     assert "1 picture(s) of 4096 tokens, guidance 3.5 as an input, bfloat16" in text

@@ -1,4 +1,4 @@
-"""`seqpar sample` with prompts: pipelines of diffusers by their own loops, and presets."""
+"""`seqpar sample` with prompts: pipelines of diffusers by their own loops, and random models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tyro
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.loading.names import PRESETS
+from seqpar.loading.names import RANDOM_MODELS
 from tests.cli.runs import SAME, parameters, pixels, shown, theirs
 from tests.support.pool import Pool
 
@@ -74,8 +74,8 @@ def test_several_prompts_are_numbered_files_on_every_axis_and_guidance_is_true(
         assert abs(first - second).max() <= SAME
 
 
-def of_preset(rank: int, world: int, device: torch.device, name: str, args: Args) -> tuple[str, str]:
-    known = PRESETS[name]
+def of_random(rank: int, world: int, device: torch.device, name: str, args: Args) -> tuple[str, str]:
+    known = RANDOM_MODELS[name]
     (kind, model), (vae_kind, vae) = known.parts["transformer"], known.parts["vae"]
     sizes = {"joint_attention_dim": 8, "pooled_projection_dim": 8, "axes_dims_rope": (4, 6, 6)}
     few = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -83,16 +83,16 @@ def of_preset(rank: int, world: int, device: torch.device, name: str, args: Args
     parts = {"transformer": (kind, {**model, **sizes, **few}), "vae": (vae_kind, {**vae, **narrow})}
     texts = {"prompt_embeds": (512, 8), "pooled_prompt_embeds": (8,)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, name, replace(known, parts={**known.parts, **parts}, texts=texts))
+        patch.setitem(RANDOM_MODELS, name, replace(known, parts={**known.parts, **parts}, texts=texts))
         return shown(rank, world, device, args)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_a_random_model_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, name: str) -> None:
     flags: dict[str, Any] = {"prompt": ("x", "y"), "steps": 2, "true_guidance": 2.0, "mesh": "throughput"}
-    (out, bars), silent = ranks.run(2, of_preset, name, Args(f"random:{name}", **flags, out=tmp_path / "x.png"))
+    (out, bars), silent = ranks.run(2, of_random, name, Args(f"random:{name}", **flags, out=tmp_path / "x.png"))
     assert "512 tokens of random numbers: no text encoder comes with this model" in out
-    assert f"model     random:{name}\nweights   random (preset)\n" in out
+    assert f"model     random:{name}\nweights   random\n" in out
     assert "encoding" not in bars
     assert silent == ("", "")
     assert pixels(tmp_path / "x-2.png").shape == (64, 64, 3)

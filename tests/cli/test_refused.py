@@ -115,7 +115,7 @@ FLAGS = [
 ]
 # of a model of classes, on two ranks
 ON_RANKS = [
-    ({"model": "nothing-there"}, "got model 'nothing-there': there is no such path; presets"),
+    ({"model": "nothing-there"}, "got model 'nothing-there': there is no such path; models with"),
     ({"strategy": "ulises"}, f"got strategy 'ulises', expected one of {', '.join(sorted(LAYOUTS))}"),
     ({"local": "flush"}, f"got local attention 'flush', expected one of {', '.join(plugins(seqpar.local))}"),
     ({"size": "100"}, "got size 100x100, expected multiples of 16"),

@@ -65,11 +65,11 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_preset_makes_a_preview_without_a_decoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_random_model_makes_a_preview_without_a_decoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ddpm: dict[str, Any] = {"scheduler": "DDPMScheduler", "respacing": "2", "guidance_channels": 3}
     run(Args("dit-s/8", ("1",), size="128", out=tmp_path / "x.png", **ddpm))
     told = capsys.readouterr().out
-    assert "model     dit-s/8\nweights   random (preset)\n" in told
+    assert "model     dit-s/8\nweights   random\n" in told
     assert "first three latent channels" in told
     assert "2 steps of DDPMScheduler with the model's variances on local tokens, guidance 4" in told
     assert (tmp_path / "x.png").is_file()

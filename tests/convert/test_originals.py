@@ -98,7 +98,7 @@ def test_arguments_of_training_state_the_heads_and_confirm_the_sizes(
 ) -> None:
     for patch in (2, 4):
         tiny = dit_module.Config(HEADS, 6, 3, patch_size=patch)
-        monkeypatch.setitem(dit_module.PRESETS, f"dit-tiny/{patch}", tiny)
+        monkeypatch.setitem(dit_module.SIZES, f"dit-tiny/{patch}", tiny)
     state, path = original_state_dict(dit()), tmp_path / "dit.pt"
     for args, heads, outcome in STATED:
         torch.save({"ema": state, "args": args if as_dict else Namespace(**args)}, path)

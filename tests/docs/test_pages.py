@@ -21,7 +21,7 @@ from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
 from tests.support.pages import COMMAND, ROOT
 
-WORK = replace(large_dit.work(large_dit.PRESETS["large-dit-7b"]), heads=4, kv_heads=4)
+WORK = replace(large_dit.work(large_dit.SIZES["large-dit-7b"]), heads=4, kv_heads=4)
 SIZES = {"ulysses": (1, 4), "ring": (4, 1), "usp": (2, 2), "kv_gather": (1, 4), "kv_first": (1, 4)}
 README = ROOT / "README.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"

@@ -87,10 +87,10 @@ MEANT = {  # names that do not exist: what follows "did you mean"
 def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_suggested(asked: Asked) -> None:
     questions = asked(ConnectionError("no route"))
     for name in ("../x", "a/b/c", "nothing-there", ".hidden/x", "x" * 10**5):
-        with pytest.raises(ValueError, match=r"there is no such path; presets with random weights: dit$") as error:
+        with pytest.raises(ValueError, match=r"there is no such path; models with random weights: dit$") as error:
             hub.download(name, ["dit"])
         assert len(str(error.value)) < 500
-    for name, meant in MEANT.items():  # no preset stands in for another name
+    for name, meant in MEANT.items():  # no random model stands in for another name
         with pytest.raises(ValueError, match="did you mean") as error:
             find(name)
         assert str(error.value) == f"got model {name!r}, which does not exist: did you mean {meant}?"
@@ -102,16 +102,18 @@ def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_sugges
         resolve("dit/xl")
 
 
-def test_a_path_and_a_preset_of_one_name_are_both_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_and_a_random_model_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("dit-s/8", "random:dit-s/8", "random:FLUX.1-dev"):
-        assert resolve(name) is None  # presets; a negative control
+        assert resolve(name) is None  # random models; a negative control
     Path("dit-s/8").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"dit-s/8 is a preset .* and a path; write random:dit-s/8 or \./dit-s/8$"):
+    with pytest.raises(
+        ValueError, match=r"dit-s/8 is a model with random weights and a .*; write random:dit-s/8 or \./dit-s/8$"
+    ):
         resolve("dit-s/8")
     assert resolve("random:dit-s/8") is None
     assert resolve("./dit-s/8") == Path("dit-s/8")
-    with pytest.raises(ValueError, match=r"got the preset random:FLUX\.1-dev, a pipeline of diffusers"):
+    with pytest.raises(ValueError, match=r"got random:FLUX\.1-dev, a pipeline of diffusers"):
         locate("random:FLUX.1-dev")
 
 

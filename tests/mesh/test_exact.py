@@ -75,7 +75,7 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
 
     def taken(strategy: str, ring: int) -> str:
         wish = Preferences(axes={"cfg": 1, "ring": ring, "ulysses": 1}, strategy=strategy, exact=True)
-        return search(dit.work(dit.PRESETS["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
+        return search(dit.work(dit.SIZES["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
 
     for name in ("auto", "ring", "usp"):
         with pytest.raises(ValueError, match="in exact mode, expected kv_gather or ulysses or kv_first and no ring"):

@@ -317,7 +317,7 @@ def test_a_state_in_fp32_is_asked_for(flux: Path, fp32_state: bool) -> None:
         ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
         ("", {"vae": "strips"}, "got vae='strips', expected 'auto', 'tiled', True or False"),
         ("vae", {}, r"vae.model_index\.json"),
-        ("dit-s/2", {}, "got the preset dit-s/2, expected a diffusers pipeline's folder or hub id"),
+        ("dit-s/2", {}, "got dit-s/2, a model with random weights, expected a diffusers pipeline's folder or hub id"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_sentence(

@@ -212,12 +212,12 @@ def in_mode(rank: int, world: int, device: torch.device, mode: uvit.Mode, folder
         return streams, pipeline.captions(streams["text"]) if "text" in streams else []
 
 
-def test_a_preset_has_no_encoders_for_captions_and_images() -> None:
-    preset: Any = SimpleNamespace(files=SimpleNamespace(source=None))
+def test_a_random_model_has_no_encoders_for_captions_and_images() -> None:
+    random: Any = SimpleNamespace(files=SimpleNamespace(source=None))
     with pytest.raises(ValueError, match="without a caption decoder, expected a pipeline's folder"):
-        Pipeline.captions(preset, torch.zeros(1, 1, 1))
+        Pipeline.captions(random, torch.zeros(1, 1, 1))
     with pytest.raises(ValueError, match="without image encoders, expected a pipeline's folder"):
-        Pipeline.image_streams(preset, ())
+        Pipeline.image_streams(random, ())
 
 
 def start(mode: uvit.Mode) -> dict[str, Tensor]:

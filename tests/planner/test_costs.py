@@ -28,7 +28,7 @@ from tests.support.pool import Pool
 DIM = 8
 # batch, tokens, heads, kv heads: batch 1 to 3, uneven tokens, heads and groups
 CASES = [(case.batch, *case.tokens, case.heads, case.kv_heads) for case in ONE_STREAM if case.heads > 3][1:]
-SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
+SEVEN_B = large_dit.work(large_dit.SIZES["large-dit-7b"])
 # 3 heads and few key-value heads, so that a wrong formula cannot be right by accident
 TINY = {
     "dit": (dit, dit.Config(3, 8, 2, sample_size=8, num_classes=5)),
@@ -60,10 +60,10 @@ def test_a_step_has_the_flops_that_torch_counts(name: str, batch: int) -> None:
     assert counted != module.work(config).step(batch, 11).flops
 
 
-@pytest.mark.parametrize("preset", ["dit-xl/2", "dit-s/8", "large-dit-3b"])
-def test_the_products_are_the_models_linear_layers(preset: str) -> None:
+@pytest.mark.parametrize("name", ["dit-xl/2", "dit-s/8", "large-dit-3b"])
+def test_the_products_are_the_models_linear_layers(name: str) -> None:
     """The model's other matrices are modulation and conditioning, which are computed before the loop."""
-    blueprint = locate(preset)
+    blueprint = locate(name)
     work: Work = blueprint.module.work(blueprint.config)
     model = blueprint.meta()
     inside = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "modulation" not in name]
@@ -72,7 +72,7 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
     (blocks,) = work.blocks
     assert shapes == sorted([*blocks.gemms * blocks.count, *work.once, *embedder])
     conditioning = (
-        Blueprint(preset, blueprint.module, blueprint.config)
+        Blueprint(name, blueprint.module, blueprint.config)
         .meta()
         .modulate(torch.zeros(1, device="meta"), class_labels=torch.zeros(1, dtype=torch.int64, device="meta"))
     )
@@ -81,7 +81,7 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
 
 def test_large_dit_by_hand() -> None:
     assert SEVEN_B.step(2, 256).flops == pytest.approx(6.70e12, rel=1e-3)
-    assert large_dit.work(large_dit.PRESETS["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
+    assert large_dit.work(large_dit.SIZES["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
     # a block has 3 E^2 + E^2 + 3 E F matrix elements with 2 FLOPs each a row; attention has 4 b s^2 E FLOPs
     products = 2 * 512 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert SEVEN_B.block(SEVEN_B.blocks[0], 2, 256).flops == products + 4 * 2 * 256**2 * 4096

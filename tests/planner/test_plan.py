@@ -23,7 +23,7 @@ from seqpar.planner.search import Preferences, Ranking, allowed, search
 from seqpar.types.facts import Layout, Work
 from tests.support.pool import Pool
 
-SEVEN_B, XL = large_dit.work(large_dit.PRESETS["large-dit-7b"]), dit.work(dit.PRESETS["dit-xl/2"])
+SEVEN_B, XL = large_dit.work(large_dit.SIZES["large-dit-7b"]), dit.work(dit.SIZES["dit-xl/2"])
 PARAMETERS = 7_293_819_936
 ONE = Load(
     images=1,
@@ -271,7 +271,7 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
 
 def test_a_model_with_key_masks_gets_a_local_attention_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "why_not", lambda device, dtype, head_dim, mask=False: "no masks" if mask else None)
-    work, small = dit.work(dit.PRESETS["dit-s/8"]), replace(ONE, parameters=1000, tokens=64)
+    work, small = dit.work(dit.SIZES["dit-s/8"]), replace(ONE, parameters=1000, tokens=64)
     for masked, local in ((False, "sdpa"), (True, "reference")):
         made = make(replace(work, masked=masked), small, torch.float32, Mesh.single(), Preferences())
         assert made.local.name == local
@@ -284,7 +284,7 @@ def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[s
         ranks = Mesh.joined(torch.device("cpu"))
         assert ranks.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1}
         small = replace(ONE, parameters=1000, tokens=64)
-        made = make(dit.work(dit.PRESETS["dit-s/8"]), small, torch.float32, ranks, Preferences())
+        made = make(dit.work(dit.SIZES["dit-s/8"]), small, torch.float32, ranks, Preferences())
     finally:
         os.environ.pop("SEQPAR_CACHE")
         if before is not None:

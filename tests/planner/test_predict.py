@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.families import flux
-from seqpar.loading.names import PRESETS
+from seqpar.loading.names import RANDOM_MODELS
 from seqpar.planner import costs
 from seqpar.planner.predict import EIGHT_SPEED, predict
 from seqpar.planner.rates import H200
@@ -113,7 +113,7 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
 )
 def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: int, measured: dict[str, float]) -> None:
     """Without work beside attention, and with q, k and v made by the block itself, nothing is hidden."""
-    work = flux.work(PRESETS["FLUX.1-dev"].parts["transformer"][1])
+    work = flux.work(RANDOM_MODELS["FLUX.1-dev"].parts["transformer"][1])
     load = replace(ONE, guidance=False, labels=1, others=work.joined)
     found = planned(load, world=world, work=work)
     assert found.best.strategy == "kv_first"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.loop.models.large_dit import PRESETS
+from seqpar.loop.models.large_dit import SIZES
 from seqpar.planner import rates as known
 from seqpar.planner.plan import Choice, Plan, rank, work_of
 from seqpar.planner.predict import Load, predict
@@ -24,7 +24,7 @@ LOAD = Load(1, 4096, True, 25, 2, 7_000_000_000, 16, 2, 1 << 30)
 
 def plan() -> Plan:
     machine, wish = Machine("NVIDIA H200", 2, "peer", 139), Preferences(strategy="ulysses", axes={"cfg": 1})
-    ranking = rank(work_of(PRESETS["large-dit-7b"]), LOAD, machine, wish, torch.bfloat16)
+    ranking = rank(work_of(SIZES["large-dit-7b"]), LOAD, machine, wish, torch.bfloat16)
     return Plan(ranking.best, Choice(ranking.best.strategy, ""), Choice("peer", ""), Choice("flash", ""), ranking)
 
 

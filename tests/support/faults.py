@@ -452,7 +452,7 @@ FAULTS = (
         "norm_eps: float = 1e-5",
         "norm_eps: float = 1e-6",
         "tests/loop/models/test_large_dit.py::test_large_dit_with_its_defaults_is_the_published_arithmetic",
-        "presets and recognised checkpoints would be computed with another eps than the published one",
+        "published sizes and recognised checkpoints would be computed with another eps than the published one",
     ),
     Fault(
         "a profile's waiting ends when the first rank has come",

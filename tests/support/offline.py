@@ -309,13 +309,13 @@ def as_on_gpus(name: str) -> Launch:
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
             for kernel in (activations, adaln, linear, post_norm, prepare):
                 patch.setattr(kernel, "fused", lambda *tensors: True)
-            (predict_joint if name in uvit.PRESETS else predict)(name)
+            (predict_joint if name in uvit.SIZES else predict)(name)
 
     return launch
 
 
 def predict(name: str) -> None:
-    model = model_of(dit if name in dit.PRESETS else large_dit, name, num_layers=1)
+    model = model_of(dit if name in dit.SIZES else large_dit, name, num_layers=1)
     vectors = model.modulate(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
     positions = {"image": model.positions(16, 16)}
     model.forward_tokens({"image": torch.zeros(2, 64, 16)}, positions, vectors, attention(Shard(64, 1)))
@@ -331,10 +331,10 @@ def predict_joint(name: str) -> None:
     model.forward_tokens({**streams, **encoded.streams}, model.stream_positions((16, 16), lengths), table, attend)
 
 
-def model_of(file: Any, preset: str, **sizes: int) -> Any:
-    """Return a preset's model with other sizes, in bf16; its weights are never read."""
+def model_of(file: Any, size: str, **sizes: int) -> Any:
+    """Return the model of a published size with others, in bf16; its weights are never read."""
     with torch.device("meta"):
-        model = file.Model(replace(file.PRESETS[preset], **sizes)).to(BF16)
+        model = file.Model(replace(file.SIZES[size], **sizes)).to(BF16)
     return model.to_empty(device="cpu")
 
 

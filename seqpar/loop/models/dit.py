@@ -164,10 +164,10 @@ def work(config: Config) -> Work:
     )
 
 
-# Presets: random weights, for benchmarks and tests -------------------------------------------------------------
+# Published sizes: as random models for benchmarks and tests, too ---------------------------------------------------
 
 _SIZES = {"s": (6, 64, 12), "b": (12, 64, 12), "l": (16, 64, 24), "xl": (16, 72, 28)}
-PRESETS: dict[str, Config] = {
+SIZES: dict[str, Config] = {
     f"dit-{size}/{patch}": Config(heads, head_dim, layers, patch)
     for size, (heads, head_dim, layers) in _SIZES.items()
     for patch in (2, 4, 8)

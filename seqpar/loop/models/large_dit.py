@@ -191,7 +191,7 @@ def work(config: Config) -> Work:
     )
 
 
-PRESETS: dict[str, Config] = {
+SIZES: dict[str, Config] = {
     "large-dit-600m": Config(1536, 16, feed_forward=4096),
     "large-dit-3b": Config(3072, 32, feed_forward=8192),
     "large-dit-7b": Config(4096, 32, feed_forward=11008),

@@ -249,7 +249,7 @@ def work(config: Config) -> Work:
     )
 
 
-PRESETS: dict[str, Config] = {"unidiffuser-v0": Config(), "unidiffuser-v1": Config(data_type=True)}
+SIZES: dict[str, Config] = {"unidiffuser-v0": Config(), "unidiffuser-v1": Config(data_type=True)}
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from seqpar.loading.lora import Lora
-from seqpar.loading.names import preset_of
+from seqpar.loading.names import random_model_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
@@ -71,8 +71,8 @@ class CheckedModel:
         video = ranks.on_all_ranks(lambda: _video_facts(example))
         plan = make(example.work, example.load, dtype, ranks, Preferences())
         fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
-        if ranks.is_main and preset_of(name) is not None:
-            print(f"seqpar: {name} has random weights (preset)", flush=True)
+        if ranks.is_main and random_model_of(name) is not None:
+            print(f"seqpar: {name} has random weights", flush=True)
         return CheckedModel(name, source, dtype, example, plan, fitting, precision, video)
 
     @property

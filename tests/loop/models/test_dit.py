@@ -101,9 +101,9 @@ COMMON = {
 }
 
 
-def test_every_preset_has_the_published_numbers() -> None:
-    assert dit.PRESETS.keys() == {f"dit-{size}/{patch}" for size in PUBLISHED for patch in (2, 4, 8)}
-    for name, config in dit.PRESETS.items():
+def test_every_size_has_the_published_numbers() -> None:
+    assert dit.SIZES.keys() == {f"dit-{size}/{patch}" for size in PUBLISHED for patch in (2, 4, 8)}
+    for name, config in dit.SIZES.items():
         layers, width, heads, _ = PUBLISHED[name[4:-2]]
         sizes = {"num_attention_heads": heads, "attention_head_dim": width // heads, "num_layers": layers}
         assert asdict(config) == {**sizes, "patch_size": int(name[-1]), **COMMON}
@@ -123,8 +123,8 @@ def test_a_dit_has_layers_of_the_published_widths(size: str) -> None:
     assert f"blocks.{layers}.fc1.weight" not in shapes
 
 
-def test_names_of_presets_are_unique_and_in_small_letters() -> None:
-    names = [name for module in (dit, large_dit, uvit) for name in module.PRESETS]
+def test_names_of_sizes_are_unique_and_in_small_letters() -> None:
+    names = [name for module in (dit, large_dit, uvit) for name in module.SIZES]
     assert sorted({name.lower() for name in names}) == sorted(names)
 
 

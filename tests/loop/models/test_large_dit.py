@@ -155,14 +155,14 @@ COMMON = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_preset_has_the_published_numbers_and_widths(name: str) -> None:
+def test_every_size_has_the_published_numbers_and_widths(name: str) -> None:
     layers, width, feed_forward, parameters = PUBLISHED[name]
     sizes = {"width": width, "num_layers": layers, "feed_forward": feed_forward}
-    assert large_dit.PRESETS.keys() == PUBLISHED.keys()
-    assert asdict(large_dit.PRESETS[name]) == {**sizes, **COMMON}
+    assert large_dit.SIZES.keys() == PUBLISHED.keys()
+    assert asdict(large_dit.SIZES[name]) == {**sizes, **COMMON}
     shapes = {key: tuple(x.shape) for key, x in locate(name).meta().named_parameters()}
     assert sum(map(math.prod, shapes.values())) == parameters
-    assert shapes["y_embedder.weight"] == (1001, 1024)  # the condition has width 1024 in all presets
+    assert shapes["y_embedder.weight"] == (1001, 1024)  # the condition has width 1024 in all sizes
     assert shapes["blocks.0.modulation.weight"] == (6 * width, 1024)
     assert shapes[f"blocks.{layers - 1}.w13.weight"] == (2 * feed_forward, width)
     assert shapes["blocks.0.qkv.weight"] == (3 * width, width)

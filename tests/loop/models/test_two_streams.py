@@ -40,10 +40,10 @@ LAYOUTS: list[tuple[int, Layout]] = [
 ]
 
 
-def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) -> SequenceModel:
+def model_of(size: str, device: torch.device, seed: int = 0, **change: Any) -> SequenceModel:
     # weights are so large that every part of the model matters
-    config = replace(two_streams.PRESETS[preset], **change)
-    model = Blueprint(preset, two_streams, config).build(torch.float64, device, seed)
+    config = replace(two_streams.SIZES[size], **change)
+    model = Blueprint(size, two_streams, config).build(torch.float64, device, seed)
     for index, parameter in enumerate(model.parameters()):
         parameter.copy_(random(tuple(parameter.shape), 100 * seed + index, device) * 0.4)
     return model
@@ -70,9 +70,9 @@ def stepped(run: Run) -> dict[str, Tensor]:
     return run.latents()
 
 
-def engine(world: int, device: torch.device, layout: Layout, preset: str) -> DistributedDiT:
+def engine(world: int, device: torch.device, layout: Layout, size: str) -> DistributedDiT:
     mesh = mesh_for(layout[0], world, device, *layout[1:])
-    return DistributedDiT(model_of(preset, device), mesh, layout[0], local(device))
+    return DistributedDiT(model_of(size, device), mesh, layout[0], local(device))
 
 
 def exactly(rank: int, world: int, device: torch.device, *rows: tuple[Layout, bool]) -> list[Tensor]:

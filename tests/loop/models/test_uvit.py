@@ -357,7 +357,7 @@ def test_the_planner_counts_the_flops_that_torch_counts() -> None:
     assert sum(work.joined) + 16 == sum(lengths.values()) == len(model.pos_embed)
 
 
-def test_presets_have_the_published_sizes() -> None:
+def test_sizes_are_the_published_ones() -> None:
     """Parameters of the original files, and the FLOPs of a guided step."""
     for name, parameters, tokens in (("unidiffuser-v0", 952_504_912, 1104), ("unidiffuser-v1", 952_509_520, 1105)):
         blueprint = locate(f"random:{name}")

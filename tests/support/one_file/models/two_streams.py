@@ -152,4 +152,4 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
     """Return None, because this model has no checkpoints."""
 
 
-PRESETS = {"two-streams": Config(), "two-states": Config(states=True), "fresh-text": Config(fresh=True)}
+SIZES = {"two-streams": Config(), "two-states": Config(states=True), "fresh-text": Config(fresh=True)}

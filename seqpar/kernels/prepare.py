@@ -147,11 +147,12 @@ def _run(
     inputs = [x for x in (q, k, v) if x is not None]
     like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
     heads, groups = (1 if x is None else x.shape[2] for x in (q, v if k is None else k))
+    size, steps = like.element_size(), jumps(how, dim)
     if isinstance(into, Places):
         table, (q_out, k_out), write, shape = into.table, (None, None), into.alignment, into.table.shape
         dtypes = {into.dtype, *(x.dtype for x in inputs)}
     else:
-        table, (q_out, k_out), write, shape = None, into, gcd(16, dim * like.element_size()), (3, 1, 0, 3)
+        table, (q_out, k_out), write, shape = None, into, gcd(16, dim * size), (3, 1, 0, 3)
         dtypes = {x.dtype for x in inputs}
     if len(dtypes) > 1:
         raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
@@ -164,6 +165,7 @@ def _run(
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tile(max(heads, groups, shape[2]), dim)
     padded, read = triton.next_power_of_2(max(dim, 2)), alignment(inputs, norms, how, dim)
+    write = gcd(write, *(step * size for step in steps))
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, q_out, k_out, table),
@@ -173,7 +175,7 @@ def _run(
             *rows,
             how.eps,
             *(heads, groups, triton.next_power_of_2(heads), triton.next_power_of_2(groups), len(inputs)),
-            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, early),
+            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, early, turned(how, dim)),
             *met,
             num_warps=warps,
             enable_fp_fusion=True,
@@ -194,10 +196,22 @@ def row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:
     return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(1 if by_head else -2)
 
 
+def turned(how: Prepare, dim: int) -> int:
+    """Return the number of pairs of a head that are rotated; all, if there is no rotary embedding."""
+    return dim // 2 if how.cos_lD2 is None else how.cos_lD2.shape[-1]
+
+
+def jumps(how: Prepare, dim: int) -> tuple[int, ...]:
+    """Return the numbers of channels in a row that are read at once, where a part of each head is rotated by halves."""
+    pairs = turned(how, dim)
+    return () if how.interleaved or pairs == dim // 2 else (pairs, dim // 2 - pairs)
+
+
 def alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
     """Return the widest load, at most 16 bytes: it divides the address of every head and row that is read."""
-    places = [(x, x.stride()[:3]) for x in inputs]
-    places += [(x, (dim,)) for x in norms if x is not None]
+    steps = jumps(how, dim)
+    places = [(x, (*x.stride()[:3], *steps)) for x in inputs]
+    places += [(x, (dim, *steps)) for x in norms if x is not None]
     places += [(x, x.stride()[:-1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
     return gcd(16, *(n for x, steps in places for n in (x.data_ptr(), *(step * x.element_size() for step in steps))))
 
@@ -226,11 +240,12 @@ def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
     cos, sin = (
         (rows if rows.dim() == 4 else rows.unsqueeze(-2)).to(x_BlHD.dtype) for rows in (how.cos_lD2, how.sin_lD2)
     )
+    x, rest = x_BlHD.tensor_split((2 * cos.shape[-1],), dim=-1)
     if how.interleaved:
-        a, b = x_BlHD.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    a, b = x_BlHD.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.cat((torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2), rest), -1)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 @jit(do_not_specialize=["tokens"])  # one program for all numbers of tokens
@@ -326,7 +341,7 @@ def _move(
 
     HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
     head dim and the next power of two, the copies of each head, the bytes that divide each place that is read and that
-    is written, and whether rotary rows are read early.
+    is written, whether rotary rows are read early, and the pairs of each head that are rotated.
     """
     # v (part 2) is only copied
     NORM: tl.constexpr = "none" if PART == 2 else HOW[0]  # pyright: ignore[reportAssignmentType]
@@ -339,14 +354,16 @@ def _move(
     READ: tl.constexpr = HOW[7]
     WRITE: tl.constexpr = HOW[8]
     EARLY: tl.constexpr = HOW[9]
+    TURNED: tl.constexpr = HOW[10]
+    STEP: tl.constexpr = 0 if PER_HEAD else DIM  # pyright: ignore[reportAssignmentType]
     table, table_heads, row, batch, token = place
     cos, sin, cos_row, sin_row = rotary
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)
-    a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+    a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, TURNED, READ)
     if ROTARY != "none" and EARLY:
-        cosine = rotary_row(cos + token * cos_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
-        sine = rotary_row(sin + token * sin_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
+        cosine = rotary_row(cos + token * cos_row, 1.0, EACH, HEADS, HEADS2, DIM2, TURNED, READ)
+        sine = rotary_row(sin + token * sin_row, 0.0, EACH, HEADS, HEADS2, DIM2, TURNED, READ)
     if NORM != "none":
         if NORM == "layer":
             mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
@@ -359,52 +376,59 @@ def _move(
         a = a * scale
         b = b * scale
         if weight is not None:
-            weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            weight_a, weight_b = read_heads(weight, STEP, ROTARY, HEADS, HEADS2, DIM, DIM2, TURNED, READ)
             a = a * weight_a
             b = b * weight_b
         if bias is not None:
-            bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            bias_a, bias_b = read_heads(bias, STEP, ROTARY, HEADS, HEADS2, DIM, DIM2, TURNED, READ)
             a = a + bias_a
             b = b + bias_b
     if ROTARY != "none":
         if not EARLY:
-            cosine = rotary_row(cos + token * cos_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
-            sine = rotary_row(sin + token * sin_row, EACH, HEADS, HEADS2, DIM, DIM2, READ)
-        turned = a * cosine - b * sine
+            cosine = rotary_row(cos + token * cos_row, 1.0, EACH, HEADS, HEADS2, DIM2, TURNED, READ)
+            sine = rotary_row(sin + token * sin_row, 0.0, EACH, HEADS, HEADS2, DIM2, TURNED, READ)
+        first = a * cosine - b * sine
         b = b * cosine + a * sine
-        a = turned
+        a = first
     for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
         if table is None:
-            write_heads(out + (row * HEADS + head) * DIM, head < HEADS, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+            write_heads(out + (row * HEADS + head) * DIM, head < HEADS, a, b, ROTARY, DIM, HEADS2, DIM2, TURNED, WRITE)
         else:
             entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
             known = (head < HEADS) & (head < table_heads)
             address = tl.load(entry, mask=known, other=0)
             offset = token * tl.load(entry + 1, mask=known, other=0) + batch * tl.load(entry + 2, mask=known, other=0)
             there = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
-            write_heads(there, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+            write_heads(there, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, TURNED, WRITE)
 
 
 @jit
 def rotary_row(
     start,
+    REST: tl.constexpr,
     EACH: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS2: tl.constexpr,
-    DIM: tl.constexpr,
     DIM2: tl.constexpr,
+    TURNED: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """Load a token's cosines or sines: a row per head, adjacent, or one row for all heads."""
+    """Load a token's cosines or sines: a row per head, adjacent, or one row for all heads. REST: of further pairs."""
     pair = tl.arange(0, DIM2 // 2)
     if EACH:
         head = tl.arange(0, HEADS2)[:, None]
-        at = tl.multiple_of(start + (head * (DIM // 2) + pair[None, :]), [READ, READ])
-        row = tl.load(at, mask=(head < HEADS) & (pair < DIM // 2)[None, :], other=0.0).to(tl.float32)
+        at = tl.multiple_of(start + (head * TURNED + pair[None, :]), [READ, READ])
+        row = tl.load(at, mask=(head < HEADS) & (pair < TURNED)[None, :], other=REST).to(tl.float32)
     else:
         at = tl.multiple_of(start + pair, [READ])
-        row = tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        row = tl.load(at, mask=pair < TURNED, other=REST).to(tl.float32)[None, :]
     return row
+
+
+@jit
+def halves(column, DIM: tl.constexpr, TURNED: tl.constexpr):
+    """Return the channels of pairs, where the first TURNED pairs are rotated, and then come those that are not."""
+    return column + tl.where(column < TURNED, 0, TURNED), column + tl.where(column < TURNED, TURNED, DIM // 2)
 
 
 @jit
@@ -422,16 +446,22 @@ def read_heads(
     HEADS2: tl.constexpr,
     DIM: tl.constexpr,
     DIM2: tl.constexpr,
+    TURNED: tl.constexpr,
     READ: tl.constexpr,
 ):
     """Load all heads, `step` elements apart, as two halves: first and second for "halves", else even and odd."""
     head = tl.arange(0, HEADS2)[:, None]
     if ROTARY == "halves":
         column = tl.arange(0, DIM2 // 2)[None, :]
-        at = tl.multiple_of(start + (head * step + column), [READ, READ])
         inside = (head < HEADS) & (column < DIM // 2)
-        a = tl.load(at, mask=inside, other=0.0)
-        b = tl.load(at + DIM // 2, mask=inside, other=0.0)
+        if TURNED < DIM // 2:
+            first, second = halves(column, DIM, TURNED)
+            a = tl.load(tl.multiple_of(start + (head * step + first), [READ, READ]), mask=inside, other=0.0)
+            b = tl.load(tl.multiple_of(start + (head * step + second), [READ, READ]), mask=inside, other=0.0)
+        else:
+            at = tl.multiple_of(start + (head * step + column), [READ, READ])
+            a = tl.load(at, mask=inside, other=0.0)
+            b = tl.load(at + DIM // 2, mask=inside, other=0.0)
     else:
         column = tl.arange(0, DIM2)[None, :]
         at = tl.multiple_of(start + (head * step + column), [READ, READ])
@@ -450,15 +480,21 @@ def write_heads(
     DIM: tl.constexpr,
     HEADS2: tl.constexpr,
     DIM2: tl.constexpr,
+    TURNED: tl.constexpr,
     WRITE: tl.constexpr,
 ):
     element: tl.constexpr = place.dtype.element_ty
     if ROTARY == "halves":
         column = tl.arange(0, DIM2 // 2)[None, :]
-        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
         inside = wanted[:, None] & (column < DIM // 2)
-        tl.store(at, a.to(element), mask=inside)
-        tl.store(at + DIM // 2, b.to(element), mask=inside)
+        if TURNED < DIM // 2:
+            first, second = halves(column, DIM, TURNED)
+            tl.store(tl.multiple_of(place[:, None] + first, [WRITE, WRITE]), a.to(element), mask=inside)
+            tl.store(tl.multiple_of(place[:, None] + second, [WRITE, WRITE]), b.to(element), mask=inside)
+        else:
+            at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
+            tl.store(at, a.to(element), mask=inside)
+            tl.store(at + DIM // 2, b.to(element), mask=inside)
     else:
         column = tl.arange(0, DIM2)[None, :]
         at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])

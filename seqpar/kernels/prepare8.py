@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.kernels.prepare import alignment, mean_of, prepare_one, read_heads, rotary_row, row_strides
+from seqpar.kernels.prepare import alignment, halves, mean_of, prepare_one, read_heads, rotary_row, row_strides, turned
 from seqpar.kernels.rows8 import E4M3, LARGEST
 from seqpar.types.outboxes import Outbox, Outboxes, Places
 from seqpar.types.protocols import Prepare, Qkv8, state_dtype
@@ -216,7 +216,8 @@ def _run(
             how.eps,
             (dim & -dim) ** -0.5,
             *(heads, groups, most, len(inputs)),
-            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], alignment(inputs, norms, how, dim), write),
+            (how.norm, how.per_head, rotary, each, dim, padded, shape[1])
+            + (alignment(inputs, norms, how, dim), write, turned(how, dim)),
             *met,
             num_warps=warps(most * padded),
             enable_fp_fusion=True,
@@ -314,7 +315,8 @@ def _round(
 
     HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
     head dim and the width of its tile, the copies of each head, the bytes that divide each place that is read and that
-    is written. SHARE: the number of heads with one scale, by which q is divided.
+    is written, and the pairs of each head that are rotated. SHARE: the number of heads with one scale, by which q is
+    divided.
     """
     NORM: tl.constexpr = HOW[0]
     PER_HEAD: tl.constexpr = HOW[1]
@@ -325,6 +327,8 @@ def _round(
     COPIES: tl.constexpr = HOW[6]
     READ: tl.constexpr = HOW[7]
     WRITE: tl.constexpr = HOW[8]
+    TURNED: tl.constexpr = HOW[9]
+    STEP: tl.constexpr = 0 if PER_HEAD else DIM  # pyright: ignore[reportAssignmentType]
     x, x_batch, x_token, x_head = source
     table, table_heads, row, tokens = place
     rotation, scales, centres, weight, bias, eps, norm = how
@@ -339,6 +343,8 @@ def _round(
         # the rows of the matrix for both halves of what `read_heads` returns
         at_a = pair if ROTARY == "halves" else 2 * pair
         at_b = at_a + (DIM // 2 if ROTARY == "halves" else 1)
+        if ROTARY == "halves" and TURNED < DIM // 2:
+            at_a, at_b = halves(pair, DIM, TURNED)
         has = (pair < DIM // 2)[:, None] & (column < DIM)[None, :]
         rotation_a = tl.load(rotation + at_a[:, None] * DIM + column[None, :], has, 0.0)
         rotation_b = tl.load(rotation + at_b[:, None] * DIM + column[None, :], has, 0.0)
@@ -349,7 +355,7 @@ def _round(
         start = tl.multiple_of(at + (head[:, None] * x_head + column[None, :]), [READ, READ])
         y = tl.load(start, inside, 0.0).to(tl.float32)
     else:
-        a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+        a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
         if NORM != "none":
             if NORM == "layer":
                 mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
@@ -360,19 +366,20 @@ def _round(
             a = a * factor
             b = b * factor
             if weight is not None:
-                weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                weight_a, weight_b = read_heads(weight, STEP, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
                 a = a * weight_a
                 b = b * weight_b
             if bias is not None:
-                bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, MOST, DIM, DIM2, READ)
+                bias_a, bias_b = read_heads(bias, STEP, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
                 a = a + bias_a
                 b = b + bias_b
         if ROTARY != "none":
-            cosine = rotary_row(cos + batch * cos_batch + token * cos_row, EACH, HEADS, MOST, DIM, DIM2, READ)
-            sine = rotary_row(sin + batch * sin_batch + token * sin_row, EACH, HEADS, MOST, DIM, DIM2, READ)
-            turned = a * cosine - b * sine
+            at_cos, at_sin = cos + batch * cos_batch + token * cos_row, sin + batch * sin_batch + token * sin_row
+            cosine = rotary_row(at_cos, 1.0, EACH, HEADS, MOST, DIM2, TURNED, READ)
+            sine = rotary_row(at_sin, 0.0, EACH, HEADS, MOST, DIM2, TURNED, READ)
+            first = a * cosine - b * sine
             b = b * cosine + a * sine
-            a = turned
+            a = first
         element: tl.constexpr = rotation.dtype.element_ty
         y = tl.dot(a.to(element), rotation_a, out_dtype=tl.float32)
         y = tl.dot(b.to(element), rotation_b, y, out_dtype=tl.float32) * norm

@@ -49,7 +49,9 @@ class Prepare:
     `per_head`, over each head; statistics are fp32. Weights are (H*D,), or (D,) if `per_head`; None means none.
     cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2), or (B, l, D/2) where those of batch rows differ, or
     (B, l, H, D/2) where those of heads differ, too; q and k then have the same number of heads, and B may be 1.
-    interleaved: whether the rotary pairs are (x[2j], x[2j+1]); otherwise they are (x[j], x[j + D/2]).
+    Rows of R < D/2 numbers rotate the first 2 R channels of each head alone.
+    interleaved: whether the rotary pairs are (x[2j], x[2j+1]); otherwise they are (x[j], x[j + R]), with R numbers in a
+    rotary row.
     eight: how q, k and v are rounded to 8 bits for attention; None keeps their dtype.
     """
 

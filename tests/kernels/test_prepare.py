@@ -42,7 +42,7 @@ SIZES = [
     for case in [*(case for case in CASES if case["tokens"] >= 100), *SMALL]
 ]
 NORMS = ["none", "layer", "rms", "layer per head", "rms per head"]
-ROTARY = ["none", "pairs", "halves"]
+ROTARY = ["none", "pairs", "halves", "some halves"]
 HALF = torch.float16
 FP32 = 1e-5  # fp32's own error before the one rounding, for values of order 10
 Case = dict[str, int]
@@ -67,7 +67,8 @@ def preparation(case: Case, norm: str, rotary: str, dtype: torch.dtype, affine: 
         random((width,), 1 + i, DEVICE, dtype) if affine and (kind == "layer" or i % 2 == 0) else None
         for i, width in enumerate(widths)
     )
-    angles = torch.arange(5, 5 + tokens)[:, None] * 0.3 ** torch.arange(dim // 2)
+    turned = dim // 2 - (max(1, dim // 8) if rotary == "some halves" else 0)  # pairs, of 96 of 128 channels
+    angles = torch.arange(5, 5 + tokens)[:, None] * 0.3 ** torch.arange(turned)
     cos, sin = (None, None) if rotary == "none" else (angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     return Prepare(kind, per_head, 3e-3, weight, bias, k_weight, k_bias, cos, sin, interleaved=rotary == "pairs")
 
@@ -91,11 +92,12 @@ def truth(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]
             return x
         angles = torch.complex(how.cos_lD2, how.sin_lD2)
         angles = angles if angles.dim() == 4 else angles.unsqueeze(-2)
+        turned = 2 * angles.shape[-1]
         if how.interleaved:
-            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * angles
-            return torch.view_as_real(pairs).flatten(-2)
-        pairs = torch.complex(*x.chunk(2, -1)) * angles
-        return torch.cat((pairs.real, pairs.imag), -1)
+            pairs = torch.view_as_complex(x[..., :turned].unflatten(-1, (-1, 2)).contiguous()) * angles
+            return torch.cat((torch.view_as_real(pairs).flatten(-2), x[..., turned:]), -1)
+        pairs = torch.complex(*x[..., :turned].chunk(2, -1)) * angles
+        return torch.cat((pairs.real, pairs.imag, x[..., turned:]), -1)
 
     return prepared(q_BlHD, how.q_weight, how.q_bias), prepared(k_BlGD, how.k_weight, how.k_bias)
 
@@ -160,7 +162,10 @@ def test_kernel_and_reference_round_the_truth_once(case: Case, dtype: torch.dtyp
             assert rounded_once(got, expected)
 
 
-WAYS = [pytest.param(*way) for way in (("layer", "pairs"), ("rms per head", "halves"), ("layer", "none"))]
+WAYS = [
+    pytest.param(*way)
+    for way in (("layer", "pairs"), ("rms per head", "halves"), ("layer", "none"), ("rms per head", "some halves"))
+]
 
 
 @pytest.mark.parametrize(

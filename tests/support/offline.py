@@ -59,7 +59,7 @@ from tests.kernels import test_merge, test_prepare, test_prepare8, test_push, te
 from tests.kernels.test_kernels import KERNELS
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EIGHT = ((24, 128, "pairs"), (40, 128, "pairs"), (30, 128, "halves"))
+EIGHT = ((24, 128, "pairs"), (40, 128, "pairs"), (30, 128, "halves"), (56, 128, "some halves"))
 WIDTHS = (4096, 1152)  # of Large-DiT-7B and DiT-XL
 OF_IMAGES = [name for name, kernel in KERNELS.items() if kernel.of_images and name != "group_norm"]
 Launch = Callable[[], object]
@@ -171,6 +171,7 @@ def launches() -> dict[str, Launch]:
         ),
         **{f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))},
         **{f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"},
+        "outboxes, 96 of 128": outboxes(56, 128, pairs=48),
         "outboxes, rows of images": outboxes(32, 128, rotary=(2,)),
         "outboxes, rows of heads": outboxes(32, 64, rotary=(1, 32)),
         "outboxes, meets": outboxes(32, 128, meets=True),
@@ -219,13 +220,20 @@ def of_rows(tokens: int, width: int) -> dict[str, Launch]:
     }
 
 
-def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv", rotary: tuple[int, ...] = ()) -> Launch:
+def outboxes(
+    heads: int,
+    dim: int,
+    meets: bool = False,
+    parts: str = "qkv",
+    rotary: tuple[int, ...] = (),
+    pairs: int | None = None,
+) -> Launch:
     """Return QK-norm and rotary into readers' outboxes; meets: the kernel also waits for them.
 
-    rotary: for how many images and then heads there are separate rotary rows.
+    rotary: for how many images and then heads there are separate rotary rows. pairs: how many are rotated; None: all.
     """
     case = {"batch": 2, "tokens": 8, "heads": heads, "kv_heads": heads, "dim": dim}
-    angles = torch.zeros(*rotary[:1], 8, *rotary[1:], dim // 2)
+    angles = torch.zeros(*rotary[:1], 8, *rotary[1:], pairs or dim // 2)
     how = replace(test_prepare.preparation(case, "layer", "halves", BF16), cos_lD2=angles, sin_lD2=angles)
     inputs = zip("qkv", test_prepare.project(case, BF16), strict=True)
     q, k, v = (x if name in parts else None for name, x in inputs)

@@ -59,12 +59,14 @@ class Matrix:
         """Return GELU (tanh formula) of the linear layer's output, (B, l, F), as the reader takes it."""
         return linear_gelu(unrounded(x_BlE), self.weight, self.bias)
 
-    def swiglu(self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None) -> Input:
+    def swiglu(
+        self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None, gate_last: bool = False
+    ) -> Input:
         """Return SwiGLU of the linear layer's output, (B, l, F / 2); its halves are the gate and the values.
 
-        tokens: as for `gated_linear`.
+        tokens, gate_last: as for `gated_linear`.
         """
-        return gated_linear(unrounded(x_BlE), self.weight, self.bias, tokens=tokens)
+        return gated_linear(unrounded(x_BlE), self.weight, self.bias, tokens=tokens, gate_last=gate_last)
 
     def wide(self, x_BE: Tensor) -> Tensor:
         """Return the product (B, F) in fp32 (fp64 for fp64), without the bias."""

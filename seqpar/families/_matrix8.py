@@ -51,14 +51,17 @@ class Matrix8(Matrix):
     def gelu(self, x_BlE: Input, reader: Matrix | None = None) -> Input:
         return self._activated(x_BlE, "gelu", reader)
 
-    def swiglu(self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None) -> Input:
-        return self._activated(x_BlE, "swiglu", reader)
+    def swiglu(
+        self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None, gate_last: bool = False
+    ) -> Input:
+        return self._activated(x_BlE, "swiglu, gate last" if gate_last else "swiglu", reader)
 
     def _activated(self, x_BlE: Input, activation: Activation, reader: Matrix | None) -> Input:
         y = self(x_BlE)
         if reader is not None and reader.rounding is not None:
             return round_rows(y, reader.rounding, activation)
-        return bias_gelu(y, None, reuse=True) if activation == "gelu" else swiglu(y)
+        last = activation == "swiglu, gate last"
+        return bias_gelu(y, None, reuse=True) if activation == "gelu" else swiglu(y, gate_last=last)
 
     def projected(self, x_BlE: Input, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
         rows, kv_heads = self._rows(x_BlE), heads if kv_heads is None else kv_heads

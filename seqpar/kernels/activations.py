@@ -48,9 +48,12 @@ def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reus
     return reference_gelu(x_BlF, bias_F, exact=exact)
 
 
-def swiglu(packed_BlF2: Tensor) -> Tensor:
-    """Return silu(w1 x) * w3 x, (B, l, F), from rows [w1 x | w3 x], (B, l, 2F); computed in fp32 (fp64 for fp64)."""
-    return (launch_swiglu if fused(packed_BlF2) else reference_swiglu)(packed_BlF2)
+def swiglu(packed_BlF2: Tensor, *, gate_last: bool = False) -> Tensor:
+    """Return silu(w1 x) * w3 x, (B, l, F), from rows [w1 x | w3 x], (B, l, 2F); computed in fp32 (fp64 for fp64).
+
+    gate_last: the rows are [w3 x | w1 x], as of diffusers' `FeedForward`.
+    """
+    return (launch_swiglu if fused(packed_BlF2) else reference_swiglu)(packed_BlF2, gate_last=gate_last)
 
 
 def sigmoid_gate(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
@@ -67,8 +70,10 @@ def reference_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False)
     return F.gelu(x, approximate="none" if exact else "tanh").to(x_BlF.dtype)
 
 
-def reference_swiglu(packed_BlF2: Tensor) -> Tensor:
+def reference_swiglu(packed_BlF2: Tensor, *, gate_last: bool = False) -> Tensor:
     gate, up = packed_BlF2.to(state_dtype(packed_BlF2.dtype)).chunk(2, dim=-1)
+    if gate_last:
+        gate, up = up, gate
     return (F.silu(gate) * up).to(packed_BlF2.dtype)
 
 
@@ -87,11 +92,11 @@ def launch_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, re
     return out
 
 
-def launch_swiglu(packed_BlF2: Tensor) -> Tensor:
+def launch_swiglu(packed_BlF2: Tensor, *, gate_last: bool = False) -> Tensor:
     contiguous_rows(packed_BlF2)
     batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
     out = packed_BlF2.new_empty(batch, tokens, width)
-    _launch(swiglu_kernel, tile(width), width, packed_BlF2, out)
+    _launch(swiglu_kernel, tile(width), width, packed_BlF2, out, GATE=width if gate_last else 0)
     return out
 
 
@@ -210,10 +215,11 @@ def swiglu_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     row, column, packed, inside = places(packed, count, tokens, batch_stride, token_stride, WIDTH, ROWS, COLUMNS)
-    gate = tl.load(packed + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(packed + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(packed + GATE + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(packed + (WIDTH - GATE) + column, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row.to(tl.int64) * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 

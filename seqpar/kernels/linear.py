@@ -59,19 +59,24 @@ has a long one on several ranks, but the choice must not depend on the number of
 
 
 def gated_linear(
-    x_BlE: Tensor, packed_F2E: Tensor, bias_F2: Tensor | None = None, *, tokens: int | None = None
+    x_BlE: Tensor,
+    packed_F2E: Tensor,
+    bias_F2: Tensor | None = None,
+    *,
+    tokens: int | None = None,
+    gate_last: bool = False,
 ) -> Tensor:
-    """Return SwiGLU of x W^T + bias, (B, l, F); the rows of W are w1|w3.
+    """Return SwiGLU of x W^T + bias, (B, l, F); the rows of W are w1|w3, or w3|w1 with `gate_last`.
 
     With quack the product stays in fp32 and only the result is rounded; with cuBLAS the product is rounded, too, as
     torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
     batch, local, _ = x_BlE.shape
     packed_F2E = plain(packed_F2E)
-    size = choice(x_BlE, packed_F2E) if bias_F2 is None and local else None
+    size = choice(x_BlE, packed_F2E) if bias_F2 is None and local and not gate_last else None
     tile = size and tile_for(size, batch * local, local if tokens is None else tokens)
     if tile is None:
-        return swiglu(F.linear(x_BlE, packed_F2E, bias_F2))
+        return swiglu(F.linear(x_BlE, packed_F2E, bias_F2), gate_last=gate_last)
     return launch(x_BlE, packed_F2E, tiled=tile)
 
 

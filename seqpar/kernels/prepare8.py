@@ -204,6 +204,7 @@ def _run(
         rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
     # the tile is the same for every part, because another one would round its sums differently; tensor cores take at
     # least 16 heads and half rows of 16
+    read = alignment(inputs, norms, how, dim)
     padded, most = max(32, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(max(heads, groups)))
     if batch * tokens:
         prepare8_kernel[(batch * tokens * len(inputs),)](
@@ -216,8 +217,7 @@ def _run(
             how.eps,
             (dim & -dim) ** -0.5,
             *(heads, groups, most, len(inputs)),
-            (how.norm, how.per_head, rotary, each, dim, padded, shape[1])
-            + (alignment(inputs, norms, how, dim), write, turned(how, dim)),
+            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, turned(how, dim)),
             *met,
             num_warps=warps(most * padded),
             enable_fp_fusion=True,

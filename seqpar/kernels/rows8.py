@@ -28,7 +28,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # in e4m3
 INVERSE = 1 / LARGEST  # torch divides by a number so on a GPU, but not on a CPU
 FEWEST = 64  # rows of a product with fast sums on GPUs; a row's bits do not depend on their number
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "swiglu", "swiglu, gate last"]
 
 CASES: tuple[dict[str, int], ...] = (
     {"batch": 1, "tokens": 1, "width": 384, "pad": 0},
@@ -86,7 +86,8 @@ def round_rows(x_BlE: Tensor, rounding: Rounding, activation: Activation | None 
 def reference(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
     x = x_BlE.to(state_dtype(x_BlE.dtype))
     if activation is not None:
-        x = reference_gelu(x, None) if activation == "gelu" else reference_swiglu(x)
+        last = activation == "swiglu, gate last"
+        x = reference_gelu(x, None) if activation == "gelu" else reference_swiglu(x, gate_last=last)
     return rounded_rows(x, rounding, x_BlE.dtype)
 
 
@@ -106,7 +107,7 @@ def rounded(x_RE: Tensor) -> tuple[Tensor, Tensor]:
 def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
     """Run the kernel: what `reference` returns, in new contiguous tensors. x needs only a contiguous last dim."""
     (batch, tokens, width), centre = x_BlE.shape, rounding.centre_E
-    width = width // 2 if activation == "swiglu" else width
+    width = width if activation in (None, "gelu") else width // 2
     contiguous_rows(x_BlE, centre)
     unit, strides = in_units([*x_BlE.stride()[:2]], width)
     values = torch.empty((batch, tokens, width), dtype=E4M3, device=x_BlE.device)
@@ -162,8 +163,10 @@ def rows8_kernel(
     row = tl.load(x + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     if ACTIVATION == "gelu":
         row = tanh_gelu(row)
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "swiglu, gate last":
         up = tl.load(x + E + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        if ACTIVATION == "swiglu, gate last":
+            row, up = up, row
         row = row / (1.0 + tl.exp(-row)) * up
     write_rounded(row, centre, values, scales, number * E + col, number, col, inside)
 

@@ -84,9 +84,11 @@ class WatchedMatrix(Matrix):
         self.look(unrounded(x_BlE))
         return super().gelu(x_BlE, reader)
 
-    def swiglu(self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None) -> Input:
+    def swiglu(
+        self, x_BlE: Input, reader: Matrix | None = None, *, tokens: int | None = None, gate_last: bool = False
+    ) -> Input:
         self.look(unrounded(x_BlE))
-        return super().swiglu(x_BlE, reader, tokens=tokens)
+        return super().swiglu(x_BlE, reader, tokens=tokens, gate_last=gate_last)
 
     def projected(self, x_BlE: Input, heads: int, prepare: Prepare, kv_heads: int | None = None) -> Projected:
         self.look(unrounded(x_BlE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -204,6 +205,13 @@ KERNELS["swiglu"] = Kernel(
     lambda packed: silu(packed.chunk(2, -1)[0]) * packed.chunk(2, -1)[1],
     wrong={"halves swapped": lambda packed: (torch.cat(packed.chunk(2, -1)[::-1], -1),)},
     bound=4e-6,
+)
+KERNELS["swiglu, gate last"] = replace(
+    KERNELS["swiglu"],
+    launch=partial(activations.launch_swiglu, gate_last=True),
+    reference=partial(activations.reference_swiglu, gate_last=True),
+    public=partial(activations.swiglu, gate_last=True),
+    formula=lambda packed: packed.chunk(2, -1)[0] * silu(packed.chunk(2, -1)[1]),
 )
 KERNELS["gelu"] = Kernel(
     *(activations, with_bias, activations.CASES, activations.launch_gelu, activations.reference_gelu),

@@ -40,11 +40,12 @@ def centre_of(width: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "activation", "centred"), covering(rows8.CASES, (None, "gelu", "swiglu"), turns=(False, True))
+    ("case", "activation", "centred"),
+    covering(rows8.CASES, (None, "gelu", "swiglu", "swiglu, gate last"), turns=(False, True)),
 )
 def test_a_pass_rounds_as_its_formula(case: dict[str, int], activation: Activation | None, centred: bool) -> None:
     batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
-    inputs = 2 * width if activation == "swiglu" else width
+    inputs = width if activation in (None, "gelu") else 2 * width
     x = random((batch, tokens, inputs + pad), 0, DEVICE, HALF)[..., :inputs]
     rounding = Rounding(centre_of(width) if centred else None)
     got, want = (work(x, rounding, activation) for work in (rows8.launch, rows8.reference))

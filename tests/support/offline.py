@@ -213,6 +213,7 @@ def of_rows(tokens: int, width: int) -> dict[str, Launch]:
         "rows8": lambda: rows8.launch(plain, centred),
         "rows8, gelu": lambda: rows8.launch(plain, centred, "gelu"),
         "rows8, swiglu": lambda: rows8.launch(packed, centred, "swiglu"),
+        "rows8, gate last": lambda: rows8.launch(packed, centred, "swiglu, gate last"),
         "rows8, adaln": lambda: adaln.launch(plain, Gated(vector, plain), vector, vector, Norm(), rounding=centred),
         "weight8": lambda: weight8.launch(rows(tokens, width, dtype=rows8.E4M3), rows(tokens, dtype=FP32), BF16),
         "QK-norm + rotary": lambda: prepare.launch(q, k, how),

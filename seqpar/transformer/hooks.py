@@ -34,7 +34,7 @@ from seqpar.transformer.calibration import Calibration
 from seqpar.transformer.changes import Changes
 from seqpar.transformer.foreign import ForeignCode, own_forward, refuse, refuse_compiled, refuse_late
 from seqpar.transformer.forward import CallState
-from seqpar.transformer.internals import is_hooked, is_outermost, register_innermost, unregister
+from seqpar.transformer.internals import hooks_on, is_hooked, is_outermost, register_innermost, unregister
 from seqpar.types.protocols import Qkv8
 
 OURS = "seqpar"  # the names of our hooks begin with it
@@ -97,6 +97,10 @@ class ShardHook(ModelHook):
             for index, how in self._place.gathers.items():
                 outputs[index] = self.state.gather(outputs[index], how, f"{self._path} output {index}")
         return outputs[0] if alone else tuple(outputs)
+
+    def retire(self) -> None:
+        """Change nothing from now on; a user's forward may still call the one around which this hook was."""
+        self._place, self._inputs = Boundary(), ()
 
 
 class ShardedModule:
@@ -277,4 +281,6 @@ def _unhook(hooked: list[tuple[ref[nn.Module], str]]) -> None:
     while hooked:
         reference, name = hooked.pop()
         if (module := reference()) is not None:
+            if isinstance(hook := hooks_on(module).get(name), ShardHook):
+                hook.retire()
             unregister(module, name)

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import seqpar
-from seqpar.families import flux3, z_image
+from seqpar.families import flux3, minimax_h3, z_image
 from seqpar.families._cuts import Cuts, Joint
 from seqpar.families._find import BLOCKS, CUTS
 from seqpar.families._find import FUSED as FILES_WITH_BLOCKS
@@ -41,7 +41,10 @@ from tests.transformer.test_lora import add, step
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # peft warns of a second adapter
 ROUNDED = 1e-6
 # how the classes begin whose blocks have functions
-KINDS = ("Chroma", "CogVideoX", "Flux", "HunyuanVideo", "Krea2", "LTX", "QwenImage", "SD3", "Wan", "ZImage")
+KINDS = (
+    *("Chroma", "CogVideoX", "Flux", "HunyuanVideo", "Krea2", "LTX"),
+    *("MiniMaxH3", "QwenImage", "SD3", "Wan", "ZImage"),
+)
 FUSED = [name for name, tiny in MODELS.items() if tiny.kind.startswith(KINDS) and tiny.splits]
 # whose blocks join a text of any length: that of FLUX.3 and Krea 2 attends to itself, too, and CogVideoX 2B has the
 # positions of one length
@@ -50,7 +53,7 @@ TEXTS = [
     for name in FUSED
     if not (
         name == "cogvideox_2b"
-        or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "LTX", "Wan", "ZImage", "Flux3"))
+        or MODELS[name].kind.startswith(("HunyuanVideoT", "Krea2", "LTX", "MiniMaxH3", "Wan", "ZImage", "Flux3"))
     )
 ]
 
@@ -174,6 +177,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "hunyuan15_i2v": {"num_layers": 1},
     "ltx_per_token": {"num_layers": 1},
     "ltx2_3": {"num_layers": 2},
+    "minimax_h3": {},
     "sd3_dual": {},
     "wan2.2": {"num_layers": 1},
     "wan_vace": {"num_layers": 1, "vace_layers": [0]},
@@ -202,6 +206,16 @@ def one_timestep(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"timestep": given["timestep"][:1]}
 
 
+def timesteps(count: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what gives the tokens of MiniMax-H3 so many timesteps, in turn."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        indices = torch.arange(len(given["token_tags"])) % count
+        return given | {"timestep": torch.linspace(0.2, 0.9, count).double(), "timestep_indices": indices}
+
+    return change
+
+
 def with_reference(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of Z-Image Omni, whose tokens of a reference image have another timestep."""
     pictures, texts = (
@@ -223,6 +237,9 @@ CALLS: dict[str, tuple[Tiny, Callable[[dict[str, Any]], dict[str, Any]], str | N
     "three pictures": (replace(Z_IMAGE, batch=3), dict, None),
     "one picture": (replace(Z_IMAGE, batch=1), dict, None),
     "two timesteps": (Z_IMAGE, with_reference, "because its tokens have one of two timesteps"),
+    # each kind of token has rows of its own for each of them
+    "one timestep for all tokens": (MODELS["minimax_h3"], timesteps(1), None),
+    "three timesteps": (MODELS["minimax_h3"], timesteps(3), None),
     # the input that a block has left for the next one is not used: the next one is given another tensor
     "residuals of a ControlNet": (
         MODELS["qwen"],
@@ -279,6 +296,17 @@ FAULTS: dict[str, tuple[str, object, str, Callable[[Any], Any]]] = {
         lambda own: lambda q, k, cos, sin: own(q, k, cos[:1], sin[:1]),
     ),
     "a branch without its norm": ("three pictures", z_image, "_branch_norm", lambda own: lambda norm: None),
+    "modulation of another kind of token and timestep": (
+        "three timesteps",
+        minimax_h3,
+        "_modulation",
+        lambda own: (
+            lambda call, temb, x: [
+                [rows_RE.unflatten(0, (-1, 3)).transpose(0, 1).flatten(0, 1) for rows_RE in rows]
+                for rows in own(call, temb, x)
+            ]
+        ),
+    ),
     "an input made of another tensor": (
         "residuals of a ControlNet",
         BlockHook,

@@ -47,6 +47,7 @@ FAMILIES = (
     ("ltx", "LTX-Video 2B: 7392", "ltx-video-2b", LTX),
     ("ltx", "LTX-Video 13B: 13,376", "ltx-video-13b", LTX),
     ("ltx2", "LTX-2: 6144 and 126 of sound; 2.3 has its blocks", "ltx-2", LTX2),
+    ("minimax_h3", "MiniMax-H3, 768 x 1344: 37,296 + 414 of sound + 256", "minimax-h3", "the two of the text alone"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

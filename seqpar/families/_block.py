@@ -8,24 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels.adaln import Branch
 from seqpar.kernels.linear import gated_linear, linear_gelu, product
+from seqpar.kernels.prepare8 import restored
 from seqpar.kernels.rows8 import Rounding, Rows8
-from seqpar.types.protocols import Prepare, Projected, Stream
+from seqpar.types.protocols import Prepare, Projected, Qkv8, Stream
 
 T = TypeVar("T")
 EIGHT = ("qkv", "out", "up", "down")  # usual names of the matrices of one stream that compute in 8 bits
-Input = Tensor | Rows8
-"""What a matrix multiplies: rows in the dtype of the weights, or rows that a kernel has rounded to 8 bits for it."""
+
+
+class Attended8(NamedTuple):
+    """The output (B, l, H, D) of attention in 8 bits, to which what reads it adds the values' centre.
+
+    eight: how the values were rounded. dtype: of the model.
+    """
+
+    out_BlHD: Tensor
+    eight: Qkv8
+    dtype: torch.dtype
+
+
+Input = Tensor | Rows8 | Attended8
+"""What a matrix multiplies: rows in the dtype of the weights, rows that a kernel has rounded to 8 bits for it, or rows
+that attention in 8 bits has left to it."""
 
 
 def unrounded(x_BlE: Input) -> Tensor:
-    """Return an input that no kernel has rounded; a matrix of 16 bits asks for no other."""
+    """Return an input that no kernel has rounded, in the model's dtype; a matrix of 16 bits asks for no other."""
+    if isinstance(x_BlE, Attended8):
+        return restored(*x_BlE).flatten(2)
     assert isinstance(x_BlE, Tensor)
     return x_BlE
 
@@ -80,10 +98,10 @@ class Matrix:
         kv_heads = heads if kv_heads is None else kv_heads
         return Projected(unrounded(x_BlE), self.weight, self.bias, heads, kv_heads, prepare)
 
-    def added_to(self, y_BlF: Tensor, x_BlE: Tensor) -> Branch:
+    def added_to(self, y_BlF: Tensor, x_BlE: Input) -> Branch:
         """Return the sum of y, which is contiguous and may be overwritten, and the product without a bias."""
         width, inner = self.weight.shape
-        y_BlF.view(-1, width).addmm_(x_BlE.reshape(-1, inner), self.weight.t())
+        y_BlF.view(-1, width).addmm_(unrounded(x_BlE).reshape(-1, inner), self.weight.t())
         return y_BlF
 
     def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
@@ -121,8 +139,8 @@ class BlockCall(Protocol):
         beside: Callable[[], None] | None = None,
         mask: Tensor | None = None,
         only: str | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Return attention over the tokens of all ranks; see `seqpar.types.protocols.Attend`.
+    ) -> tuple[Input, ...]:
+        """Return attention (B, l, E) over the tokens of all ranks, for matrices; see `seqpar.types.protocols.Attend`.
 
         streams: in the order of the cuts. mask: of the keys of all ranks, as the block was given it; where the cuts
         name masks of the transformer, these count. only: the name of the one stream that is passed and attends to

@@ -115,7 +115,7 @@ def _finished(
     call: BlockCall,
     name: str,
     x_BlE: Tensor,
-    out_BlHD: Tensor,
+    out_BlE: Input,
     rows: Rows,
     following: Rows | None,
     norm: Norm,
@@ -125,7 +125,7 @@ def _finished(
     """Return a stream after attention and MLP. following: the rows of the next block, whose input is left for it."""
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
     up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
-    branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
+    branch = call.matrices[f"{name} out"](out_BlE)
     x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index, rounding=up.rounding)
     branch = mlp(up, down, h)
     if following is None:

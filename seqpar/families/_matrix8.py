@@ -7,19 +7,20 @@ on a call's or a rank's other rows, so that one GPU's bits hold on any number of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from seqpar.families._block import Input, Matrix
+from seqpar.families._block import Attended8, Input, Matrix
 from seqpar.kernels.activations import bias_gelu, swiglu
 from seqpar.kernels.adaln import Branch
 from seqpar.kernels.rows8 import Activation, Rounding, Rows8, product8, round_rows
 from seqpar.kernels.weight8 import Weight8, narrowed, original
-from seqpar.types.protocols import Prepare, Projected, state_dtype
+from seqpar.types.protocols import Prepare, Projected, Qkv8, state_dtype
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Matrix8(Matrix):
     reads: Rounding
     folded: Tensor | None
     fast: bool
-    halves: dict[int, tuple[Matrix8, Matrix8]] = field(default_factory=dict, compare=False)
 
     @property
     def outputs(self) -> int:
@@ -67,8 +67,8 @@ class Matrix8(Matrix):
         rows, kv_heads = self._rows(x_BlE), heads if kv_heads is None else kv_heads
         return Projected8(cast(Tensor, rows), self.weight, self.bias, heads, kv_heads, prepare, self)
 
-    def added_to(self, y_BlF: Tensor, x_BlE: Tensor) -> Branch:
-        return y_BlF, self(x_BlE.flatten(2))  # the gate's kernel reads both, which spares a pass
+    def added_to(self, y_BlF: Tensor, x_BlE: Input) -> Branch:
+        return y_BlF, self(x_BlE)  # the gate's kernel reads both, which spares a pass
 
     def split_outputs(self, *sizes: int) -> tuple[Matrix, ...]:
         edges = [*accumulate(sizes, initial=0)]
@@ -78,35 +78,52 @@ class Matrix8(Matrix):
         """Return the matrix of these output channels."""
         bias, folded = (None if x is None else x[rows] for x in (self.bias, self.folded))
         return replace(
-            self,
-            weight=self.weight[rows],
-            bias=bias,
-            values=self.values[rows],
-            scales=self.scales[rows],
-            folded=folded,
-            halves={},
+            self, weight=self.weight[rows], bias=bias, values=self.values[rows], scales=self.scales[rows], folded=folded
         )
 
     def split_inputs(self, first: int) -> tuple[Matrix, Matrix]:
         """Return as `Matrix` does; the centre's whole product is in the bias of the second, because both add up."""
-        if first not in self.halves:  # the first call makes them, before any graph is captured
+        if first not in self._halves:  # the first call makes them, before any graph is captured
             centre = self.reads.centre_E
             centres = (None, None) if centre is None else (centre[:first], centre[first:])
             unread = self.weight.new_empty(0, 0)  # a `Weight8` has no columns in 8 bits
-            before = replace(self, weight=unread, bias=None, values=self.values[:, :first], folded=None, halves={})
-            after = replace(self, weight=unread, values=self.values[:, first:], halves={})
+            before = replace(self, weight=unread, bias=None, values=self.values[:, :first], folded=None)
+            after = replace(self, weight=unread, values=self.values[:, first:])
             before, after = (
                 replace(half, reads=Rounding(centre)) for half, centre in zip((before, after), centres, strict=True)
             )
-            self.halves[first] = before, after
-        return self.halves[first]
+            self._halves[first] = before, after
+        return self._halves[first]
 
     def _rows(self, x_BlE: Input) -> Rows8:
         if isinstance(x_BlE, Tensor):
             return round_rows(x_BlE, self.reads)
+        if isinstance(x_BlE, Attended8):
+            out_BlE, eight, dtype = x_BlE.out_BlHD.flatten(2), x_BlE.eight, x_BlE.dtype
+            rows = round_rows(out_BlE, self._less(eight), times=1 / eight.v_scale)
+            return rows._replace(rounding=self.reads, dtype=dtype)
         if x_BlE.rounding is not self.reads:
             raise ValueError("an input was rounded for another matrix, whose centre is not in this bias")
         return x_BlE
+
+    def _less(self, eight: Qkv8) -> Rounding:
+        # how the output of attention in 8 bits is rounded, which lacks the values' centre and has their scale
+        if eight not in self._read:  # as in `split_inputs`
+            groups, dim = eight.v_centre_GD.shape
+            centre_GD = eight.v_centre_GD.to(state_dtype(eight.v_centre_GD.dtype))
+            centre_E = -centre_GD.repeat_interleave(self.values.shape[1] // (groups * dim), 0).flatten()
+            if self.reads.centre_E is not None:
+                centre_E = centre_E + self.reads.centre_E
+            self._read[eight] = Rounding(centre_E * eight.v_scale)
+        return self._read[eight]
+
+    @cached_property
+    def _halves(self) -> dict[int, tuple[Matrix8, Matrix8]]:
+        return {}
+
+    @cached_property
+    def _read(self) -> dict[Qkv8, Rounding]:
+        return {}
 
 
 @torch.inference_mode(False)  # weights outlive the caller's mode

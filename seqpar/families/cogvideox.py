@@ -92,7 +92,7 @@ def block(
     attn, of, count = block.attn1, call.matrices, encoder_hidden_states.shape[1]
     how = _prepare(call, attn, image_rotary_emb, count, tokens.x)
     (out,) = call.attend([of["qkv"].projected(tokens.h, attn.heads, how)])
-    tokens = _finished(call, tokens, of["out"](out.flatten(2)), every)
+    tokens = _finished(call, tokens, of["out"](out), every)
     text, video = tokens.x[:, :count], tokens.x[:, count:]
     if call.index + 1 < len(every):
         call.hand_over(video, (text, tokens))

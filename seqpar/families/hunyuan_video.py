@@ -21,7 +21,7 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
+from seqpar.families._block import Block, BlockCall, Input, reads_next, rounding_for, unrounded
 from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import (
     DOUBLE_EIGHT,
@@ -213,10 +213,10 @@ class _Masked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
-    def attend(self, streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+    def attend(self, streams: Sequence[Stream]) -> tuple[Input, Input]:
         """See `BlockCall`."""
         image_out, text_out = self._call.attend(streams, mask=self._mask)
-        return image_out, text_out if self._kept_Bl is None else text_out * self._kept_Bl[..., None, None]
+        return image_out, text_out if self._kept_Bl is None else unrounded(text_out) * self._kept_Bl[..., None]
 
 
 def double(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.families import Pipelines
-from seqpar.families._block import EIGHT, Block, BlockCall, reads_next, rounding_for
+from seqpar.families._block import EIGHT, Block, BlockCall, reads_next, rounding_for, unrounded
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
 from seqpar.families._double import NAMES, pairs
 from seqpar.families._masks import Prepared, shorten
@@ -116,7 +116,7 @@ def block(
     gates = list[Tensor]()
     stream = of["qkv"].projected(h, attn.num_heads, how, attn.num_kv_heads)
     (out,) = call.attend([stream], beside=lambda: gates.append(of["gate"](h)))
-    branch = of["out"](sigmoid_gate(out.flatten(2), *gates))
+    branch = of["out"](sigmoid_gate(unrounded(out), *gates))
     return _finished(call, x, branch, every)
 
 

@@ -109,7 +109,7 @@ def block(
     rows = call.once("rotary", image_rotary_emb, lambda: by_head(image_rotary_emb, attn.heads))
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *rows)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
-    x = added(x, gate, of["out"](out.flatten(2)), index_Bl=index)
+    x = added(x, gate, of["out"](out), index_Bl=index)
     q = text.norm_q(of["text q"](x)).unflatten(2, (text.heads, -1))
     out = to_whole(call, q, encoder_hidden_states, of["text kv"], text.norm_k, bias)
     return finished(call, x, of["text out"](out.flatten(2)), modulation, norm)

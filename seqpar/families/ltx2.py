@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutpu
 from torch import Tensor
 
 from seqpar.families import Pipelines, ltx
-from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for
+from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for, unrounded
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._tiny import Tiny
@@ -259,19 +259,19 @@ def _read_text(
     x, h = gate_norm_modulate(x_BlE, gate, branch, shift, scale, norm, index_Bl=side.of_token, rounding=rounding)
     q = attn.norm_q(call.matrices[f"{name} q"](h)).unflatten(2, (attn.heads, -1))
     out = to_whole(call, q, side.text, call.matrices[f"{name} kv"], attn.norm_k, side.bias)
-    return x, _output(call, name, h, out), text_gate
+    return x, _output(call, name, h, out.flatten(2)), text_gate
 
 
-def _to_itself(call: BlockCall, side: Side, h_BlE: Input, skips: bool) -> Tensor:
-    """Return attention (B, l, H, D) of one side to itself, or its values alone."""
+def _to_itself(call: BlockCall, side: Side, h_BlE: Input, skips: bool) -> Input:
+    """Return attention (B, l, E) of one side to itself, or its values alone."""
     qkv, attn, heads = call.matrices[f"{side.name} qkv"], side.attn, side.attn.heads
     if skips:
-        return qkv.split_outputs(*[qkv.outputs // 3] * 3)[2](h_BlE).unflatten(2, (heads, -1))
+        return qkv.split_outputs(*[qkv.outputs // 3] * 3)[2](h_BlE)
     how = _prepare(attn, attn.norm_q, side.rows, attn.norm_k)
     if side.name == "video":
         return call.attend([qkv.projected(h_BlE, heads, how)])[0]
     q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
-    return call.local(*prepare(q, k, how), v)
+    return call.local(*prepare(q, k, how), v).flatten(2)
 
 
 def _modulated(
@@ -292,7 +292,7 @@ def _read(call: BlockCall, name: str, attn: Any, asks: tuple[Side, Tensor], tell
     q = prepare_one(q, _prepare(attn, attn.norm_q, asking.crossing_rows))
     k = prepare_one(k, _prepare(attn, attn.norm_k, telling.crossing_rows))
     out = call.attend_whole(q, k, v) if telling.name == "video" else call.local(q, k, v)
-    return _output(call, name, h, out)
+    return _output(call, name, h, out.flatten(2))
 
 
 def _prepare(attn: Any, norm: Any, rows: Rotary, k_norm: Any = None) -> Prepare:
@@ -301,11 +301,12 @@ def _prepare(attn: Any, norm: Any, rows: Rotary, k_norm: Any = None) -> Prepare:
     return Prepare("rms", False, norm.eps, norm.weight, None, k_weight, None, *rows, attn.rope_type == "interleaved")
 
 
-def _output(call: BlockCall, name: str, h_BlE: Input, out_BlHD: Tensor) -> Tensor:
+def _output(call: BlockCall, name: str, h_BlE: Input, out_BlE: Input) -> Tensor:
     """Return the product of attention's output, whose heads have gates in 2.3. h: attention's input."""
     if (gates := call.matrices.get(f"{name} gates")) is not None:
-        out_BlHD = out_BlHD * (2 * torch.sigmoid(gates(h_BlE)))[..., None]
-    return call.matrices[f"{name} out"](out_BlHD.flatten(2))
+        out_BlHD = unrounded(out_BlE).unflatten(2, (gates.outputs, -1))
+        out_BlE = (out_BlHD * (2 * torch.sigmoid(gates(h_BlE)))[..., None]).flatten(2)
+    return call.matrices[f"{name} out"](out_BlE)
 
 
 BLOCKS = {"LTX2VideoTransformerBlock": Block(block, ("image",), LAYERS, why_not, EIGHT)}

@@ -111,7 +111,7 @@ def block(
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
 
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = every[call.index]
-    up, down, branch = of["up"], of["down"], of["out"](out.flatten(2))
+    up, down, branch = of["up"], of["down"], of["out"](out)
     norm, rounding = _norm(block.norm2), up.rounding
     x, h = gate_norm_modulate(x, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index, rounding=rounding)
     branch = down(up.swiglu(h, down, gate_last=True))

@@ -103,8 +103,8 @@ def _attended_alone(call: BlockCall, attn: Any, x_BlE: Tensor, rows: Rows, norm:
     qkv = call.matrices["alone qkv"]
     h = norm_modulate(x_BlE, shift, scale, norm, rounding=qkv.rounding)
     stream = qkv.projected(h, attn.heads, _prepare(attn.norm_q, attn.norm_k))
-    (out_BlHD,) = call.attend([stream], only="image")
-    return added(x_BlE, gate, call.matrices["alone out"](out_BlHD.flatten(2)))
+    (out_BlE,) = call.attend([stream], only="image")
+    return added(x_BlE, gate, call.matrices["alone out"](out_BlE))
 
 
 def _prepare(q_norm: Any, k_norm: Any) -> Prepare:

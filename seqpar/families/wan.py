@@ -110,7 +110,7 @@ def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb
         h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token, rounding=of["qkv"].rounding)
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)])
-    x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
+    x, h = _to_text(call, x, gate, of["out"](out), block.norm2, modulation.of_token)
     branch = of["text out"](_attended(call, block.attn2, h, text_BLE))
     return finished(call, x, branch, modulation, norm)
 

@@ -94,7 +94,7 @@ def block(
         h = norm_modulate(x, mine.shift, mine.scale, norm, rounding=of["qkv"].rounding)
     how = by_head(attn.norm_q, attn.norm_k, *rows)
     (out,) = call.attend([of["qkv"].projected(h, attn.heads, how)], mask=attn_mask)
-    return _finished(call, block, x, of["out"](out.flatten(2)), every)
+    return _finished(call, block, x, of["out"](out), every)
 
 
 def _finished(call: BlockCall, block: Any, x_BlE: Tensor, branch_BlE: Tensor, every: list[ScalesAndGates]) -> Tensor:

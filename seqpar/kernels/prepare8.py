@@ -116,15 +116,10 @@ def reference_into(
 
 
 def restored(out_BlHD: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
-    """Return attention's output from that of v8, with the values' centre, in a model's dtype.
-
-    The output is overwritten if it has that dtype already. Centre and scale are numbers of the dtype, so that it rounds
-    once.
-    """
-    out, centre_GD, scale_G1 = out_BlHD.to(dtype), eight.v_centre_GD.to(dtype), eight.v_back.to(dtype)
-    grouped = out.unflatten(2, (len(centre_GD), -1))
-    torch.addcmul(centre_GD[:, None], grouped, scale_G1[:, None], out=grouped)
-    return out
+    """Return attention's output from that of v8, with the values' centre, rounded once to a model's dtype."""
+    centre_GD = eight.v_centre_GD.to(dtype)
+    grouped = out_BlHD.to(dtype).unflatten(2, (len(centre_GD), -1))
+    return torch.add(centre_GD[:, None], grouped, alpha=1 / eight.v_scale).flatten(2, 3)
 
 
 def launch(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:

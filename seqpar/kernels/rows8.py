@@ -77,18 +77,22 @@ class Rows8(NamedTuple):
         return self.values.double() * self.scales.double()
 
 
-def round_rows(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
-    """Return x, or GELU (tanh formula) or SwiGLU of x, in 8 bits; x is (B, l, E), for SwiGLU (B, l, 2 E)."""
+def round_rows(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None, *, times: float = 1.0) -> Rows8:
+    """Return x, or GELU (tanh formula) or SwiGLU of x, in 8 bits; x is (B, l, E), for SwiGLU (B, l, 2 E).
+
+    times: a factor of the rows less the centre, which their scales take.
+    """
     chosen = launch if fused(x_BlE, rounding.centre_E) else reference
-    return chosen(x_BlE, rounding, activation)
+    return chosen(x_BlE, rounding, activation, times)
 
 
-def reference(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+def reference(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None, times: float = 1.0) -> Rows8:
     x = x_BlE.to(state_dtype(x_BlE.dtype))
     if activation is not None:
         last = activation == "swiglu, gate last"
         x = reference_gelu(x, None) if activation == "gelu" else reference_swiglu(x, gate_last=last)
-    return rounded_rows(x, rounding, x_BlE.dtype)
+    rows = rounded_rows(x, rounding, x_BlE.dtype)
+    return rows._replace(scales=times * rows.scales)
 
 
 def rounded_rows(x_BlE: Tensor, rounding: Rounding, dtype: torch.dtype) -> Rows8:
@@ -104,7 +108,7 @@ def rounded(x_RE: Tensor) -> tuple[Tensor, Tensor]:
     return (x_RE / scales).to(E4M3), scales
 
 
-def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None) -> Rows8:
+def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None, times: float = 1.0) -> Rows8:
     """Run the kernel: what `reference` returns, in new contiguous tensors. x needs only a contiguous last dim."""
     (batch, tokens, width), centre = x_BlE.shape, rounding.centre_E
     width = width if activation in (None, "gelu") else width // 2
@@ -118,6 +122,7 @@ def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = No
             centre,
             values,
             scales,
+            times,
             tokens,
             *strides,
             E=width,
@@ -131,14 +136,14 @@ def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = No
 
 
 @jit
-def write_rounded(row, centre, values, scales, here, number, col, inside):
+def write_rounded(row, centre, values, scales, here, number, col, inside, times=1.0):
     """Write one row, less the centre, in e4m3, and its scale; used by every kernel that ends in a product of 8 bits."""
     if centre is not None:
         row -= tl.load(centre + col, inside, 0.0, eviction_policy="evict_last")
     row = tl.where(inside, row, 0.0)
     scale = tl.max(tl.abs(row / 448.0), 0)
     scale = tl.where(scale == 0.0, 1.0, scale)
-    tl.store(scales + number, scale)
+    tl.store(scales + number, scale * times)
     tl.store(values + here, (row / scale).to(values.dtype.element_ty), inside)
 
 
@@ -148,6 +153,7 @@ def rows8_kernel(
     centre,
     values,
     scales,
+    times,
     tokens,
     x_batch,
     x_token,
@@ -168,7 +174,7 @@ def rows8_kernel(
         if ACTIVATION == "swiglu, gate last":
             row, up = up, row
         row = row / (1.0 + tl.exp(-row)) * up
-    write_rounded(row, centre, values, scales, number * E + col, number, col, inside)
+    write_rounded(row, centre, values, scales, number * E + col, number, col, inside, times)
 
 
 def product8(

@@ -81,7 +81,7 @@ def uncentred(k_BLGD: Tensor) -> Qkv8:
     """Return the rounding that only rotates, for numbers in the range of e4m3."""
     groups, dim = k_BLGD.shape[2:]
     ones, zeros = torch.ones(groups, device=k_BLGD.device), torch.zeros(groups, dim, device=k_BLGD.device)
-    return Qkv8(hadamard(dim, k_BLGD.dtype, k_BLGD.device), ones, zeros, ones, zeros.to(k_BLGD.dtype))
+    return Qkv8(hadamard(dim, k_BLGD.dtype, k_BLGD.device), ones, zeros, 1.0, zeros.to(k_BLGD.dtype))
 
 
 def reference(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> tuple[Tensor, Tensor]:

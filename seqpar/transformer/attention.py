@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.attention._streams import given
+from seqpar.families._block import Attended8, Input, unrounded
 from seqpar.families._cuts import Joint, block_lists, is_attention, parameters
 from seqpar.families._find import UNSPLIT
 from seqpar.families._masks import JOINED, is_by_key
-from seqpar.kernels.prepare8 import restored
 from seqpar.mesh.exact import linear
 from seqpar.mesh.shard import JointShard, Shard
 from seqpar.transformer import masks
@@ -97,7 +97,8 @@ class ShardedAttention:
         if joined is None:
             return _local(q, k, v, mask, scale)
         q, k, v = fitting(q, k, v, scale)
-        return self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined, eight=eight)[0]
+        (out,) = self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined, eight=eight)
+        return unrounded(out).unflatten(2, (q.shape[2], -1))
 
     def of_streams(
         self,
@@ -107,8 +108,8 @@ class ShardedAttention:
         only: str | None = None,
         joined: Joined | None = None,
         eight: Qkv8 | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Return attention over all ranks for streams in the order of the cuts, inside a sharded forward.
+    ) -> tuple[Input, ...]:
+        """Return attention (B, l, E) over all ranks for streams in the order of the cuts, inside a sharded forward.
 
         mask: for all keys; where the cuts name masks, those count. only: the name of the one stream that is passed and
         attends to itself. joined: the streams that the passed one joins, if not those of the cuts. eight: how attention
@@ -127,9 +128,10 @@ class ShardedAttention:
         if eight is not None:
             rounded = [replace(stream, prepare=replace(stream.prepare, eight=eight)) for stream in streams]
             outs = self.state.attend(tokens, like, False, True)(rounded, beside=beside)
-            return tuple(restored(out, eight, like.dtype) for out in outs)
+            return tuple(Attended8(out, eight, like.dtype) for out in outs)
         if bias is None or not self.state.adds:
-            return self.state.attend(tokens, like, bias is not None)(streams, bias, beside=beside)
+            outs = self.state.attend(tokens, like, bias is not None)(streams, bias, beside=beside)
+            return tuple(out.flatten(2) for out in outs)
 
         # a mask of numbers that are added: queries whose own number is 0 attend without it
         merges = f"{self.state.plan.strategy.name} merges the results of ranks"
@@ -139,7 +141,7 @@ class ShardedAttention:
         outs = self.state.attend(tokens, like, True)(projected, bias, beside=beside)
         has_one = masks.of_rank(self.state.masks[JOINED] != 0, tokens, self.state.axis.rank)
         per_stream = has_one[..., None, None].split([stream.tokens for stream in streams], dim=1)
-        return tuple(torch.where(*parts) for parts in zip(per_stream, outs, plain, strict=True))
+        return tuple(torch.where(*parts).flatten(2) for parts in zip(per_stream, outs, plain, strict=True))
 
     def _joined(self, streams: Sequence[Stream], only: str | None) -> Joined:
         names = self._streams() if only is None else (only,)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import floor, log2
 from typing import Any
 
 import torch
@@ -91,13 +92,14 @@ def watched(module: nn.Module, prefix: str) -> Iterator[Mapping[str, Watched]]:
 def rounding_of(means_2GD: Tensor, most_3G: Tensor, dtype: torch.dtype, device: torch.device) -> Qkv8 | None:
     """Return how an attention's q, k and v become e4m3; None if q and k are too large for it.
 
-    The scale of k is balanced with that of q, whose inverse it is: both then have the same largest number.
+    The scale of k is balanced with that of q, whose inverse it is: both then have the same largest number. That of v is
+    the same for all heads: e4m3 keeps its digits over 15 powers of two.
     """
-    q, k, v = torch.where(most_3G == 0, 1.0, most_3G.double()) * HEADROOM
+    q, k, _ = torch.where(most_3G == 0, 1.0, most_3G.double()) * HEADROOM
     if bool((q * k > LARGEST**2).any()) or not bool(most_3G.isfinite().all()):
         return None
-    k_scale, v_scale = 2 ** ((q / k).log2() / 2).round(), 2 ** (LARGEST / v).log2().floor()
-    scales = [x.float().to(device) for x in (k_scale, v_scale)]
+    v = HEADROOM * (float(most_3G[2].amax()) or 1.0)
+    k_scale, v_scale = 2 ** ((q / k).log2() / 2).round(), 2.0 ** floor(log2(LARGEST / v))
     k_centre, v_centre = (x.to(device) for x in means_2GD)
     matrix = hadamard(means_2GD.shape[-1], dtype, device)
-    return Qkv8(matrix, scales[0], k_centre, scales[1], v_centre.to(dtype))
+    return Qkv8(matrix, k_scale.float().to(device), k_centre, v_scale, v_centre.to(dtype))

@@ -19,7 +19,7 @@ import torch
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
-from seqpar.families._block import DeclinedError, Matrix
+from seqpar.families._block import DeclinedError, Input, Matrix
 from seqpar.families._cuts import HOME
 from seqpar.families._find import BLOCKS
 from seqpar.families._matrix8 import Matrix8, quantised
@@ -436,7 +436,7 @@ class BlockHook(ModelHook):
     # What a function may use; see `BlockCall` ----------------------------------------------------------------------
 
     @property
-    def attend(self) -> Callable[..., tuple[Tensor, ...]]:
+    def attend(self) -> Callable[..., tuple[Input, ...]]:
         assert self.attention is not None
         return partial(self.attention.of_streams, eight=self.rounds)
 

@@ -26,19 +26,20 @@ class Qkv8:
     R is `rotation_DD` over the root of its block size: a Hadamard matrix, which spreads outlier channels and leaves
     q k^T unchanged. A softmax ignores q k_centre^T, and its rows add up to 1, so that attention of q8, k8 and v8 is
     (out - v_centre) v_scale: the local attention needs no scale, and all numbers are fixed before any call.
-    k_scale_G, v_scale_G: powers of two in fp32. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
+    k_scale_G: powers of two in fp32. v_scale: one for all heads, so that a product of the output can take it into the
+    scale of a row. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
     """
 
     rotation_DD: Tensor
     k_scale_G: Tensor
     k_centre_GD: Tensor
-    v_scale_G: Tensor
+    v_scale: float
     v_centre_GD: Tensor
 
     @cached_property
-    def v_back(self) -> Tensor:
-        """By which attention's output is multiplied, before the values' centre is added, in the model's dtype."""
-        return (1 / self.v_scale_G)[:, None].to(self.v_centre_GD.dtype)
+    def v_scale_G(self) -> Tensor:  # noqa: N802 (a tensor's name ends in its dims)
+        """The scale of the values for each head."""
+        return torch.full_like(self.k_scale_G, self.v_scale)
 
 
 @dataclass(frozen=True)

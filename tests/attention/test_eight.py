@@ -28,7 +28,7 @@ PLAIN = tuple(replace(case, masked=False) for case in CASES)
 
 def rounding(case: Case) -> Qkv8:
     how = eight(case.kv_heads, DIM, torch.float64, "cpu")
-    return replace(how, v_scale_G=how.v_scale_G * 8)
+    return replace(how, v_scale=8 * how.v_scale)
 
 
 def outputs(

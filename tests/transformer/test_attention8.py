@@ -12,16 +12,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import seqpar
+from seqpar.families import _block
+from seqpar.families._block import Attended8, Matrix
+from seqpar.families._matrix8 import quantised
 from seqpar.graphs.signature import form_of
 from seqpar.kernels.prepare8 import restored
+from seqpar.kernels.rows8 import Rounding
 from seqpar.local import fp8
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer import attention, calibration, forward
-from seqpar.transformer.calibration import calibrated
+from seqpar.transformer import calibration, forward
+from seqpar.transformer.calibration import Calibration, calibrated
 from seqpar.transformer.call import ShardedCall
 from seqpar.types.protocols import Qkv8
+from tests.kernels.test_prepare8 import eight
 from tests.support.diffusers_tiny import MODELS, flat
-from tests.support.meshes import EXACT, TRANSPORTS
+from tests.support.meshes import EXACT, TRANSPORTS, random
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows
 from tests.support.sharded import CPU, Outputs, body_of, error, raised
@@ -29,7 +34,11 @@ from tests.support.sharded import CPU, Outputs, body_of, error, raised
 NAMES = ("flux", "flux2", "wan", "sd3_dual", "z_image", "ltx", "ltx2", "cogvideox")
 UNFUSED = ("flux", "wan", "cogvideox")  # by diffusers' own blocks, too
 ROUNDING = 0.1  # of tiny models' outputs, largest error
-Rounds = Mapping[str, Qkv8]
+COMPUTED = (
+    *((name, "by functions") for name in NAMES),
+    *((name, "with GEMMs in 8 bits") for name in NAMES),
+    *((name, "by modules") for name in UNFUSED),
+)
 
 
 def model(name: str) -> Any:
@@ -44,15 +53,19 @@ def run_of(module: Any, name: str) -> Callable[[], object]:
     return lambda: module(**inputs(name))
 
 
-def rounds_of(name: str) -> Rounds:
+def known_of(name: str) -> Calibration:
     module = model(name)
-    made = calibrated(Mesh.joined(CPU), module, {"": module}, run_of(module, name), gemms=False, attention=True)
-    return made[""].attention
+    return calibrated(Mesh.joined(CPU), module, {"": module}, run_of(module, name), attention=True)[""]
 
 
 @pytest.fixture(scope="module")
-def rounds() -> dict[str, Rounds]:
-    return {name: rounds_of(name) for name in NAMES}
+def known() -> dict[str, Calibration]:
+    return {name: known_of(name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def rounds(known: dict[str, Calibration]) -> dict[str, Mapping[str, Qkv8]]:
+    return {name: each.attention for name, each in known.items()}
 
 
 def computed(body: ShardedCall, name: str) -> Outputs:
@@ -61,43 +74,44 @@ def computed(body: ShardedCall, name: str) -> Outputs:
 
 
 def outputs(
-    rank: int, world: int, device: torch.device, rounds: dict[str, Rounds], strategy: str, transport: str
-) -> dict[tuple[str, bool], Outputs]:
-    results = dict[tuple[str, bool], Outputs]()
-    for name, fused in [*((name, True) for name in NAMES), *((name, False) for name in UNFUSED)]:
-        how: Any = {"fused": fused, "exact": True, "attention": rounds[name]}
+    rank: int, world: int, device: torch.device, known: dict[str, Calibration], strategy: str, transport: str
+) -> dict[tuple[str, str], Outputs]:
+    results = dict[tuple[str, str], Outputs]()
+    for name, way in COMPUTED:
+        how: Any = {"fused": way != "by modules", "exact": True, "attention": known[name].attention}
+        how["calibration"] = known[name] if way == "with GEMMs in 8 bits" else None
         with by_rows():
             body = body_of(model(name), world, device, strategy, transport, **how)
-            results[name, fused] = computed(body, name)
+            results[name, way] = computed(body, name)
         body.release()
     return results
 
 
 @pytest.fixture(scope="module")
-def alone(rounds: dict[str, Rounds]) -> dict[tuple[str, bool], Outputs]:
-    return outputs(0, 1, CPU, rounds, "ulysses", "collective")
+def alone(known: dict[str, Calibration]) -> dict[tuple[str, str], Outputs]:
+    return outputs(0, 1, CPU, known, "ulysses", "collective")
 
 
 def whole(name: str) -> Outputs:
     return computed(body_of(model(name), fused=True), name)
 
 
-def test_the_error_is_that_of_rounding(alone: dict[tuple[str, bool], Outputs]) -> None:
-    for (name, fused), got in alone.items():
-        assert 1e-5 < error(got, whole(name)) < ROUNDING, (name, fused)
+def test_the_error_is_that_of_rounding(alone: dict[tuple[str, str], Outputs]) -> None:
+    for (name, way), got in alone.items():
+        assert 1e-5 < error(got, whole(name)) < ROUNDING, (name, way)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_number_of_ranks_has_one_ranks_bits(
-    cpu_ranks: Pool, rounds: dict[str, Rounds], alone: dict[tuple[str, bool], Outputs], world: int
+    cpu_ranks: Pool, known: dict[str, Calibration], alone: dict[tuple[str, str], Outputs], world: int
 ) -> None:
     strategy, transport = EXACT[world % len(EXACT)], TRANSPORTS[world % 2]
-    for results in cpu_ranks.run(world, outputs, rounds, strategy, transport):
+    for results in cpu_ranks.run(world, outputs, known, strategy, transport):
         for key, got in results.items():
             assert all(map(torch.equal, got, alone[key])), key
 
 
-def test_all_joined_attentions_are_calibrated(rounds: dict[str, Rounds]) -> None:
+def test_all_joined_attentions_are_calibrated(rounds: dict[str, Mapping[str, Qkv8]]) -> None:
     for name, known in rounds.items():
         body = body_of(model(name), fused=True, attention=known)
         attentions = body.sharded._attention
@@ -123,7 +137,7 @@ def test_padding_that_weighs_as_much_as_text_is_in_8_bits_too(monkeypatch: pytes
 
 @pytest.mark.parametrize("why", ["masks", "keys", "dtype"])
 def test_calls_that_do_not_fit_keep_their_dtype(
-    why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rounds: dict[str, Rounds]
+    why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rounds: dict[str, Mapping[str, Qkv8]]
 ) -> None:
     name, known = "flux", rounds["flux"]
     if why == "keys":
@@ -131,7 +145,7 @@ def test_calls_that_do_not_fit_keep_their_dtype(
         said = "keys, and 8 bits lose the mean of more than 5"
     elif why == "masks":
         name, said = "qwen_masked", "it has key masks"
-        known = rounds_of(name)
+        known = known_of(name).attention
     else:
         said = "its dtype or heads are not those of the calibration"
         known = dict.fromkeys(known, next(iter(rounds["wan"].values())))
@@ -143,16 +157,43 @@ def test_calls_that_do_not_fit_keep_their_dtype(
 
 
 def test_negative_control_a_centre_that_is_not_added_back_is_seen(
-    monkeypatch: pytest.MonkeyPatch, rounds: dict[str, Rounds]
+    monkeypatch: pytest.MonkeyPatch, rounds: dict[str, Mapping[str, Qkv8]]
 ) -> None:
     right = computed(body_of(model("flux"), fused=True, attention=rounds["flux"]), "flux")
 
     def uncentred(out: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
         return restored(out, eight, dtype) - eight.v_centre_GD
 
-    monkeypatch.setattr(attention, "restored", uncentred)
+    monkeypatch.setattr(_block, "restored", uncentred)
     wrong = computed(body_of(model("flux"), fused=True, attention=rounds["flux"]), "flux")
     assert error(wrong, whole("flux")) > 3 * error(right, whole("flux"))
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3_dual", "ltx2"])
+def test_gemms_in_8_bits_read_attentions_output_without_another_pass(
+    monkeypatch: pytest.MonkeyPatch, known: dict[str, Calibration], name: str
+) -> None:
+    passes = list[int]()
+    monkeypatch.setattr(_block, "restored", lambda *given: passes.append(1) or restored(*given))
+    for gemms in (known[name], None):
+        computed(body_of(model(name), fused=True, calibration=gemms, attention=known[name].attention), name)
+        assert bool(passes) is (gemms is None)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+def test_a_gemm_in_8_bits_takes_its_own_centre_out_of_values_that_lack_theirs(
+    heads: int, groups: int, centred: bool
+) -> None:
+    how, out = eight(groups, 16, torch.float64, "cpu"), random((2, 5, heads, 16), 0)
+    whole = restored(out, how, torch.float64).flatten(2)
+    own = Matrix(random((48, heads * 16), 1), random((48,), 2))
+    reader = quantised(own, Rounding(whole.mean((0, 1)).float() + 1 if centred else None), False)
+    got, want = reader(Attended8(out, how, torch.float64)), reader(whole)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert error(got, own(whole)) < ROUNDING
+    other = replace(how, v_centre_GD=how.v_centre_GD.flip(0))  # another calibration's
+    assert error(reader(Attended8(out, other, torch.float64)), want) > 5 * ROUNDING
 
 
 # The door -------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_parts_of_a_matrix_add_up() -> None:
     q, k = eight.split_outputs(16, 32)
     assert torch.equal(torch.cat([q(x), k(x)], dim=-1), eight(x))
     first, second = eight.split_inputs(64)
-    y = first.added_to(second(x[..., 64:]), x[..., :64].unflatten(-1, (4, 16)))
+    y = first.added_to(second(x[..., 64:]), x[..., :64])
     assert isinstance(y, tuple)  # the gate's kernel adds them
     assert error(y[0] + y[1], matrix(x)) < 0.05
 

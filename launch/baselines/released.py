@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 import diffusers
@@ -45,7 +45,8 @@ class Released:
     transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
     otherwise text is cross-attended. cheap: what makes the config that of a model with few weights and the same
     buffers, but of another width; if it is not given, one block of each kind. state: the argument that is the state.
-    padded: the number of tokens to which the pipeline pads a text, and masks them; 0 for none.
+    padded: the number of tokens to which the pipeline pads a text, and masks them; 0 for none. sound: the number of
+    tokens of sound that attention joins, too.
     """
 
     theirs: str
@@ -59,6 +60,7 @@ class Released:
     size: tuple[int, ...] = ()
     text: int = 0
     padded: int = 0
+    sound: int = 0
 
     def model(self, name: str, size: tuple[int, ...], text: int, padded: int = 0, **changes: Any) -> Released:
         """A model of this class. changes: arguments that differ from the class's defaults."""
@@ -75,7 +77,7 @@ class Released:
 
     @property
     def others(self) -> tuple[int, ...]:
-        return (self.text,) if self.joined else ()
+        return (self.text, *[self.sound] * (self.sound > 0)) if self.joined else ()
 
     def sized(self, tokens: int | None, text: int | None) -> Released:
         """The model with other numbers of tokens; one of None stays. A picture becomes as square as it can."""
@@ -90,9 +92,8 @@ class Released:
         return replace(self, config={**self.config, **fewer})
 
     def small(self) -> Released:
-        return replace(
-            self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8, padded=0
-        )
+        size, sound = SMALL_SIZE[-len(self.size) :], min(self.sound, 6)
+        return replace(self, config={**self.config, **self.narrow}, size=size, text=8, padded=0, sound=sound)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         theirs = getattr(diffusers, self.theirs)
@@ -349,6 +350,38 @@ def ltx2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     }
 
 
+def minimax_h3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Packed rows of a text, its sound and its video, in this order, as MiniMax-H3's modular pipeline packs them.
+
+    Text and video have one timestep, the sound another. The time of a position goes on from the text; a frame of
+    latents takes 17 / 3 of it, and the sides of a video about 32.
+    """
+    frames, rows, columns = model.size
+    patch = prod(model.config["patch_size"])
+    video = random(1, model.tokens, model.config["in_channels"] * patch)
+    counts, device = (model.text, model.sound, model.tokens), video.device
+    tags = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor(counts)).to(device)
+    text, sound, pixels = torch.arange(sum(counts), device=device).split(counts)
+    axes = [torch.arange(count, dtype=torch.float64) for count in (frames, rows, columns)]
+    grid = torch.cartesian_prod(axes[0] * 17 / 3 + model.text, *(axis * 32 / len(axis) for axis in axes[1:]))
+    places = torch.zeros(sum(counts), 3, dtype=torch.float64)
+    places[: model.text, 0] = torch.arange(model.text)
+    places[model.text : -model.tokens, 0] = model.text + torch.arange(model.sound) % (model.sound // 2)  # in stereo
+    places[-model.tokens :] = grid
+    return {
+        "hidden_states": video,
+        "audio_hidden_states": random(1, model.sound, model.config["audio_in_channels"]),
+        "encoder_hidden_states": random(1, model.text, model.config["text_dim"]),
+        "timestep": torch.tensor([0.3, 0.6], device=device),
+        "timestep_indices": (tags == 2).long(),
+        "token_tags": tags,
+        "position_ids": places.to(device),
+        "video_indices": pixels,
+        "audio_indices": sound,
+        "text_indices": text,
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
@@ -374,6 +407,10 @@ NARROW_LTX2: Mapping[str, Any] = {
     "audio_num_attention_heads": 4,
     "audio_attention_head_dim": 8,
     "audio_cross_attention_dim": 32,
+}
+NARROW_H3: Mapping[str, Any] = {
+    **{**FEW, "num_refiner_layers": 1, "hidden_size": 40, "ffn_dim": 48, "audio_in_channels": 8, "text_dim": 12},
+    **{"freq_dim": 16, "time_embed_hidden_dim": 24, "time_embed_dim": 16, "rope_freq_dim": 2},
 }
 NARROW_Z_IMAGE: Mapping[str, Any] = {
     **{"dim": 64, "n_layers": 2, "n_refiner_layers": 1},
@@ -418,6 +455,13 @@ HUNYUAN_15 = Released("HunyuanVideo15Transformer3DModel", hunyuan_video15_inputs
 WAN = Released("WanTransformer3DModel", wan_inputs, NARROW_WAN, joined=False)
 Z_IMAGE = Released("ZImageTransformer2DModel", z_image_inputs, NARROW_Z_IMAGE, state="x")
 LTX_2 = Released("LTX2VideoTransformer3DModel", ltx2_inputs, NARROW_LTX2, joined=False)
+MINIMAX_H3 = Released(
+    "MiniMaxH3Transformer3DModel",
+    minimax_h3_inputs,
+    NARROW_H3,
+    cheap={"num_layers": 1, "num_refiner_layers": 1, "hidden_size": 8, "ffn_dim": 8, "time_embed_dim": 8},
+    sound=414,
+)
 LTX = Released("LTXVideoTransformer3DModel", ltx_inputs, NARROW_LTX, joined=False)
 
 MODELS = (
@@ -439,6 +483,7 @@ MODELS = (
     replace(WAN, inputs=wan_by_token).model("wan2.2-ti2v-5b", (31, 22, 40), 512, **WAN_5B),
     Z_IMAGE.model("z-image", SQUARE, 128),
     LTX_2.model("ltx-2", (16, 16, 24), 1024, rope_type="split"),
+    MINIMAX_H3.model("minimax-h3", (37, 24, 42), 256),  # 124 frames of 768 x 1344, by 16 x 16 and 2 x 2
     LTX.model("ltx-video-2b", (21, 16, 22), 128),
     LTX.model("ltx-video-13b", (16, 22, 38), 128, **LTX_13B),
 )

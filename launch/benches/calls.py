@@ -57,9 +57,9 @@ class Calls(Flags):
 
     model: str = "flux.1-dev"
     """chroma1-hd, chroma1-hd-prompt (a text of 64 tokens, padded to 512), cogvideox-5b, flux.1-dev, flux.2-dev, flux.3,
-    hunyuan-video, hunyuan-video-1.5, krea-2, krea-2-prompt (likewise), ltx-2, ltx-video-2b, ltx-video-13b, qwen-image,
-    qwen-image-edit, sd3.5-large, z-image, wan2.1-14b, wan2.2-14b or wan2.2-ti2v-5b; on a machine without GPUs it has
-    few blocks and heads."""
+    hunyuan-video, hunyuan-video-1.5, krea-2, krea-2-prompt (likewise), ltx-2, ltx-video-2b, ltx-video-13b, minimax-h3,
+    qwen-image, qwen-image-edit, sd3.5-large, z-image, wan2.1-14b, wan2.2-14b or wan2.2-ti2v-5b; on a machine without
+    GPUs it has few blocks and heads."""
     tokens: tuple[int, ...] = ()
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""
     text: int | None = None

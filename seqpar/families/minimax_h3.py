@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from seqpar.families._double import Rows, entered, following, modulations
 from seqpar.families._masks import Prepared
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, gate_norm_modulate
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare, state_dtype
 
 PACKED = CutTokens("text, sound and video")
+TEXT, SOUND = 256, 414  # tokens of a usual prompt's text, and of the sound of 124 frames
 
 
 def _minimax_h3() -> Cuts:
@@ -139,4 +142,35 @@ def _modulation(call: BlockCall, temb: Tensor, x: Tensor) -> list[Rows]:
 
 
 BLOCKS = {"MiniMaxH3TransformerBlock": Block(block, (PACKED.stream,), LAYERS, eight=EIGHT)}
+
+
+def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
+    """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
+
+    A modulation row is that of one timestep. Left out is the attention of the layers of the text alone.
+    """
+    width, hidden, layers = config["hidden_size"], config["ffn_dim"], config["num_layers"]
+    heads, dim, time = config["num_attention_heads"], config["attention_head_dim"], config["time_embed_dim"]
+    inner, rows = heads * dim, 6 * MINIMAX_H3_MODALITY_NUM * width
+    gemms = ((width, 3 * inner), (inner, width), (width, 2 * hidden), (hidden, width))
+    video = config["in_channels"] * prod(config["patch_size"])
+    sines, middle = config["freq_dim"], config["time_embed_hidden_dim"]
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 3 * hidden), modulation=((time, rows),)),),
+        prepares=True,
+        once=((video, width), (width, video + config["audio_in_channels"])),
+        table=rows * layers + 2 * width,
+        live=4 * width + 3 * hidden,
+        text=((config["text_dim"], width), *gemms * config["num_refiner_layers"]),
+        conditioning=((sines, middle), (middle, time), (time, 2 * width)),
+        guided=False,
+        joined=(text, SOUND),
+    )
+
+
+WORK = {"MiniMaxH3Transformer3DModel": work}
 TINY = {"MiniMaxH3Transformer3DModel": Tiny(inputs=_inputs)}

@@ -80,6 +80,7 @@ BY_TOKEN = {
     "krea-2",
     "krea-2-prompt",
     "ltx-2",
+    "minimax-h3",
     "qwen-image-edit",
     "wan2.2-ti2v-5b",
     "z-image",

@@ -20,6 +20,7 @@ from torch import Tensor
 from seqpar.families import __main__, _prove
 from seqpar.families._cuts import CutTokens
 from seqpar.families._find import CUTS, FILES
+from seqpar.families._tiny import HEADS as NUMBER
 from seqpar.families._tiny import Tiny
 from seqpar.transformer.forward import CallState
 from tests.families.test_blocks import FUSED, blocks_named, counted
@@ -35,6 +36,7 @@ WORLDS = {"wan_like_lengths": (3, 3, 3, 3)}  # as many tokens of the text as a r
 
 Way = tuple[str, str, bool, tuple[bool, ...]]
 """A strategy, a transport, whether it is exact mode, and whether blocks are the family's, diffusers' own, or both."""
+HEADS = ("num_attention_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
@@ -42,8 +44,9 @@ def _cases() -> list[Any]:
     """Return (model, ranks, ways): each model by each strategy, in one job for each number of ranks."""
     cases: dict[tuple[str, int], list[Way]] = {}
     for (turn, name), (index, strategy) in product(enumerate(SPLIT), enumerate(LAYOUTS)):
-        heads = MODELS[name].config.get("num_attention_heads", MODELS[name].config.get("n_heads"))
-        kv_heads = next((MODELS[name].config[key] for key in KV_HEADS if key in MODELS[name].config), heads)
+        config = MODELS[name].config
+        heads = next((config[key] for key in HEADS if key in config), NUMBER)
+        kv_heads = next((config[key] for key in KV_HEADS if key in config), heads)
         worlds = WORLDS.get(name, (2, 3, 4, 2, 3, 1))
         world = worlds[(turn + index) % len(worlds)]
         if refused(strategy, world, heads, kv_heads) is None:

@@ -111,7 +111,7 @@ class Cuts:
     """Where the tokens of one transformer class are cut and gathered, and which attention joins the ranks.
 
     places: path of a submodule -> what is cut there. "" is the transformer itself, of which only inputs are cut; in a
-    path, "*" stands for every member of a list of modules, and -1 for its last one.
+    path, "*" stands for every member of a list of modules, -1 for its last one, and :-1 for all but this.
     attention: path of an attention module that joins the ranks -> how.
     local: paths of attention modules whose keys every rank has whole (cross-attention to text, parts before the first
     cut); they exchange nothing. Where tokens are split, an attention module in neither of the two is a ValueError.
@@ -163,6 +163,9 @@ gather the last layer's output. Leave out streams that are read by cross-attenti
 local=. A plan in diffusers' form (_cp_plan) works, too"""
 
 
+MEMBERS = {"*": slice(None), "-1": slice(-1, None), ":-1": slice(-1)}
+
+
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
     """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
 
@@ -182,9 +185,8 @@ def submodules(module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _children(parent: nn.Module, step: str) -> list[nn.Module]:
-    if step in ("*", "-1"):
-        children = list(parent.children())
-        children = children if step == "*" else children[-1:]
+    if step in MEMBERS:
+        children = list(parent.children())[MEMBERS[step]]
     else:
         children = [child for name, child in parent.named_children() if name == step]
     return [unwrapped(child) for child in children]

@@ -46,8 +46,7 @@ ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
-    reads_layers=("Ideogram4Pipeline", "JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
-    sigmas="AuraFlow|Bria|DreamLite|MotifVideo|NucleusMoE|Ovis",
+    reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"), sigmas="Bria|DreamLite|MotifVideo|NucleusMoE"
 )
 PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it

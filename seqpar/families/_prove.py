@@ -49,13 +49,17 @@ def kinds_of(name: str) -> list[str]:
     raise ValueError(f"{name} is no family and no transformer with cuts; families: {', '.join(FILES)}")
 
 
+def tiny_of(kind: str) -> Tiny:
+    return next((file.TINY[kind] for file in FILES.values() if kind in getattr(file, "TINY", ())), Tiny())
+
+
 def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Proof:
     """Compare the call of a tiny model on all ranks with the same call in this process. Collective.
 
     native: whether the family's functions compute blocks. cuts: in place of the family's. Raises ValueError if a call
     with `return_dict=True` returns another class than diffusers does, TypeError if `Cuts.output` takes fewer results.
     """
-    tiny = next((file.TINY[kind] for file in FILES.values() if kind in getattr(file, "TINY", ())), Tiny())
+    tiny = tiny_of(kind)
     module = build(getattr(diffusers, kind), tiny)
     given = arguments(module, tiny)
     with recorded(module) as whole, torch.no_grad():
@@ -71,7 +75,7 @@ def compare(kind: str, native: bool, cuts: Cuts | None = None) -> Proof:
     state = call.state
     lengths, rank, size = dict(state.lengths), state.axis.rank, state.axis.size
     release(module)
-    if type(named) is not type(expected):
+    if not isinstance(expected, type(named)):
         names = type(named).__name__, type(expected).__name__
         raise ValueError(f"got results in {names[0]}, expected {names[1]}; set output= of its Cuts")
     pairs = ((results, ours), (expected.to_tuple(), named.to_tuple()))
@@ -171,7 +175,7 @@ def proofs(kinds: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     reasons = dict[str, str | None]()
     for kind in kinds:
         with torch.device("meta"):
-            module = getattr(diffusers, kind)()
+            module = getattr(diffusers, kind)(**tiny_of(kind).config)
         reasons[kind] = cuts_of(module).why_not(module)
     splits = [kind for kind, reason in reasons.items() if reason is None]
     yield from ((kind, f"runs on one rank alone: {reason}") for kind, reason in reasons.items() if reason)

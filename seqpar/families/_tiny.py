@@ -35,7 +35,7 @@ class Tiny:
     """What is special about a tiny model. config: entries besides the scaled defaults.
 
     inputs: returns further arguments, for the config and a function that returns random numbers of a shape. fp32: names
-    of parameters that stay fp32, because the model mixes them with fp32 numbers.
+    of parameters, or of modules, that stay fp32, because the model mixes them with fp32 numbers.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def build(kind: Any, tiny: Tiny) -> Any:
     for name, weight in module.named_parameters():
         fan = weight[0].numel() if weight.dim() > 1 else 4
         weight.uniform_(-((3 / fan) ** 0.5), (3 / fan) ** 0.5)  # a variance of 1 / fan; gates and norms count, too
-        if name.rpartition(".")[-1] in tiny.fp32:
+        if {*name.split(".")} & {*tiny.fp32}:
             weight.data = weight.float()
     return module
 

@@ -38,24 +38,16 @@ from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
 from seqpar.types.keys import count_layers, shape_of
 
-CUTS = {
-    "FluxTransformer2DModel": Cuts(
-        {
-            "": Boundary(
-                inputs={
-                    "hidden_states": IMAGE,
-                    "encoder_hidden_states": TEXT,
-                    "img_ids": CutTokens("image", dim=-2),
-                    "txt_ids": replace(TEXT, dim=-2),
-                    "controlnet_block_samples": IMAGE,
-                    "controlnet_single_block_samples": IMAGE,
-                }
-            ),
-            "proj_out": OUT,
-        },
-        {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE},
-    )
-}
+
+def cuts_of_kin(*more: str) -> Cuts:
+    """Return the cuts of FLUX.1 and models alike. more: further inputs with a row for each token of the image."""
+    ids = {"img_ids": CutTokens("image", dim=-2), "txt_ids": replace(TEXT, dim=-2)}
+    inputs = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids, **dict.fromkeys(more, IMAGE)}
+    blocks = ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn")
+    return Cuts({"": Boundary(inputs), "proj_out": OUT}, dict.fromkeys(blocks, TEXT_IMAGE))
+
+
+CUTS = {"FluxTransformer2DModel": cuts_of_kin("controlnet_block_samples", "controlnet_single_block_samples")}
 PIPELINES = Pipelines(sigmas="Flux(?!Prior)|VisualClozeGeneration")
 UNGUIDED = ("FluxTransformer2DModel",)  # guidance is distilled, also where it is no input (schnell)
 WITHOUT_ROWS = ("img_ids", "txt_ids")

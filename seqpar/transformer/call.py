@@ -138,7 +138,8 @@ class ShardedCall:
                     arguments[name] = shard(state, arguments[name], how)
             # diffusers' dispatcher calls torch's attention, which is overridden, whatever is set elsewhere
             with exact_mode(state), sharded.watch.during(), attention_backend():
-                outputs = tuple(sharded.forward(**arguments, return_dict=False))
+                outputs = sharded.forward(**arguments, return_dict=False)
+                outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)  # Kandinsky's is alone
         finally:
             state.active = False
         return outputs if self.narrow is None else as_dtype(outputs, torch.float32)

@@ -8,7 +8,7 @@ numbers, so they need not be exact. A family's file may have a better descriptio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from seqpar.types.facts import Blocks, Work
 IMAGE_TOKENS = 4096  # 1024 x 1024 pixels, in latents of 1/8 and patches of 2 x 2
 VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels
 
+QUERY, KEY, VALUE = ("to_q", "to_query"), ("to_k", "to_key"), ("to_v", "to_value")  # names of layers of attention
 # layers whose rows are prompts or text tokens rather than image tokens
 _FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "text")
 
@@ -31,13 +32,14 @@ _FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "tex
 def work_of(module: nn.Module) -> Work:
     """Return what a token costs in a transformer, from its attention and the linear layers of its largest blocks.
 
-    Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, as diffusers' attention modules have.
+    Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, or names like these, as diffusers' have.
     """
     blocks = _blocks(module)
     attention = next(_attention(blocks[0]))
-    width, inner, heads = attention.to_q.in_features, attention.to_q.out_features, _heads(attention) or 1
+    to_q, to_k = _named(attention, QUERY), _named(attention, KEY)
+    width, inner, heads = to_q.in_features, to_q.out_features, _heads(attention) or 1
     head_dim = inner // heads
-    kv_heads = attention.to_k.out_features // head_dim
+    kv_heads = to_k.out_features // head_dim
     mine = list(_products(blocks[0]))
     every = sum(a * b for block in blocks for a, b in _products(block))
     layers = max(1, round(every / max(1, sum(a * b for a, b in mine))))
@@ -107,30 +109,34 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _attention(block: nn.Module) -> Iterator[Any]:
     for each in block.modules():
         module: Any = each
-        if _heads(module) is not None and _is_linear(module, "to_q") and _is_linear(module, "to_k"):
+        if _heads(module) is not None and _named(module, QUERY) is not None and _named(module, KEY) is not None:
             yield module
 
 
 def _heads(attention: Any) -> int | None:
-    counts = (getattr(attention, name, None) for name in ("heads", "num_heads"))
+    counts = (getattr(attention, name, None) for name in ("heads", "num_heads", "num_attention_heads"))
     return next((count for count in counts if isinstance(count, int)), None)
 
 
-def _is_linear(module: nn.Module, name: str) -> bool:
-    return hasattr(getattr(module, name, None), "out_features")
+def _named(module: nn.Module, names: Sequence[str]) -> Any:
+    # the linear layer that has one of these names, or None
+    layers = (getattr(module, name, None) for name in names)
+    return next((layer for layer in layers if hasattr(layer, "out_features")), None)
 
 
 def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
     # (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v
     for name, layer in block.named_modules():
-        skipped = name.endswith(("to_q", "to_k", "to_v")) or any(word in name.lower() for word in _FEW_ROWS)
+        skipped = name.endswith((*QUERY, *KEY, *VALUE)) or any(word in name.lower() for word in _FEW_ROWS)
         if isinstance(layer, nn.Linear) and not skipped:
             yield layer.in_features, layer.out_features
 
 
 def _tokens(config: Any) -> int:
-    size, patch = config.get("sample_size"), config.get("patch_size", 1)
+    size, patch = config.get("sample_size"), config.get("patch_size")
     if isinstance(size, int) and isinstance(patch, int):
         return max(1, size // patch) ** 2
+    if isinstance(size, int) and patch is None:  # of sound
+        return size
     frames = isinstance(patch, (tuple, list)) and len(patch) == 3
     return VIDEO_TOKENS if frames or config.get("patch_size_t") or config.get("sample_frames") else IMAGE_TOKENS

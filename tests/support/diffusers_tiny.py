@@ -1,11 +1,13 @@
 """Tiny random transformers of diffusers with inputs, one of each model that the adapter's table knows.
 
+Families without a row here have the model by which they prove themselves (`seqpar.families._tiny`), with three heads.
 Five heads do not divide by two, three or four ranks; token counts are odd, and batch rows differ.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +19,9 @@ import torch
 from diffusers.models.transformers import transformer_hunyuan_video15
 from torch import Tensor, nn
 
+from seqpar.families._find import CUTS
+from seqpar.families._prove import tiny_of
+from seqpar.families._tiny import arguments, scaled
 from tests.support.foreign import StayDouble
 from tests.support.meshes import random
 
@@ -75,7 +80,21 @@ class Tiny:
         module = module or self.build().to(device)
         arguments = self.arguments(device) if arguments is None else arguments
         with StayDouble(), torch.no_grad():
-            return flat(module(**arguments, return_dict=False))
+            outputs = module(**arguments, return_dict=False)
+            return flat((outputs,) if isinstance(outputs, Tensor) else outputs)  # Kandinsky's is alone
+
+
+def of_family(kind: str) -> Tiny:
+    """Return the model with which a family proves itself."""
+    tiny, klass = tiny_of(kind), getattr(diffusers, kind)
+    config = {**scaled(klass), **tiny.config}
+
+    def inputs(batch: int) -> Inputs:
+        with torch.device("meta"):
+            module = klass(**config)
+        return arguments(module, tiny)
+
+    return Tiny(kind, config, inputs)
 
 
 def narrow(inputs: int, hidden: int, outputs: int, own: Any = BYT5) -> Any:
@@ -517,4 +536,7 @@ MODELS = {
         batch=3,
     ),
 }
+# named by their classes: without "Transformer2DModel" and the like
+OTHERS = [kind for kind in CUTS if kind not in {tiny.kind for tiny in MODELS.values()}]
+MODELS |= {re.split("Transformer|DiT", kind)[0].lower(): of_family(kind) for kind in OTHERS}
 SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

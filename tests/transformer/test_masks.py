@@ -148,6 +148,28 @@ def test_padding_before_tokens_where_diffusers_moves_their_outputs_is_said_once(
     assert off > VISIBLE  # the line is true
 
 
+def packed(rank: int, world: int, device: torch.device) -> tuple[float, float, str]:
+    """Return the errors of Ideogram's image and of its padding, and the error for two samples in a row."""
+    tiny = MODELS["ideogram4"]
+    module, arguments = tiny.build().to(device), tiny.arguments(device)
+    arguments["segment_ids"] = torch.where(torch.arange(21) < torch.tensor([[0], [3]]), -1, 1).to(device)
+    call, whole = body_of(module, world, device, "ulysses"), tiny.whole(None, arguments, device)[0]
+    with StayDouble():
+        got = call(**arguments, return_dict=False)[0].clone()
+    two = torch.where(torch.arange(21) < 10, 0, 1).expand(2, -1).to(device)
+    message = raised(lambda: call(**{**arguments, "segment_ids": two}, return_dict=False))
+    call.release()
+    return error(got[:, 6:], whole[:, 6:]), error(got[1, :3], whole[1, :3]), message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_token_of_a_packed_sequence_reads_padding(ranks: Pool, world: int) -> None:
+    for of_image, of_padding, message in ranks.run(world, packed):
+        assert of_image < TOLERANCE
+        assert of_padding > VISIBLE  # which the page says
+        assert "segment_ids has several samples in a row" in message
+
+
 def test_the_reference_adds_a_bias_as_kernels_do() -> None:
     q, k, v = (random((2, 5, 3, 4), seed) for seed in range(3))
     for bias in (random((2, 5), 4), key_bias(LEFT_OUT[:, :5], torch.float64)):

@@ -1,0 +1,7 @@
+"""Where LongCat-Image's tokens are split: as FLUX.1's (`flux.py`)."""
+
+from __future__ import annotations
+
+from seqpar.families.flux import cuts_of_kin
+
+CUTS = {"LongCatImageTransformer2DModel": cuts_of_kin()}

@@ -51,11 +51,9 @@ def _prepare(call: Prepared) -> None:
 @apply_lora_scale("attention_kwargs")
 def _forward(module: Any, **given: Any) -> tuple[Tensor]:
     """Return the prediction (B, C, H, W), as `HiDreamImageTransformer2DModel` does with the same arguments."""
-    latents, masks, sizes, ids = (
-        given.get(n) for n in ("hidden_states", "hidden_states_masks", "img_sizes", "img_ids")
-    )
-    if given.get("hidden_states_masks") is None:
-        latents, masks, sizes, ids = module.patchify(latents)
+    has_patches = given.get("hidden_states_masks") is not None
+    patches: Any = map(given.__getitem__, PATCHES) if has_patches else module.patchify(given[PATCHES[0]])
+    latents, masks, sizes, ids = patches
     x = module.x_embedder(latents)
     temb = module.t_embedder(given["timesteps"], latents.dtype) + module.p_embedder(given["pooled_embeds"])
     *layers, t5 = module.caption_projection

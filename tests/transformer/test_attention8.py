@@ -31,7 +31,7 @@ from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows
 from tests.support.sharded import CPU, Outputs, body_of, error, raised
 
-NAMES = ("flux", "flux2", "wan", "sd3_dual", "z_image", "ltx", "ltx2", "cogvideox")
+NAMES = ("flux", "flux2", "wan", "sd3_dual", "z_image", "ltx", "ltx2", "cogvideox", "minimax_h3")
 UNFUSED = ("flux", "wan", "cogvideox")  # by diffusers' own blocks, too
 ROUNDING = 0.1  # of tiny models' outputs, largest error
 COMPUTED = (

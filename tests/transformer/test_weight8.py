@@ -491,7 +491,7 @@ def families(rank: int, world: int, device: torch.device, made: Any, strategy: s
 
 def test_families_have_one_ranks_bits_on_any_number(cpu_ranks: Pool) -> None:
     made = dict[str, Calibration]()
-    for name in ("flux", "wan", "qwen_masked", "ltx2"):
+    for name in ("flux", "wan", "qwen_masked", "ltx2", "minimax_h3"):
         module, mesh = in_8_bits(name), Mesh.single()
         (made[name],) = calibrated(mesh, module, {"": module}, partial(MODELS[name].whole, module)).values()
         assert made[name].products.keys() == made[name].means.keys()
@@ -511,6 +511,7 @@ MODELS_OF_PAGE = {
     "Wan 2.1 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
     "Wan 2.2 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 2),
     "FLUX.2-dev": ("Flux2Transformer2DModel", {"num_layers": 8, "num_single_layers": 48}, {}, 1),
+    "MiniMax-H3": ("MiniMaxH3Transformer3DModel", {"num_layers": 50}, {}, 1),
 }
 """Class, blocks, config, and how many of it a pipeline has."""
 

@@ -2,8 +2,8 @@
 
 What `seqpar.kernels.prepare` does in bf16, for attention in 8 bits (`seqpar.types.protocols.Qkv8`): the pass that norm
 and rotary need anyway also rounds, so that an exchange sends half of the bytes, and no rank rounds a key that another
-has rounded. A program computes one part of a token; tensor cores multiply by the rotation's matrix, because it is +1
-and -1. A token's bits do not depend on other tokens. Numbers over 448 become 448, and NaN stays.
+has rounded. A program computes one part of a token; the rotation is a Hadamard matrix, sums and differences of two
+numbers. A token's bits do not depend on other tokens. Numbers over 448 become 448, and NaN stays.
 Source: rotation by Hadamard matrices (QuaRot, arXiv 2404.00456).
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.kernels.prepare import alignment, halves, mean_of, prepare_one, read_heads, rotary_row, row_strides, turned
+from seqpar.kernels.prepare import alignment, mean_of, prepare_one, read_heads, rotary_row, row_strides, turned
 from seqpar.kernels.rows8 import E4M3, LARGEST
 from seqpar.types.outboxes import Outbox, Outboxes, Places
 from seqpar.types.protocols import Prepare, Qkv8, state_dtype
@@ -38,22 +38,19 @@ CASES = (
 NOBODY = meeting(None)
 
 
-def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a symmetric matrix (D, D) of Hadamard matrices, each as large as the largest power of two dividing D."""
-    block = torch.ones(1, 1)
-    while dim % (2 * len(block)) == 0:
-        block = torch.cat([torch.cat([block, block]), torch.cat([block, -block])], dim=1)
-    return torch.block_diag(*[block] * (dim // len(block))).to(device, dtype)
+def block_of(dim: int) -> int:
+    """Return the size of the Hadamard matrices that rotate a head: a power of two that divides it, or its half."""
+    return dim if dim & (dim - 1) == 0 else dim // 2 & -(dim // 2)
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Return x times that matrix over its block's root, (..., D), by additions whose order is fixed."""
-    dim, step = x.shape[-1], 1
-    while dim % (2 * step) == 0:
+    """Return x times that matrix over the root of its size, (..., D), by additions whose order is fixed."""
+    block, step = block_of(x.shape[-1]), 1
+    while step < block:
         a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return x * step**-0.5
+    return x * block**-0.5
 
 
 def prepare8(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +161,8 @@ def _rounded(x_BlHD: Tensor, centre_HD: Tensor | None, scale_H: Tensor) -> Tenso
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
-    return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+    whole = turned(how, inputs[0].shape[-1]) == inputs[0].shape[-1] // 2  # of each head has a rotary embedding
+    return whole and fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
 def _run(
@@ -180,7 +178,7 @@ def _run(
         raise ValueError("got q, k and v of different numbers of tokens, expected one")
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
-    like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
+    batch, tokens, _, dim = inputs[0].shape
     groups = len(eight.k_scale_G)
     heads = groups if q is None else q.shape[2]
     if isinstance(into, Places):
@@ -189,30 +187,31 @@ def _run(
     else:
         table, outs, write, shape = None, into, gcd(16, dim), (3, 1, 0, 3)
         dtypes = {x.dtype for x in into}
-    if dtypes != {E4M3} or len({eight.rotation_DD.dtype, *(x.dtype for x in inputs)}) > 1:
-        raise ValueError(f"got outboxes of {dtypes}, q, k, v of {like.dtype}, expected e4m3 and the rotation's dtype")
+    if dtypes != {E4M3} or len({x.dtype for x in inputs}) > 1:
+        raise ValueError(
+            f"got outboxes of {dtypes}, q, k, v of {[x.dtype for x in inputs]}, expected e4m3 and one dtype"
+        )
     strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
     norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
     rotary, rows, each = "none", (0, 0, 0, 0), False
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
         rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
-    # the tile is the same for every part, because another one would round its sums differently; tensor cores take at
-    # least 16 heads and half rows of 16
-    read = alignment(inputs, norms, how, dim)
-    padded, most = max(32, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(max(heads, groups)))
+    # the tile is the same for every part, because another one would round its sums differently
+    padded, most, block = triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, groups)), block_of(dim)
+    shapes = (how.norm, how.per_head, rotary, each, dim, padded, (padded // 2).bit_length() - 1, block, shape[1])
     if batch * tokens:
         prepare8_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, *outs, table),
-            *(eight.rotation_DD, eight.k_scale_G, eight.k_centre_GD, eight.v_scale_G, eight.v_centre_GD),
+            *(eight.k_scale_G, eight.k_centre_GD, eight.v_scale_G, eight.v_centre_GD),
             *(norms or (None,) * 4),
             *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
             *strides,
             *rows,
             how.eps,
-            (dim & -dim) ** -0.5,
+            block**-0.5,
             *(heads, groups, most, len(inputs)),
-            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, turned(how, dim)),
+            (*shapes, alignment(inputs, norms, how, dim), write),
             *met,
             num_warps=warps(most * padded),
             enable_fp_fusion=True,
@@ -228,7 +227,6 @@ def prepare8_kernel(
     k_out,
     v_out,
     table,
-    rotation,
     k_scale,
     k_centre,
     v_scale,
@@ -277,20 +275,31 @@ def prepare8_kernel(
     if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
         if part == 0:
             source = q, q_batch, q_token, q_head
-            how = rotation, k_scale, None, q_weight, q_bias, eps, norm
+            how = k_scale, None, q_weight, q_bias, eps, norm
             _round(source, q_out, place, how, rotary, 0, HEADS, HEADS // GROUPS, MOST, HOW)
     if k is not None:  # noqa: SIM102
         if part == 1:
             source = k, k_batch, k_token, k_head
-            how = rotation, k_scale, k_centre, k_weight, k_bias, eps, norm
+            how = k_scale, k_centre, k_weight, k_bias, eps, norm
             _round(source, k_out, place, how, rotary, 1, GROUPS, 1, MOST, HOW)
     if v is not None:  # noqa: SIM102
         if part == 2:
             source = v, v_batch, v_token, v_head
-            how = None, v_scale, v_centre, None, None, eps, norm
+            how = v_scale, v_centre, None, None, eps, norm
             _round(source, v_out, place, how, rotary, 2, GROUPS, 1, MOST, HOW)
     if flags is not None:
         last_meets(flags, tl.num_programs(0), LANES, TIMER)
+
+
+@jit
+def hadamard(x, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply blocks of columns by Hadamard matrices; each step adds neighbours and moves their bit to the top."""
+    WIDTH: tl.constexpr = 2**BITS  # pyright: ignore[reportAssignmentType]
+    for step in tl.static_range(BITS):  # pyright: ignore[reportGeneralTypeIssues]
+        even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
+        both = tl.join(even + odd, even - odd) if 2**step < BLOCK else tl.join(even, odd)
+        x = tl.reshape(tl.permute(both, (0, 2, 1)), (ROWS, WIDTH))
+    return x
 
 
 @jit
@@ -306,12 +315,12 @@ def _round(
     MOST: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """Normalise, rotate by position and by the matrix, scale and write the heads of a token; v is only scaled.
+    """Normalise, rotate by position and by Hadamard matrices, scale and write the heads of a token; v is only scaled.
 
     HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
-    head dim and the width of its tile, the copies of each head, the bytes that divide each place that is read and that
-    is written, and the pairs of each head that are rotated. SHARE: the number of heads with one scale, by which q is
-    divided.
+    head dim, the width of its tile, the bits of a column of half a tile, the size of a Hadamard matrix, the copies of
+    each head, the bytes that divide each place that is read and that is written. SHARE: the number of heads with one
+    scale, by which q is divided.
     """
     NORM: tl.constexpr = HOW[0]
     PER_HEAD: tl.constexpr = HOW[1]
@@ -319,30 +328,29 @@ def _round(
     EACH: tl.constexpr = HOW[3]
     DIM: tl.constexpr = HOW[4]
     DIM2: tl.constexpr = HOW[5]
-    COPIES: tl.constexpr = HOW[6]
-    READ: tl.constexpr = HOW[7]
-    WRITE: tl.constexpr = HOW[8]
-    TURNED: tl.constexpr = HOW[9]
+    BITS: tl.constexpr = HOW[6]
+    COPIES: tl.constexpr = HOW[8]
+    READ: tl.constexpr = HOW[9]
     STEP: tl.constexpr = 0 if PER_HEAD else DIM  # pyright: ignore[reportAssignmentType]
+    # halves begin at half of the head dim
+    WRITE: tl.constexpr = min(HOW[10], (DIM // 2) & -(DIM // 2)) if ROTARY == "halves" else HOW[10]  # pyright: ignore[reportAssignmentType]
+    # pairs of a number of each half are in one matrix, unless a matrix is within a half
+    CROSSES: tl.constexpr = (HOW[7] == DIM) | (ROTARY != "halves")  # pyright: ignore[reportAssignmentType]
+    INNER: tl.constexpr = HOW[7] // 2 if CROSSES else HOW[7]  # pyright: ignore[reportAssignmentType]
     x, x_batch, x_token, x_head = source
     table, table_heads, row, tokens = place
-    rotation, scales, centres, weight, bias, eps, norm = how
+    scales, centres, weight, bias, eps, norm = how
     cos, sin, cos_batch, cos_row, sin_batch, sin_row = rotary
     head = tl.arange(0, MOST)
     column = tl.arange(0, DIM2)
     pair = tl.arange(0, DIM2 // 2)
     known = head < HEADS
-    inside = known[:, None] & (column < DIM)[None, :]
+    if ROTARY == "halves":
+        inside = known[:, None] & (column % (DIM2 // 2) < DIM // 2)[None, :]
+        column = column // (DIM2 // 2) * (DIM // 2) + column % (DIM2 // 2)
+    else:
+        inside = known[:, None] & (column < DIM)[None, :]
     scale = tl.load(scales + head // SHARE, known, 1.0)[:, None]
-    if PART != 2:
-        # the rows of the matrix for both halves of what `read_heads` returns
-        at_a = pair if ROTARY == "halves" else 2 * pair
-        at_b = at_a + (DIM // 2 if ROTARY == "halves" else 1)
-        if ROTARY == "halves" and TURNED < DIM // 2:
-            at_a, at_b = halves(pair, DIM, TURNED)
-        has = (pair < DIM // 2)[:, None] & (column < DIM)[None, :]
-        rotation_a = tl.load(rotation + at_a[:, None] * DIM + column[None, :], has, 0.0)
-        rotation_b = tl.load(rotation + at_b[:, None] * DIM + column[None, :], has, 0.0)
     batch = row // tokens
     token = row % tokens
     at = x + batch * x_batch + token * x_token
@@ -350,7 +358,7 @@ def _round(
         start = tl.multiple_of(at + (head[:, None] * x_head + column[None, :]), [READ, READ])
         y = tl.load(start, inside, 0.0).to(tl.float32)
     else:
-        a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
+        a, b = read_heads(at, x_head, ROTARY, HEADS, MOST, DIM, DIM2, DIM // 2, READ)
         if NORM != "none":
             if NORM == "layer":
                 mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
@@ -361,23 +369,24 @@ def _round(
             a = a * factor
             b = b * factor
             if weight is not None:
-                weight_a, weight_b = read_heads(weight, STEP, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
+                weight_a, weight_b = read_heads(weight, STEP, ROTARY, HEADS, MOST, DIM, DIM2, DIM // 2, READ)
                 a = a * weight_a
                 b = b * weight_b
             if bias is not None:
-                bias_a, bias_b = read_heads(bias, STEP, ROTARY, HEADS, MOST, DIM, DIM2, TURNED, READ)
+                bias_a, bias_b = read_heads(bias, STEP, ROTARY, HEADS, MOST, DIM, DIM2, DIM // 2, READ)
                 a = a + bias_a
                 b = b + bias_b
         if ROTARY != "none":
             at_cos, at_sin = cos + batch * cos_batch + token * cos_row, sin + batch * sin_batch + token * sin_row
-            cosine = rotary_row(at_cos, 1.0, EACH, HEADS, MOST, DIM2, TURNED, READ)
-            sine = rotary_row(at_sin, 0.0, EACH, HEADS, MOST, DIM2, TURNED, READ)
+            cosine = rotary_row(at_cos, 1.0, EACH, HEADS, MOST, DIM2, DIM // 2, READ)
+            sine = rotary_row(at_sin, 0.0, EACH, HEADS, MOST, DIM2, DIM // 2, READ)
             first = a * cosine - b * sine
             b = b * cosine + a * sine
             a = first
-        element: tl.constexpr = rotation.dtype.element_ty
-        y = tl.dot(a.to(element), rotation_a, out_dtype=tl.float32)
-        y = tl.dot(b.to(element), rotation_b, y, out_dtype=tl.float32) * norm
+        a = hadamard(a, MOST, BITS, INNER)
+        b = hadamard(b, MOST, BITS, INNER)
+        y = tl.join(a + b, a - b) if CROSSES else tl.join(a, b)
+        y = tl.reshape(tl.permute(y, (0, 2, 1)) if ROTARY == "halves" else y, (MOST, DIM2)) * norm
     if centres is not None:
         y = y - tl.load(centres + head[:, None] * DIM + column[None, :], inside, 0.0).to(tl.float32)
     y = y / scale if PART == 0 else y * scale

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.kernels.prepare8 import hadamard, prepare8
+from seqpar.kernels.prepare8 import prepare8
 from seqpar.kernels.rows8 import E4M3
 from seqpar.types.protocols import Prepare, Qkv8, output_dtype
 
@@ -81,7 +81,7 @@ def uncentred(k_BLGD: Tensor) -> Qkv8:
     """Return the rounding that only rotates, for numbers in the range of e4m3."""
     groups, dim = k_BLGD.shape[2:]
     ones, zeros = torch.ones(groups, device=k_BLGD.device), torch.zeros(groups, dim, device=k_BLGD.device)
-    return Qkv8(hadamard(dim, k_BLGD.dtype, k_BLGD.device), ones, zeros, 1.0, zeros.to(k_BLGD.dtype))
+    return Qkv8(ones, zeros, 1.0, zeros.to(k_BLGD.dtype))
 
 
 def reference(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
 from seqpar.families._cuts import is_attention
-from seqpar.kernels.prepare8 import hadamard, rotated
+from seqpar.kernels.prepare8 import rotated
 from seqpar.kernels.rows8 import LARGEST
 from seqpar.transformer.attention import Override, arguments_of, fitting
 from seqpar.types.protocols import Qkv8, state_dtype
@@ -101,5 +101,4 @@ def rounding_of(means_2GD: Tensor, most_3G: Tensor, dtype: torch.dtype, device: 
     v = HEADROOM * (float(most_3G[2].amax()) or 1.0)
     k_scale, v_scale = 2 ** ((q / k).log2() / 2).round(), 2.0 ** floor(log2(LARGEST / v))
     k_centre, v_centre = (x.to(device) for x in means_2GD)
-    matrix = hadamard(means_2GD.shape[-1], dtype, device)
-    return Qkv8(matrix, k_scale.float().to(device), k_centre, v_scale, v_centre.to(dtype))
+    return Qkv8(k_scale.float().to(device), k_centre, v_scale, v_centre.to(dtype))

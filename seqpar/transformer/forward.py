@@ -190,7 +190,7 @@ class CallState:
             reason = "it has key masks"
         elif tokens.total > MOST_KEYS:
             reason = f"it has {tokens.total} keys, and 8 bits lose the mean of more than {MOST_KEYS}"
-        elif like.dtype != eight.rotation_DD.dtype or eight.k_centre_GD.shape != (groups, like.shape[-1]):
+        elif like.dtype != eight.v_centre_GD.dtype or eight.k_centre_GD.shape != (groups, like.shape[-1]):
             reason = "its dtype or heads are not those of the calibration"
         if reason is not None:
             self.say(f"attention of a call is computed in {like.dtype}, because {reason}".replace("torch.", ""))

@@ -23,14 +23,13 @@ class Qkv8:
 
         q8 = q R / k_scale,    k8 = (k R - k_centre) k_scale,    v8 = (v - v_centre) v_scale
 
-    R is `rotation_DD` over the root of its block size: a Hadamard matrix, which spreads outlier channels and leaves
-    q k^T unchanged. A softmax ignores q k_centre^T, and its rows add up to 1, so that attention of q8, k8 and v8 is
-    (out - v_centre) v_scale: the local attention needs no scale, and all numbers are fixed before any call.
+    R is a Hadamard matrix over the root of its size, which spreads outlier channels and leaves q k^T unchanged. A
+    softmax ignores q k_centre^T, and its rows add up to 1, so that attention of q8, k8 and v8 is (out - v_centre)
+    v_scale: the local attention needs no scale, and all numbers are fixed before any call.
     k_scale_G: powers of two in fp32. v_scale: one for all heads, so that a product of the output can take it into the
     scale of a row. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
     """
 
-    rotation_DD: Tensor
     k_scale_G: Tensor
     k_centre_GD: Tensor
     v_scale: float

@@ -42,6 +42,9 @@ def data(kind: str, keys: int, queries: int, dim: int = DIM) -> Qkv:
     if kind == "outliers":  # channels of k and of v
         k[..., :8] *= 12
         k, v = normed(k), v * (1 + 11 * (torch.arange(dim) % 16 == 5))
+    elif kind == "channels":  # few carry the products of q and k, as weights of their norms make them
+        sizes = random((dim,), 8, dtype=torch.float32).exp()
+        q, k = normed(sizes * q), normed(sizes * k)
     elif kind == "offsets":  # of k
         k = k + 12 * (torch.arange(dim) < 8)
     elif kind == "peaked":  # each query is four times a key
@@ -88,7 +91,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.attend(*(x.float() for x in (q, k, v)))[0].double()
 
 
-KINDS = ("normal", "outliers", "offsets", "peaked", "flat", *WITH_MEANS)
+KINDS = ("normal", "outliers", "channels", "offsets", "peaked", "flat", *WITH_MEANS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.kernels import prepare8 as kernel
 from seqpar.kernels.merge import merge
 from seqpar.kernels.prepare8 import prepare8, restored
 from seqpar.kernels.rows8 import E4M3
 from seqpar.local import fp8, reference
 from seqpar.planner.plan import choose_local
+from seqpar.transformer import attention8
 from seqpar.transformer.attention8 import MEANS, MOST, Watched, rounding_of
 from seqpar.types.protocols import Prepare, Qkv8
 from tests.conftest import DEVICE
@@ -154,6 +156,14 @@ def test_negative_control_faults_are_seen(fault: str) -> None:
         asked = replace(right, k_scale_G=4 * right.k_scale_G)
     given = (prepare8(q, k, v, Prepare(eight=asked))[0], *given[1:])
     assert error(restored(fp8.attend(*given)[0], restoring, DTYPE), truth) > ERROR
+
+
+def test_negative_control_few_channels_need_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.cpu().float() for x in data("channels", 1000, 100, 128))
+    truth, turned = formula(q, k, v), attended(q, k, v, eight_of(q, k, v))
+    for module in (kernel, attention8):
+        monkeypatch.setattr(module, "rotated", lambda x: x)
+    assert error(attended(q, k, v, eight_of(q, k, v)), truth) > 2 * error(turned, truth)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

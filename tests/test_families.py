@@ -1,4 +1,4 @@
-"""Tests that every family computes on 1 to 4 ranks what diffusers computes in one process, in fp64.
+"""Tests that every family computes on 1 to 6 ranks what diffusers computes in one process, in fp64.
 
 One table: each model of `tests/support/diffusers_tiny.py` by each strategy, with odd numbers of tokens and of heads, by
 the family's blocks if it has some; ranks, transports, exact mode and diffusers' own blocks beside them take turns.
@@ -31,7 +31,8 @@ from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi asks for fp32
 
-WORLDS = {"wan_like_lengths": (3, 3, 3, 3)}  # as many tokens of the text as a rank has of the video
+# as many tokens of the text as a rank has of the video; more ranks than half the heads
+WORLDS = {"wan_like_lengths": (3, 3, 3, 3), "minimax_h3": (2, 3, 5, 6, 4, 1)}
 
 
 Way = tuple[str, str, bool, tuple[bool, ...]]
@@ -87,7 +88,7 @@ def test_a_family_computes_what_diffusers_does(ranks: Pool, name: str, world: in
 def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> None:
     cases = [(name, world, *way) for name, world, ways in (case.values for case in CASES) for way in ways]  # pyright: ignore
     assert set(CUTS) - {"QwenImage21Transformer2DModel"} <= {MODELS[str(name)].kind for name, *_ in cases}
-    assert {world for _, world, *_ in cases} == {1, 2, 3, 4}
+    assert {world for _, world, *_ in cases} == {1, 2, 3, 4, 5, 6}
     assert {name for name, *_ in cases} == {case[0] for case in cases if False in case[-1]}
     for strategy in LAYOUTS:
         of_strategy = [case for case in cases if case[2] == strategy]

@@ -435,6 +435,7 @@ KREA2 = sizes(
 MINIMAX_H3 = sizes(
     8,
     2,
+    num_attention_heads=7,  # fewer divide them than 56
     hidden_size=24,
     num_refiner_layers=2,
     ffn_dim=32,

@@ -370,7 +370,7 @@ STORY = ("load", "one", "both", "a call's scale", "scale", "disable", "enable", 
 FUSING = ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload")  # by new data, then in place
 STORIES = [
     *((1 + index % 3, name, True, STORY) for index, name in enumerate(("qwen", "wan", "flux", "z_image", "krea2"))),
-    *((2, name, True, STORY) for name in ("hunyuan15", "sd3_dual")),
+    *((2, name, True, STORY) for name in ("hunyuan15", "minimax_h3", "sd3_dual")),
     (3, "flux", False, STORY),
     (2, "flux", True, FUSING),
 ]
@@ -384,7 +384,7 @@ def story(
     Then return whether the bits are at last those of the beginning, and how much adapters have changed.
     """
     tiny, answers, largest = MODELS[name], [], 0.0
-    options = "attention_kwargs" if name in ("krea2", "qwen", "wan", "hunyuan15") else "joint_attention_kwargs"
+    options = "joint_attention_kwargs" if name in ("flux", "sd3_dual", "z_image") else "attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, fused=fused)

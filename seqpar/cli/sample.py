@@ -93,9 +93,10 @@ def _generate(args: Args, plan: Plan, model: Model, job: Job, ranks: Mesh) -> tu
 
 def _write(paths: Sequence[Path], job: Job, result: Result, facts: dict[str, Any]) -> None:
     images: list[Any] = result.images if job.labels is None else [grid(result.images, job.labels)]
-    for path, image in zip(paths, images, strict=True):
+    sounds: Sequence[Any] = result.sounds or [None] * len(images)
+    for path, image, sound in zip(paths, images, sounds, strict=True):
         if job.video:
-            save_video(image, path, job.fps, facts)
+            save_video(image, path, job.fps, facts, sound)
         else:
             save(image, path, facts)
 

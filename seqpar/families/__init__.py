@@ -36,9 +36,10 @@ __all__ = ["Boundary", "CutTokens", "Cuts", "GatherTokens", "Joint"]
 class Pipelines:
     """What a family's diffusers pipelines take, where the signatures of their calls do not say it.
 
-    A name in the first three stands for all classes whose names begin with it.
+    A name in the first four stands for all classes whose names begin with it.
 
-    several_images: take several images for one result. one_result: take one prompt per call with an image.
+    several_images: take several images for one result. one_result: take one prompt per call with an image. one_prompt:
+    take one prompt per call, as a string.
     distilled: ignore a guidance scale if this key of model_index.json is true.
     image_class: a class for prompts -> a key of model_index.json and, where it is true, the key of the class for images
     in diffusers' table of image-to-video pipelines. Where it is false, no class takes an image.
@@ -51,6 +52,7 @@ class Pipelines:
 
     several_images: tuple[str, ...] = ()
     one_result: tuple[str, ...] = ()
+    one_prompt: tuple[str, ...] = ()
     distilled: Mapping[str, str] = field(default_factory=dict)
     image_class: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reads_layers: tuple[str, ...] = ()

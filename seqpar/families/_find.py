@@ -5,7 +5,6 @@ A new file needs no registration; what it may export is said in the package's do
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ import seqpar.families
 from seqpar.families import Pipelines
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
+from seqpar.families._modular import parameters_of, takes_image
 from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
 
@@ -46,7 +46,9 @@ ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
-    reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"), sigmas="Bria|DreamLite|MotifVideo|NucleusMoE"
+    one_prompt=("MiniMaxH3",),
+    reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
+    sigmas="Bria|DreamLite|MotifVideo|NucleusMoE",
 )
 PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
@@ -112,15 +114,21 @@ def takes_several_images(pipeline: str) -> bool:
     return any(pipeline.startswith(facts.several_images) for facts in PIPELINES)
 
 
-def needs_picture(kind: Any) -> bool:
-    """Return whether a pipeline of this class generates nothing without an input image."""
-    image = inspect.signature(kind.__call__).parameters.get("image")
-    return image is not None and bool(NEEDS.search(kind.__name__) or image.default is image.empty)
+def needs_picture(caller: Any) -> bool:
+    """Return whether a pipeline generates nothing without an input image. caller: see `_modular`."""
+    name = (caller if isinstance(caller, type) else type(caller)).__name__
+    image = parameters_of(caller).get("image")
+    return takes_image(caller) and bool(NEEDS.search(name) or (image is not None and image.default is image.empty))
 
 
 def makes_one_result(pipeline: str) -> bool:
     """Return whether a pipeline class takes one prompt per call with an image."""
     return any(pipeline.startswith(facts.one_result) for facts in PIPELINES)
+
+
+def takes_one_prompt(pipeline: str) -> bool:
+    """Return whether a pipeline class takes one prompt per call, as a string."""
+    return any(pipeline.startswith(facts.one_prompt) for facts in PIPELINES)
 
 
 def is_distilled(pipeline: str, index: Mapping[str, Any]) -> bool:

@@ -68,7 +68,7 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 CUTS = {"Ideogram4Transformer2DModel": _ideogram4()}
 UNGUIDED = ("Ideogram4Transformer2DModel",)  # another transformer computes the second branch
-PIPELINES = Pipelines(reads_layers=("Ideogram4Pipeline",))
+PIPELINES = Pipelines(reads_layers=("Ideogram4Pipeline", "Ideogram4ModularPipeline"))
 TINY = {
     "Ideogram4Transformer2DModel": Tiny(
         {"attention_head_dim": 16, "mrope_section": (4, 2, 2), "adaln_dim": 24, "llm_features_dim": 24}, _inputs

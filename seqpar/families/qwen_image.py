@@ -97,7 +97,7 @@ ROW_LISTS = ("img_shapes", "txt_seq_lens")
 PIPELINES = Pipelines(
     several_images=("QwenImageEditPlus", "QwenImage21"),
     one_result=("QwenImageEdit",),
-    reads_layers=("QwenImage21Pipeline",),
+    reads_layers=("QwenImage21Pipeline", "QwenImage21ModularPipeline", "QwenImage21TurboModularPipeline"),
     sigmas="QwenImage(?!Layered)",
 )
 TEXT_TOKENS = 128  # tokens of a text: a usual prompt's

@@ -21,13 +21,13 @@ from seqpar.loading.errors import context
 from seqpar.loading.names import errors_only
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.reading import Reader, check_finite
-from seqpar.loading.shared_encoder import SharedEncoder, failing
+from seqpar.loading.shared_encoder import INNER, SharedEncoder, failing
 from seqpar.mesh.inputs import agree
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.keys import KeyMap, TensorSource
 
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
-NAMES = ("text_encoder", "image_encoder")  # how the names of encoders begin
+NAMES = ("text_encoder", "image_encoder", "prompt_upsampler", "prompt_enhancer")  # how names of encoders begin
 
 
 def begin_encoder(
@@ -159,7 +159,9 @@ def begin_encoders(
                 while pending:
                     name = next(iter(pending))
                     loaded[name] = pending.pop(name)()  # the function holds the tensors, and is dropped
-            layers = {name: [layer for layer, _ in encoder.named_children()] for name, encoder in loaded.items()}
+            children = {name: dict(encoder.named_children()) for name, encoder in loaded.items()}
+            inner = {name: parts[INNER].named_children() if INNER in parts else () for name, parts in children.items()}
+            layers = {name: [*children[name], *(f"{INNER}.{part}" for part, _ in inner[name])] for name in loaded}
             return {name: (encoder.dtype, layers[name]) for name, encoder in loaded.items()}
 
         def configs() -> dict[str, Any]:
@@ -215,8 +217,8 @@ def at_first_call(pipe: Any, work: Callable[[], object]) -> None:
     handles = [module.register_forward_pre_hook(first) for module in transformers_of(pipe).values()]
 
 
-class _ReachedError(Exception):
-    """A pipeline has called a transformer, after its encoders."""
+class _ReachedError(BaseException):
+    """A pipeline has called a transformer, after its encoders. Modular pipelines print other exceptions."""
 
 
 def encode_first(

@@ -21,6 +21,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from tokenizers import Tokenizer
 
+from seqpar.families._modular import is_modular
 from seqpar.loading.checkpoint import (
     Checkpoint,
     Fitted,
@@ -33,13 +34,14 @@ from seqpar.loading.checkpoint import (
 )
 from seqpar.loading.encoders import open_encoder
 from seqpar.loading.errors import context
-from seqpar.loading.names import RandomModel, errors_only, importing_pipelines, no_bars
+from seqpar.loading.modular import of_workflow, place_of, without_parts
+from seqpar.loading.names import RandomModel, building, errors_only, importing_pipelines, no_bars
 from seqpar.loading.parts import (
     CONFIG,
-    INDEX,
     MOST_BYTES,
     NAMES,
     check_autoencoder,
+    index_of,
     part_of,
     parts_of,
     read_json,
@@ -69,8 +71,9 @@ YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 class PipelineParts:
     """The checked parts of a pipeline. Any number of requests can be checked without reading its files again.
 
-    source: its folder, or a random model. index: its model_index.json. config: the transformer's. vae: without weights,
-    or None. fitted: its models by the names of their parts.
+    source: its folder, or a random model. index: its model_index.json, of a modular one without the parts that the
+    workflow leaves out. config: the transformer's. vae: without weights, or None. fitted: its models by the names of
+    their parts. places: folders of parts.
     """
 
     source: Path | RandomModel
@@ -79,27 +82,42 @@ class PipelineParts:
     vae: Any
     scheduling: Mapping[str, Any] | None
     fitted: Mapping[str, Fitted] = field(default_factory=dict)
+    places: Mapping[str, Path] = field(default_factory=dict)
+    workflow: str | None = None
 
     @property
     def kind(self) -> Any:
         return kind_of(self.index, self.source if isinstance(self.source, Path) else Path(self.source.name))
 
+    @cached_property
+    def caller(self) -> Any:
+        """Return the pipeline's class, or a modular pipeline without weights: what `parameters_of` takes."""
+        if not is_modular(self.kind):
+            return self.kind
+        models = {name: part.model for name, part in self.fitted.items() if part.model is not None}
+        return without_parts(self.kind, self.index, self.workflow, models)
+
+    @property
+    def main(self) -> str:
+        """Return the name of the first transformer."""
+        return next(name for name in NAMES if part_of(self.index, name) is not None)
+
     @property
     def models(self) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         """Return class and config of each transformer, by their names."""
         configs = {name: (type(model), model.config) for name, model in self.other_transformers.items()}
-        return {"transformer": (_transformer(self.index), self.config), **configs}
+        return {self.main: (_transformer(self.index), self.config), **configs}
 
     @property
     def other_transformers(self) -> dict[str, Any]:
         """Return the transformers besides the first, without memory for weights, by their names."""
-        return {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != "transformer"}
+        return {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != self.main}
 
     @cached_property
     def transformer(self) -> Any:
         """Return the transformer without memory for weights; ValueError if its config describes none."""
-        if "transformer" in self.fitted:
-            return self.fitted["transformer"].model
+        if self.main in self.fitted:
+            return self.fitted[self.main].model
         return _built(_transformer(self.index), self.config, str(getattr(self.source, "name", self.source)))
 
 
@@ -108,11 +126,11 @@ def kind_of(index: Mapping[str, Any], path: Path) -> Any:
     name = str(index.get("_class_name"))
     with importing_pipelines():
         kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
+    if not (isinstance(kind, type) and (issubclass(kind, DiffusionPipeline) or is_modular(kind))):
         raise ValueError(
             f"got {path} with the pipeline {name}, expected a pipeline of diffusers {diffusers.__version__}"
         )
-    if part_of(index, "transformer") is None:
+    if all(part_of(index, transformer) is None for transformer in NAMES):
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind
 
@@ -123,21 +141,26 @@ def parts_of_random(random: RandomModel) -> PipelineParts:
     return PipelineParts(random, random.index, configs["transformer"], vae, configs["scheduler"])
 
 
-def parts_of_folder(path: Path) -> PipelineParts:
+def parts_of_folder(path: Path, workflow: str | None = None) -> PipelineParts:
     """Return the checked parts of a pipeline's folder, or of a transformer's file in one.
 
-    A part without a folder is left to diffusers. Raises ValueError for a part that does not load as its files say.
+    A part without a folder is left to diffusers. workflow: one of a modular pipeline, of which the parts are then.
+    Raises ValueError for a part that does not load as its files say.
     """
     folder, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(folder)
-    kind_of(index, folder)  # a class that diffusers does not have is named before its parts
-    fitted, scheduling = dict[str, Fitted](), None
+    pipeline = kind_of(index, folder)  # a class that diffusers does not have is named before its parts
+    if is_modular(pipeline):
+        index = of_workflow(pipeline, index, workflow)
+    elif workflow is not None:
+        raise ValueError(f"got workflow={workflow!r} for a {pipeline.__name__}, which is not modular; leave it out")
+    fitted, scheduling, places = dict[str, Fitted](), None, dict[str, Path]()
     for name, (library, kind) in parts_of(index):
         if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
             part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
             expected = f"classes of {' and '.join(LIBRARIES)} alone; {YOURSELF}"
-            raise ValueError(f"got {folder / INDEX} with {part}, expected {expected}")
-        place = folder / name
+            raise ValueError(f"got {index_of(folder)} with {part}, expected {expected}")
+        place = places[name] = place_of(folder, name, index)
         if file is not None and name == "transformer":
             fitted[name] = check_single(file)
         elif place.is_dir():
@@ -154,9 +177,10 @@ def parts_of_folder(path: Path) -> PipelineParts:
                 check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
             if name.startswith("tokenizer") or (place / TOKENIZER).is_file():  # a processor may hold one, too
                 check_tokenizer(place)
-    config = fitted["transformer"].config if "transformer" in fitted else read_json(folder / "transformer" / CONFIG)
+    main = next(name for name in NAMES if part_of(index, name) is not None)
+    config = fitted[main].config if main in fitted else read_json(folder / main / CONFIG)
     vae = fitted["vae"].model if "vae" in fitted else None
-    return PipelineParts(folder, index, config, vae, scheduling, fitted)
+    return PipelineParts(folder, index, config, vae, scheduling, fitted, places, workflow)
 
 
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -220,17 +244,21 @@ def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
             raise ValueError(f"{folder / name} names a program (auto_map), which is not run; {YOURSELF}")
 
 
-def check_model(folder: Path, library: str, name: str) -> Fitted | None:
-    """Return a part's model, which fits its config.json; None for a class that is left to diffusers, which raises.
-
-    name: the class, of diffusers, of one of its pipelines' packages, or of transformers. ValueError if weights do not
-    fit.
-    """
+def class_of(library: str, name: str) -> Any:
+    """Return the class of a part: of diffusers, of one of its pipelines' packages, or of transformers; or None."""
     if library == "transformers":
         import transformers as package  # takes seconds, which models without text encoders do not need
     else:
         package = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library, None)
-    return check_class(folder, getattr(package, name, None))
+    return getattr(package, name, None)
+
+
+def check_model(folder: Path, library: str, name: str) -> Fitted | None:
+    """Return a part's model, which fits its config.json; None for a class that is left to diffusers, which raises.
+
+    ValueError if weights do not fit.
+    """
+    return check_class(folder, class_of(library, name))
 
 
 def check_class(folder: Path, kind: Any) -> Fitted | None:
@@ -322,14 +350,14 @@ def _saved_as(config: Mapping[str, Any], kind: Any) -> Any:
 
 
 def _transformer(index: Mapping[str, Any]) -> Any:
-    _, name = part_of(index, "transformer") or ("", "")
+    _, name = next(part for name in NAMES if (part := part_of(index, name)) is not None)
     return getattr(diffusers, name, None)
 
 
 def _built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
     if kind is None:
         raise ValueError(f"got {what} with a part of a class that diffusers {diffusers.__version__} does not have")
-    with context(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
+    with context(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues(), building():
         return kind.from_config(dict(config))
 
 

@@ -7,6 +7,7 @@ of UniDiffuser, which the hub has by the same names, are named `random:NAME`; th
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,12 +54,14 @@ RANDOM_MODELS = {name: RandomModel(name, *fields) for name, fields in _find.RAND
 
 # a pipeline's parts, without files of other formats at the top of many repositories
 DOWNLOADED = [
-    *("model_index.json", "config.json", "diffusion_pytorch_model*"),
+    *("model_index.json", "modular_model_index.json", "config.json", "diffusion_pytorch_model*"),
     *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
     *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
     *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
     *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
+    *("audio_vae/*", "vocoder/*", "audio_scheduler/*"),
 ]
+OF_PART = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # of a part that is a whole repository
 ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
 # the last one is the base of what its HTTP client raises
 NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
@@ -67,10 +70,17 @@ NEAR = 0.8  # how alike a name and a known one are (`difflib`) that is suggested
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
-def download(name: str, random: Sequence[str], models: Sequence[str] = ()) -> Path:
+def download(
+    name: str,
+    random: Sequence[str],
+    models: Sequence[str] = (),
+    files: Sequence[str] = DOWNLOADED,
+    revision: str | None = None,
+) -> Path:
     """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
 
-    random, models: the names that were tried before, for the message: random models, and those of the package.
+    random, models: the names that were tried before, for the message: random models, and those of the package. files:
+    patterns of their names.
     """
     near = get_close_matches(name.lower()[:SHOWN], (*models, *random), 1, NEAR)
     known = f"; did you mean {near[0]}?" if near else ""
@@ -83,7 +93,9 @@ def download(name: str, random: Sequence[str], models: Sequence[str] = ()) -> Pa
         with errors_only(logging):
             reason = _why_not(name)
             # one process at a time writes a file
-            return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=reason is not None))
+            options: Any = {"allow_patterns": list(files), "local_files_only": reason is not None}
+            options |= {} if revision is None else {"revision": revision}
+            return Path(snapshot_download(name, **options))
     except (*NETWORK, errors.HFValidationError) as error:
         if reason is not None and isinstance(error, errors.LocalEntryNotFoundError):
             nowhere = "no files of it were downloaded before, and there is no such path"
@@ -125,6 +137,14 @@ def importing_pipelines() -> Iterator[None]:
     from transformers.utils import logging
 
     with errors_only(logging):
+        yield
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Silence what torch says of older functions of its own, by which models of diffusers are built."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
@@ -178,7 +198,7 @@ ORIGINAL = (".pt", ".pth", ".ckpt", ".bin")
 def check_format(path: Path) -> None:
     """Raise ValueError for a checkpoint in a format of its authors, which only `seqpar convert` reads."""
     if path.is_dir():
-        diffusers = (path / "model_index.json").is_file() or (path / "config.json").is_file()
+        diffusers = any((path / f"{name}.json").is_file() for name in ("model_index", "modular_model_index", "config"))
         files = () if diffusers else tuple(path.iterdir())
     else:
         files = (path,)

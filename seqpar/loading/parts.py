@@ -18,8 +18,11 @@ from torch import nn
 from seqpar.loading.schemas import Channels, Number, Positive, Schema, checked
 from seqpar.types.arguments import shown
 
-NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
+# a pipeline's transformers; Wan 2.2 has one for early and one for late steps, MiniMax-H3 one for references
+NAMES = ("transformer", "transformer_2", "transformer_ref")
 INDEX, CONFIG, SCHEDULER = "model_index.json", "config.json", "scheduler_config.json"
+MODULAR = "modular_model_index.json"
+PLACES = "_places"  # in the index of a modular pipeline: name of a part -> where it lies, as `ComponentSpec` says it
 MOST_BYTES = 1 << 27  # of a JSON file; tokenizers of published models have up to 40 MB
 
 
@@ -81,14 +84,19 @@ class Autoencoder(Schema, frozen=True):
     shift_factor: Number | None = None
 
 
+def index_of(folder: Path) -> Path | None:
+    """Return the file that makes a folder a pipeline's, or None."""
+    return next((file for name in (INDEX, MODULAR) if (file := folder / name).is_file()), None)
+
+
 def read_pipeline(folder: Path) -> dict[str, Any]:
-    """Return the model_index.json of a pipeline's folder.
+    """Return the model_index.json of a pipeline's folder; a modular_model_index.json in the same form, with `PLACES`.
 
     Raises ValueError if it names no class of a pipeline, if a part is no [library, class] or [null, null], or if
     id2label is no object of class numbers and names.
     """
-    path = folder / INDEX
-    index = read_json(path)
+    path = index_of(folder) or folder / INDEX
+    index = read_json(path) if path.name == INDEX else _plain(read_json(path))
     if not isinstance(index.get("_class_name"), str):
         name = shown(index.get("_class_name"))
         raise ValueError(f"got {path} with _class_name={name}, expected the name of a pipeline's class")
@@ -97,6 +105,20 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
         if not name.startswith("_") and isinstance(value, list):
             part_of(index, name, path)
     return index
+
+
+def _plain(index: Mapping[str, Any]) -> dict[str, Any]:
+    # a part is [library, class, where it lies]; library and class are null if it was never loaded
+    plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in index.items()}
+    places = plain[PLACES] = dict[str, Any]()
+    for name, value in index.items():
+        match value:
+            case [library, kind, {"type_hint": hint, **place}] if not name.startswith("_"):
+                plain[name] = hint if kind is None else [library, kind]
+                places[name] = place
+            case _:
+                pass
+    return plain
 
 
 def part_of(index: Mapping[str, Any], name: str, path: object = INDEX) -> tuple[str, str] | None:

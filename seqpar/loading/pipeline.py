@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from seqpar.families._find import reads_layers, stored_in_8_bits
+from seqpar.families._modular import is_modular
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, Fitted
 from seqpar.loading.encoders import begin_encoders, encode_first, name_encoders, no_collection
 from seqpar.loading.errors import BROKEN, context
-from seqpar.loading.folder import PipelineParts, vae_keys
-from seqpar.loading.names import no_bars
+from seqpar.loading.folder import PipelineParts, class_of, vae_keys
+from seqpar.loading.modular import without_parts
+from seqpar.loading.names import building, no_bars
 from seqpar.loading.parts import NAMES as TRANSFORMERS
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
@@ -102,7 +104,10 @@ def load_pipeline(
             stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
             with context(fails):
                 try:
-                    pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
+                    if is_modular(kind):
+                        pipe = _of_blocks(parts, kind, dtype, {**models, **stubs})
+                    else:
+                        pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
                 except BROKEN:
                     _check_unchanged(parts)  # first: diffusers names the bytes of a file that has changed
                     raise
@@ -120,6 +125,17 @@ def load_pipeline(
                 weights[name].finish(models[name], placing, mesh)
     mesh.on_all_ranks(lambda: _complete(pipe, parts, loras, models.keys(), encoders, mesh.device))
     return pipe
+
+
+def _of_blocks(parts: PipelineParts, kind: Any, dtype: torch.dtype, models: dict[str, Any]) -> Any:
+    # a modular pipeline; diffusers' own `load_components` only warns of a part that does not load
+    loaded = dict(models)
+    for name, part in parts_of(parts.index):
+        if name not in loaded:
+            of: Any = class_of(*part)
+            options = {"dtype": dtype} if issubclass(of, nn.Module) else {}
+            loaded[name] = of.from_pretrained(parts.places[name], **options)
+    return without_parts(kind, parts.index, parts.workflow, loaded)
 
 
 def _say(mesh: Mesh, line: str) -> None:
@@ -230,7 +246,7 @@ class Weights:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)  # in which diffusers builds a model, and so computes buffers
         try:
-            with no_init_weights(), accelerate.init_empty_weights():
+            with no_init_weights(), accelerate.init_empty_weights(), building():
                 return self.fitted.kind.from_config(dict(self.fitted.config))
         finally:
             torch.set_default_dtype(before)

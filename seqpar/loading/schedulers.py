@@ -288,6 +288,11 @@ def _process(scheduler: Any) -> str:
     return DIFFUSION if hasattr(scheduler, "alphas_cumprod") else f"{name}'s own process"
 
 
+def counts_the_end(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a scheduler's number of steps is that of its sigmas with the last one, at which no model runs."""
+    return config is not None and config.get("_class_name") == "MiniMaxH3Scheduler"
+
+
 def check_steps(scheduler: Any, steps: int) -> None:
     """Raise ValueError if a number of steps is not from 1 to the number that the model was trained with."""
     most = getattr(scheduler.config, "num_train_timesteps", steps)

@@ -23,6 +23,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.watch import LostRankError
 
 METHODS = ("forward", "generate")
+INNER = "model"  # an encoder without its head, which MiniMax-H3 calls
 Outputs = Mapping[str, type]  # classes of outputs by name
 
 
@@ -132,26 +133,35 @@ class SharedEncoder:
         """Return an encoder without weights, of a class that differs only in what it says of missing parts."""
         kind, (dtype, parts) = self._kind, self._like
 
-        def missing(module: Any, attribute: str) -> Any:
-            if attribute in parts:
-                where = "only rank 0 has" if self._next is None else "was freed"
-                if self.meets:
-                    agree(self._mesh, {CALL: f"reads {self._name}.{attribute}, which {where}"})
-                raise ValueError(f"got a pipeline that reads {self._name}.{attribute}, which {where}")
-            return kind.__getattr__(module, attribute)
+        def empty(kind: Any, prefix: str = "") -> Any:
+            def missing(module: Any, attribute: str) -> Any:
+                if attribute != INNER and prefix + attribute in parts:
+                    where = "only rank 0 has" if self._next is None else "was freed"
+                    if self.meets:
+                        agree(self._mesh, {CALL: f"reads {self._name}.{prefix}{attribute}, which {where}"})
+                    raise ValueError(f"got a pipeline that reads {self._name}.{prefix}{attribute}, which {where}")
+                return kind.__getattr__(module, attribute)
 
-        names = {"__module__": kind.__module__, "__getattr__": missing}
-        module: Any = object.__new__(type(kind.__name__, (kind,), names))
-        nn.Module.__init__(module)
+            names = {"__module__": kind.__module__, "__getattr__": missing}
+            module: Any = object.__new__(type(kind.__name__, (kind,), names))
+            nn.Module.__init__(module)
+            none = torch.empty(0, dtype=dtype, device=self._mesh.device)
+            module.register_parameter("none", nn.Parameter(none, requires_grad=False))
+            return module
+
+        module = empty(kind)
         module.config = self._config
-        none = torch.empty(0, dtype=dtype, device=self._mesh.device)
-        module.register_parameter("none", nn.Parameter(none, requires_grad=False))
+        if INNER in parts:
+            module.add_module(INNER, empty(nn.Module, f"{INNER}."))
         return self._shared(module, kind).eval()
 
     def _shared(self, module: Any, own: Any) -> Any:
         for name in METHODS:
             if hasattr(own, name):
                 setattr(module, name, self._method(name, getattr(own, name)))
+        inner = dict(module.named_children()).get(INNER)
+        if inner is not None:
+            inner.forward = self._method(f"{INNER}.forward", inner.forward)
         return module
 
     def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

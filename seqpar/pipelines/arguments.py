@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from seqpar.families import _find
+from seqpar.families._modular import is_modular, parameters_of, takes_image
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
 from seqpar.pipelines.image_files import Picture
@@ -24,21 +25,25 @@ OTHERS = {
 }
 
 
-def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any]) -> Any:
+def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, Any]) -> Any:
     """Return the class of diffusers that runs a request: with images, one that takes them with the same parts.
 
-    kind: that of the folder. index: its model_index.json. Raises ValueError if no class takes them, or needs more.
+    caller: the class of the folder, or its modular pipeline. index: its model_index.json. Raises ValueError if no class
+    takes them, or needs more.
     """
-    parameters = inspect.signature(kind.__call__).parameters
+    kind = caller if isinstance(caller, type) else type(caller)
+    parameters = parameters_of(caller, bool(request.images))
+    if _find.takes_one_prompt(kind.__name__) and len(request.pictures) > 1:
+        raise ValueError(f"{len(request.pictures)} results, but {kind.__name__} takes one prompt; run it once for each")
     for name, what in OTHERS.items():
         if name in parameters:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not request.images:
         request.refuse("it changes an input image; add --image", strength=request.strength)
-        if _find.needs_picture(kind):
+        if _find.needs_picture(caller):
             raise ValueError(f"--model {request.model} needs --image: {kind.__name__} starts from an input image")
         return kind
-    taking = class_of_pictures(kind, index)
+    taking = class_of_pictures(caller, index)
     if taking is None:
         other = "use a model that edits images or generates videos from them"
         return request.refuse(f"{kind.__name__} takes no input image; {other}", image=request.images)  # raises
@@ -51,10 +56,11 @@ def taking_images(request: GenerationRequest, kind: Any, index: Mapping[str, Any
     return taking
 
 
-def class_of_pictures(kind: Any, index: Mapping[str, Any]) -> Any:
-    """Return the class of diffusers that begins with an image and has the parts of a folder of `kind`, or None."""
-    if "image" in inspect.signature(kind.__call__).parameters:
-        return kind
+def class_of_pictures(caller: Any, index: Mapping[str, Any]) -> Any:
+    """Return the class of diffusers that begins with an image and has the parts of a folder of this one, or None."""
+    kind = caller if isinstance(caller, type) else type(caller)
+    if takes_image(caller) or is_modular(caller):
+        return kind if takes_image(caller) else None
     with importing_pipelines():
         from diffusers.pipelines import auto_pipeline as theirs
 
@@ -99,7 +105,8 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
     return f"{text}, stretched to {rows}x{columns}; --size names another size" if stretched else text
 
 
-TEMPORAL = ("temporal_compression_ratio", "scale_factor_temporal")  # what says how many frames a latent one becomes
+# what says how many frames a latent one becomes, or a clip of several (MiniMax-H3)
+TEMPORAL = ("clip_length", "temporal_compression_ratio", "scale_factor_temporal")
 RATE = "frame_rate"  # argument of pipelines whose models take the frames per second
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
 
@@ -108,10 +115,30 @@ def makes_videos(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return "num_frames" in parameters
 
 
-def frame_rate(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter]) -> float:
+def frame_rate(request: GenerationRequest, parameters: Mapping[str, inspect.Parameter], caller: Any = None) -> float:
     """Return the frames a second of a video: the user's, the pipeline's own, or those of most models."""
-    own = parameters[RATE].default if RATE in parameters else None
+    own = parameters[RATE].default if RATE in parameters else own_rate(caller)
     return request.fps or (own if isinstance(own, (int, float)) else FPS)
+
+
+def own_rate(caller: Any) -> float | None:
+    """Return the frames a second of a pipeline that makes no others, as MiniMax-H3's; or None."""
+    return getattr(caller, "fps", None) if is_modular(caller) else None
+
+
+def check_limits(request: GenerationRequest, caller: Any) -> None:
+    """Raise ValueError for a size or a length that a modular pipeline says it does not make."""
+    name, rate = type(caller).__name__, own_rate(caller)
+    if rate is not None:
+        request.refuse(f"{name} makes {rate:g} frames per second, with sound of their length", fps=request.fps)
+    unit = getattr(caller, "canvas_multiple", 1)
+    if request.size is not None and any(side % unit for side in request.size):
+        height, width = request.size
+        raise ValueError(f"size {height}x{width} is not divisible by {unit}, as {name} needs")
+    if request.frames is not None and rate is not None and hasattr(caller, "min_duration"):
+        least, most = int(caller.min_duration * rate), int(caller.max_duration * rate)
+        if not least <= request.frames <= most:
+            raise ValueError(f"got --frames {request.frames}, expected {least} to {most}: {name} makes no others")
 
 
 def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -147,7 +174,8 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
     embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = request.pictures
-    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": request.steps, **sides(request, parameters)}
+    prompt = prompts[0] if _find.takes_one_prompt(name) else prompts
+    arguments: dict[str, Any] = {"prompt": prompt, "num_inference_steps": request.steps, **sides(request, parameters)}
     flags: dict[str, tuple[str, Any]] = {
         "negative_prompt": ("negative_prompt", None if request.negative is None else [request.negative] * len(prompts)),
         "guidance_scale": ("guidance", request.guidance),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -21,6 +21,7 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known, needs_picture, stored_in_8_bits
+from seqpar.families._modular import called, hide_bars, is_modular, parameters_of, set_scale, stepping
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.encoders import at_first_call, forget_encoders
@@ -38,17 +39,19 @@ from seqpar.pipelines.arguments import (
     arguments_of,
     check_flags,
     check_frames,
+    check_limits,
     class_of_pictures,
     draws_anew,
     frame_rate,
     frames_of,
     makes_videos,
+    own_rate,
     shown_image,
     taking_images,
 )
 from seqpar.pipelines.load import keep_fp32
 from seqpar.pipelines.own_loop import timed
-from seqpar.pipelines.pictures import digest
+from seqpar.pipelines.pictures import Sound, digest
 from seqpar.pipelines.planning import grid_of, planned
 from seqpar.pipelines.protocol import (
     NO_LORA,
@@ -93,20 +96,23 @@ class Source:
 
     @property
     def takes_images(self) -> bool:
-        return class_of_pictures(self.parts.kind, self.parts.index) is not None
+        return class_of_pictures(self.parts.caller, self.parts.index) is not None
 
     @property
     def needs_image(self) -> bool:
-        return needs_picture(self.parts.kind)
+        return needs_picture(self.parts.caller)
 
     def check(self, request: GenerationRequest) -> DiffusersJob:
         parts = self.parts
         if isinstance(parts.source, RandomModel):
             request.refuse(NO_LORA, lora=request.loras)
             request.refuse("errors are measured with trained weights", min_psnr=request.min_psnr)
-        kind = taking_images(request, parts.kind, parts.index)
-        parameters = inspect.signature(kind.__call__).parameters
+        kind = taking_images(request, parts.caller, parts.index)
+        modular = is_modular(kind)
+        parameters = parameters_of(parts.caller if modular else kind, bool(request.images))
         check_flags(request, kind.__name__, parameters)
+        if modular:
+            check_limits(request, parts.caller)
         check_frames(request, kind.__name__, frames_of(parameters, parts))
         arguments = arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
         _check_precision(request, parts, why_no_blocks)
@@ -129,6 +135,11 @@ class Source:
         run = replace(run, exact=run.exact and not edits)
         if run.pixels is not None and "height" in parameters:
             arguments |= dict(zip(SIDES, run.pixels, strict=True))
+
+        if request.steps < 2 and _schedulers.counts_the_end(parts.scheduling):
+            raise ValueError(
+                f"got --steps {request.steps}, expected 2 or more: {kind.__name__} counts the end as a step"
+            )
 
         # a scheduler that does not fit, or that cannot make so many steps
         takes_sigmas = gives_sigmas(kind.__name__)
@@ -163,7 +174,9 @@ def _guidance(
     scale = float(scale) if isinstance(scale, (int, float)) else 1.0
     if "true_cfg_scale" in parameters:
         return Guidance(request.true_guidance or 1.0), scale if parts.config.get("guidance_embeds") else None
-    return (Guidance(scale), None) if is_guided(parts.transformer) else (Guidance(1.0), scale)
+    if is_guided(parts.transformer) or "guidance_scale" not in parameters:
+        return Guidance(scale), None
+    return Guidance(1.0), scale
 
 
 @dataclass(frozen=True)
@@ -201,12 +214,14 @@ class DiffusersJob:
 
     @property
     def why_no_steps(self) -> str | None:
-        known = "callback_on_step_end" in self.parameters
+        known = is_modular(self.kind) or "callback_on_step_end" in self.parameters
         return None if known else f"{self.kind.__name__} reports no steps (callback_on_step_end)"
 
     @property
     def steps(self) -> int:
         count = self.arguments["num_inference_steps"]
+        if _schedulers.counts_the_end(self.source.parts.scheduling):
+            return count - 1
         return count - int(count - count * self.strength)  # as diffusers rounds
 
     @property
@@ -218,7 +233,7 @@ class DiffusersJob:
     @property
     def texts(self) -> int:
         negative = self.arguments.get("negative_prompt") or ()
-        return 0 if self.random is not None else len({*self.arguments["prompt"], *negative})
+        return 0 if self.random is not None else len({*self.request.prompts, *negative})
 
     @property
     def video(self) -> bool:
@@ -230,11 +245,16 @@ class DiffusersJob:
 
     @property
     def fps(self) -> float:
-        return frame_rate(self.request, self.parameters)
+        return frame_rate(self.request, self.parameters, self.caller)
 
     @property
+    def caller(self) -> Any:
+        """The class of the pipeline, or a modular pipeline without weights."""
+        return self.source.parts.caller if is_modular(self.kind) else self.kind
+
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.kind.__call__).parameters
+        return parameters_of(self.caller, bool(self.request.images))
 
     @property
     def random(self) -> RandomModel | None:
@@ -294,7 +314,7 @@ class DiffusersJob:
             report = on_encode or no_event
             report(0)
             at_first_call(pipe, lambda: report(self.texts))
-            pipe.set_progress_bar_config(disable=True)
+            hide_bars(pipe)
             self.call(pipe, self.call_arguments(mesh.device), mesh)
 
         def encode_fixed(pipe: Any) -> None:
@@ -325,7 +345,7 @@ class DiffusersJob:
         parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None)
         reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
-        pipe.set_progress_bar_config(disable=hidden)
+        hide_bars(pipe, hidden)
         once = on_encode is not None
         model = DiffusersModel(mesh, plan, {self.kind: pipe}, pipe.scheduler, vae, merging, reason, once)
         pipe.scheduler = self.scheduler_of(pipe.scheduler)
@@ -356,19 +376,23 @@ class DiffusersJob:
         """Call the pipeline; ValueError where diffusers fails in its loop, as values in files can make it."""
         name = self.source.parts.source if self.random is None else self.random.name
         with loop_context(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
-            return pipe(**arguments, generator=torch.Generator().manual_seed(self.request.seed))
+            arguments = {**arguments, "generator": torch.Generator().manual_seed(self.request.seed)}
+            return called(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
 
-    def make(self, pipe: Any, events: Events, mesh: Mesh) -> list[Any]:
-        """Return PIL images, or videos as arrays (frames, height, width, 3) in [0, 1].
+    def make(self, pipe: Any, events: Events, mesh: Mesh) -> tuple[list[Any], list[Sound]]:
+        """Return PIL images, or videos as arrays (frames, height, width, 3) in [0, 1], and the sound of each video.
 
         Raises FloatingPointError if latents or results are not finite.
         """
         arguments, finite, dtype = self.call_arguments(mesh.device), list[Tensor](), self.request.dtype
 
-        def stepped(pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:
-            if isinstance(latents := tensors.get("latents"), Tensor):
+        def step(index: int, latents: Any) -> None:
+            if isinstance(latents, Tensor):
                 finite.append(latents.isfinite().all())  # read after the loop: reading waits for the GPU
             events.step(index)
+
+        def stepped(pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+            step(index, tensors.get("latents"))
             return {}
 
         def decoded(result: Any) -> None:
@@ -376,24 +400,26 @@ class DiffusersJob:
             refuse_infinite([bool(x.isfinite().all()) for x in result[0]], dtype)
             events.decode(len(result[0]), self.load.images)
 
-        if self.why_no_steps is None:
+        modular = is_modular(pipe)
+        if self.why_no_steps is None and not modular:
             arguments["callback_on_step_end"] = stepped
         vae = getattr(pipe, "vae", None)
         encodes = vae if self.request.images else None
         with (
+            stepping(pipe, step) if modular else nullcontext(),
             _watched_vae(encodes, "encode", lambda _: events.encode(1), lambda: events.encode(0)),
             _watched_vae(vae, "decode", decoded, lambda: events.decode(0, self.load.images)),
         ):
             result = self.call(pipe, arguments, mesh)
         results = list(result.frames if self.video else result.images)
-        if mesh.is_main and getattr(result, "audio", None) is not None:
-            print("seqpar: audio track not saved; use seqpar.load to get it", flush=True)
+        sounds = _sounds(pipe, result)
+        refuse_infinite([bool(np.isfinite(sound.samples_CT).all()) for sound in sounds], dtype)
         if self.arguments.get("output_type") == "np":
             refuse_latents(finite, dtype)
             refuse_infinite([bool(np.isfinite(x).all()) for x in results], dtype)
         if self.video or not isinstance(results[0], np.ndarray):
-            return results
-        return VaeImageProcessor.numpy_to_pil(np.stack(results))
+            return results, sounds
+        return VaeImageProcessor.numpy_to_pil(np.stack(results)), []
 
 
 @dataclass(frozen=True)
@@ -428,7 +454,7 @@ class DiffusersModel:
         notes = [("work", f"{count}, {tokens}{as_text(job.request.dtype)}{eight}, {steps}, {scales(job)}")]
         notes += [("lora", str(lora)) for lora in job.request.loras]
         notes += [("image", shown_image(image, job.arguments, parameters)) for image in job.request.images]
-        if job.video and job.request.fps is None and RATE not in parameters:
+        if job.video and job.request.fps is None and RATE not in parameters and own_rate(job.caller) is None:
             notes.append(("fps", f"{FPS} frames per second, as most models: the files name no number; use --fps"))
         if (length := parameters.get("max_sequence_length")) is not None:
             by = "per prompt, encoded on rank 0"
@@ -448,7 +474,7 @@ class DiffusersModel:
         facts = {
             "scheduler": type(self._pipe(job.kind).scheduler).__name__,
             "vae": self.vae,
-            "prompts": job.arguments["prompt"],
+            "prompts": job.request.pictures,
         }
         if job.request.images:
             facts["images"] = [image.facts for image in job.request.images]
@@ -459,7 +485,8 @@ class DiffusersModel:
         arguments.pop("output_type", None)
         steps = min(math.ceil(evaluations / job.strength), job.arguments["num_inference_steps"])
         generator = torch.Generator().manual_seed(job.request.seed)
-        return self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
+        pipe, arguments = self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
+        return pipe, set_scale(pipe, arguments) if is_modular(pipe) else arguments
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
         return self.merging is not None and self.merging.switch(tuple(loras))
@@ -471,16 +498,16 @@ class DiffusersModel:
         before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
         try:
             with passing(pipe, events.boundary), estimated(pipe.scheduler, events.estimates):
-                images = job.make(pipe, events, self.mesh)
+                images, sounds = job.make(pipe, events, self.mesh)
         finally:
             pipe.scheduler = before
-        return Result(images, "pixels", partial(digest, images))
+        return Result(images, "pixels", partial(digest, [*images, *(sound.samples_CT for sound in sounds)]), sounds)
 
     def _pipe(self, kind: Any) -> Any:
         """Return the pipeline of a class; all have the same parts."""
         if kind not in self.pipes:
             self.pipes[kind] = with_parts_of(next(iter(self.pipes.values())), kind)
-            self.pipes[kind].set_progress_bar_config(disable=True)
+            hide_bars(self.pipes[kind])
             if self.why_rounded is None:
                 keep_fp32(self.pipes[kind])
         return self.pipes[kind]
@@ -491,6 +518,14 @@ def with_parts_of(pipe: Any, kind: Any) -> Any:
     names = inspect.signature(kind.__init__).parameters
     parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
     return kind(**parts)
+
+
+def _sounds(pipe: Any, result: Any) -> list[Sound]:
+    audio_BCT = getattr(result, "audio", None)
+    if audio_BCT is None:
+        return []
+    rate = getattr(result, "sampling_rate", None) or pipe.vocoder.config.output_sampling_rate
+    return [Sound(x_CT.float().cpu().numpy(), int(rate)) for x_CT in audio_BCT]
 
 
 def _watched_vae(

@@ -1,7 +1,7 @@
 """Finds the source of a model's name: which implementation runs it, with its checked files.
 
-An implementation is a module that exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS` (the
-native models that it runs without such a folder) and `Files` with `locate`; `diffusers` takes all other pipelines.
+An implementation is a module that exports `PIPELINES` (the class names in a pipeline's index that it runs), `MODELS`
+(the native models that it runs without such a folder) and `Files` with `locate`; `diffusers` takes all others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 from seqpar.loading.names import RANDOM_MODELS, random_model_of, resolve
-from seqpar.loading.parts import INDEX, read_pipeline
+from seqpar.loading.parts import index_of, read_pipeline
 from seqpar.pipelines import diffusers, own_loop
 from seqpar.pipelines.protocol import Source
 
@@ -27,7 +27,7 @@ def find(name: str) -> Source:
         return diffusers.Source.locate(RANDOM_MODELS[random])
     families = [importlib.import_module(f"seqpar.pipelines.{family}") for family in FAMILIES]
     folder = path.parent if path is not None and path.is_file() else path  # of a transformer's file in a pipeline's
-    if path is None or folder is None or not (folder / INDEX).is_file():
+    if path is None or folder is None or index_of(folder) is None:
         return own_loop.native(name if path is None else path, families)
     kind = read_pipeline(folder)["_class_name"]
     family = next((family for family in families if kind in family.PIPELINES), None)

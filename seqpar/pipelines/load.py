@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor, nn
 
+from seqpar.families._modular import is_modular
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
 from seqpar.loading.encoders import NAMES, no_collection
@@ -48,13 +48,16 @@ def load(
     precision: Precision | None = None,
     min_psnr: float | None = None,
     budget_steps: int | None = None,
-) -> DiffusionPipeline:
+    workflow: str | None = None,
+) -> Any:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
     takes bf16 on GPUs and fp32 on CPUs. loras: files, each as `FILE[:SCALE][@TRANSFORMER]`; of several
     transformers (Wan 2.2) it changes the named one, or the one that the file itself names. fp32_state:
-    whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
+    whether the pipeline's loop, and so callbacks, have fp32 latents. workflow: one of a modular pipeline, of which only
+    the parts load; None loads all parts but a transformer that is for one workflow alone (MiniMax-H3's for references).
+    The others are those of `seqpar.parallelize`.
 
     Each host reads each file once. Text and image encoders are on rank 0 only, and their results are broadcast: all
     ranks make the same calls of the pipeline, as after `parallelize`. Raises the same ValueError on all ranks; a part
@@ -69,7 +72,7 @@ def load(
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         check_precision(precision)
         check_budget(min_psnr, budget_steps, precision)
-        parts, adapters = checked(path_or_id, dtype, loras, vae)
+        parts, adapters = checked(path_or_id, dtype, loras, vae, workflow)
         for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
             if (reason := why_not(module, ranks.device, dtype)) is not None:
                 raise ValueError(f'precision="{precision}" cannot be used: {reason}')
@@ -79,7 +82,7 @@ def load(
 
     parts, adapters = ranks.on_all_ranks(check)
     if min_psnr is not None:
-        steps = steps_of(parts.kind) if budget_steps is None else budget_steps
+        steps = steps_of(parts.caller) if budget_steps is None else budget_steps
         check_searched(ranks, min_psnr, steps, str(path_or_id))
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected, eight=precision is not None)
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
@@ -95,6 +98,8 @@ def keep_fp32(pipe: Any) -> str | None:
 
     Every rank must call this after `parallelize`, before the pipeline's first call.
     """
+    if is_modular(pipe):
+        return "blocks of a modular pipeline make the latents"
     modules = transformers_of(pipe)
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and name not in (*modules, "vae") and not name.startswith(NAMES):
@@ -126,7 +131,7 @@ def _prepare_fp32(pipe: Any) -> Callable[[], None]:
 
 
 def checked(
-    path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto"
+    path_or_id: str | Path, dtype: object, loras: Sequence[str], vae: VaeMode = "auto", workflow: str | None = None
 ) -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
     """Return a pipeline's parts and LoRAs, which fit each other; ValueError otherwise. Reads headers."""
     check_kind("path_or_id", path_or_id, str, Path, expected="a pipeline's folder or hub id")
@@ -142,6 +147,6 @@ def checked(
         raise ValueError(
             f"got {path_or_id}, a model with random weights, expected a diffusers pipeline's folder or hub id"
         )
-    adapters, parts = tuple(map(_lora.parse, loras)), parts_of_folder(path)
+    adapters, parts = tuple(map(_lora.parse, loras)), parts_of_folder(path, workflow)
     check_mode(parts.kind.__name__, parts.vae, vae)
     return parts, _lora.check(adapters, parts.kind, parts.models)

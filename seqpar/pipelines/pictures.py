@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -139,35 +140,49 @@ def _check_file(path: Path) -> None:
 
 # Videos -------------------------------------------------------------------------------------------------------
 
-CODEC = "libx264"
+CODEC, SOUND = "libx264", "aac"
 QUALITY = {"crf": "17"}  # of libx264: a loss that is hard to see
+BIT_RATE = 192_000  # of a sound, bits per second
 BT_709 = 1  # the number of the usual colours of videos, in ffmpeg's lists of primaries, transfers and matrices
+
+
+@dataclass(frozen=True)
+class Sound:
+    """The sound of a video: samples (channels, T) with values in [-1, 1], `rate` of them per second."""
+
+    samples_CT: np.ndarray
+    rate: int
 
 
 def check_encoder() -> None:
     """Raise ValueError where PyAV has no encoder for the videos that are written here."""
     import av  # loads ffmpeg's libraries, which pictures do not need
 
-    try:
-        av.Codec(CODEC, "w")
-    except ValueError as error:
-        raise ValueError(f"got PyAV without {CODEC}, expected this encoder for mp4 files; install av by pip") from error
+    for codec in (CODEC, SOUND):
+        try:
+            av.Codec(codec, "w")
+        except ValueError as error:
+            expected = "expected this encoder for mp4 files; install av by pip"
+            raise ValueError(f"got PyAV without {codec}, {expected}") from error
 
 
-def save_video(frames_FHW3: Iterable[Any], path: Path, fps: float, parameters: Mapping[str, Any]) -> None:
+def save_video(
+    frames_FHW3: Iterable[Any], path: Path, fps: float, parameters: Mapping[str, Any], sound: Sound | None = None
+) -> None:
     """Write frames in one atomic step; the file's comment holds every parameter as JSON.
 
     frames_FHW3: PIL images, or arrays of values in [0, 1], with even sides.
     """
-    video = encoded(frames_FHW3, fps, json.dumps(parameters))
+    video = encoded(frames_FHW3, fps, json.dumps(parameters), sound)
     with written(path) as temporary, open(temporary, "xb") as file:  # mkstemp would ignore the umask
         file.write(video.getbuffer())
 
 
-def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
+def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str, sound: Sound | None = None) -> BytesIO:
+    """Return an mp4 file. It is in memory, because a full disk would be another error inside of ffmpeg."""
     import av  # loads ffmpeg's libraries, which pictures do not need
 
-    video, stream = BytesIO(), None  # in memory: a full disk would be another error inside of ffmpeg
+    video, stream, track = BytesIO(), None, None
     with av.open(video, "w", format="mp4") as file:
         file.metadata["comment"] = comment
         for frame in frames_FHW3:
@@ -177,14 +192,23 @@ def encoded(frames_FHW3: Iterable[Any], fps: float, comment: str) -> BytesIO:
                 stream.height, stream.width, stream.pix_fmt = *pixels_HW3.shape[:2], "yuv420p"
                 colours = stream.codec_context
                 colours.color_primaries = colours.color_trc = colours.colorspace = BT_709
+                if sound is not None:  # all streams are known before the first packet
+                    layout = "mono" if len(sound.samples_CT) == 1 else "stereo"
+                    track = file.add_stream(SOUND, rate=sound.rate, layout=layout, bit_rate=BIT_RATE)
             shown = av.VideoFrame.from_ndarray(pixels_HW3, format="rgb24")
             file.mux(stream.encode(shown.reformat(format="yuv420p", dst_colorspace=BT_709)))
         file.mux(stream.encode())
+        if track is not None and sound is not None:
+            samples_CT = np.ascontiguousarray(sound.samples_CT, dtype=np.float32).clip(-1, 1)
+            heard: Any = av.AudioFrame.from_ndarray(samples_CT, format="fltp", layout=track.layout.name)
+            heard.sample_rate, heard.pts = sound.rate, 0  # without a time, players hear the encoder's delay
+            file.mux(track.encode(heard))
+            file.mux(track.encode())
     return video
 
 
 def digest(made: Sequence[Any]) -> str:
-    """Return 16 hex digits over all pixels of images or videos, to compare runs.
+    """Return 16 hex digits over all pixels of images or videos, and samples of sounds, to compare runs.
 
     Not of files: libx264 encodes the same frames in other bytes once in a thousand times.
     """

@@ -17,6 +17,7 @@ from torch import Tensor
 from seqpar.loading.lora import Lora
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import Picture
+from seqpar.pipelines.pictures import Sound
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
 from seqpar.transformer.budget import MOST_PSNR
@@ -262,12 +263,14 @@ class Events:
 class Result:
     """Images (PIL) or videos (frames, height, width, 3) with values in [0, 1], on every rank.
 
-    digest(): 16 hex digits over the latents or pixels, to compare runs; digest_of: which of them.
+    digest(): 16 hex digits over the latents or pixels (and sounds), to compare runs; digest_of: which of them. sounds:
+    one of each video, or none.
     """
 
     images: list[Any]
     digest_of: Literal["latents", "pixels"]
     digest: Callable[[], str]
+    sounds: Sequence[Sound] = ()
 
 
 class Model(Protocol):

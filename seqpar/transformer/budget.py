@@ -6,7 +6,6 @@ where loading reads it: no request and no server chooses a GEMM.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.families._modular import parameters_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
 from seqpar.transformer.calibration import Calibration, key_of
@@ -40,7 +40,7 @@ class Budget:
         scheduler = getattr(pipe, "scheduler", None) if scheduler is None else scheduler
         if scheduler is None:
             raise ValueError(f"min_psnr= needs a pipeline with a scheduler, got {type(pipe).__name__}")
-        steps = steps_of(type(pipe)) if steps is None else steps
+        steps = steps_of(pipe) if steps is None else steps
         settings = sorted((key, x) for key, x in dict(scheduler.config).items() if not key.startswith("_"))
         own = getattr(pipe.config, "_name_or_path", None) or "MODEL"
         return Budget(min_psnr, steps, f"{type(scheduler).__name__} {settings}", own if model is None else model)
@@ -114,10 +114,14 @@ def check_budget(min_psnr: object, steps: object, precision: object) -> None:
         check_whole("budget_steps", steps, 1, 100_000)
 
 
-def steps_of(kind: type) -> int:
-    """Return the number of steps of a pipeline's call by default; ValueError if it has none."""
-    known = inspect.signature(kind.__call__).parameters.get("num_inference_steps")
+def steps_of(caller: Any) -> int:
+    """Return the number of steps of a pipeline's call by default; ValueError if it has none.
+
+    caller: a pipeline, or the class of one that is not modular.
+    """
+    known = parameters_of(caller).get("num_inference_steps")
     if known is None or not isinstance(known.default, int):
+        kind = caller if isinstance(caller, type) else type(caller)
         raise ValueError(f"{kind.__name__} has no number of steps; pass budget_steps=")
     return known.default
 

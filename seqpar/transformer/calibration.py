@@ -9,7 +9,6 @@ GEMMs accumulate in fp32.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -28,8 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from seqpar.families._find import BLOCKS, needs_picture, takes_several_images
+from seqpar.families._find import BLOCKS, needs_picture, takes_one_prompt, takes_several_images
 from seqpar.families._matrix8 import centre_product
+from seqpar.families._modular import is_modular, parameters_of
 from seqpar.kernels.rows8 import Rounding, product8, round_rows
 from seqpar.kernels.weight8 import Weight8, narrowed, original
 from seqpar.loading.errors import context
@@ -270,16 +270,18 @@ def fixed_run(pipe: Any, texts: Mapping[str, Tensor] | None = None) -> tuple[Fix
     """
     if isinstance(pipe, nn.Module):
         return None, "a transformer alone has no prompts; pass calibrate=, which calls it"
-    kind, name = type(pipe), type(pipe).__name__
-    parameters = inspect.signature(kind.__call__).parameters
+    name = type(pipe).__name__
+    parameters, modular = parameters_of(pipe, needs_picture(pipe)), is_modular(pipe)
 
     # a small size, or the model's own; with an image one prompt alone, as some pipelines take it
     own = getattr(getattr(getattr(pipe, "vae", None), "config", None), "sample_size", None)
     most = min(own, SIZES["height"]) if isinstance(own, int) else SIZES["height"]
     known: dict[str, Any] = {**SIZES, "height": most, "width": most}
-    known |= {"num_inference_steps": STEPS, "output_type": "latent"}
-    known |= dict(texts or {"prompt": list(PROMPTS)})
-    if needs_picture(kind):
+    known |= {"num_inference_steps": STEPS, "output_type": "pt" if modular else "latent"}
+    known |= dict(texts or {"prompt": PROMPTS[0] if takes_one_prompt(name) else list(PROMPTS)})
+    if hasattr(pipe, "min_duration"):  # a pipeline that makes no shorter videos
+        known["num_frames"] = parameters["num_frames"].default
+    if needs_picture(pipe):
         picture = _picture(most)
         known |= {"image": [picture] if takes_several_images(name) else picture}
         known |= {} if texts is not None else {"prompt": PROMPTS[0]}

@@ -17,6 +17,8 @@ from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from seqpar.families._modular import is_modular, loops_of
+
 __all__ = ["is_group_offloaded"]
 
 # torch ---------------------------------------------------------------------------------------------------------
@@ -82,12 +84,15 @@ def hooks_on(module: nn.Module) -> dict[str, ModelHook]:
 @contextmanager
 def without_bar(pipe: Any) -> Iterator[None]:
     """Show no progress bar of a pipeline's loop."""
-    before: dict[str, Any] = vars(pipe).get("_progress_bar_config", {})
-    pipe.set_progress_bar_config(**before | {"disable": True})
+    owners = [*loops_of(pipe)] if is_modular(pipe) else [pipe]
+    before: list[dict[str, Any]] = [vars(owner).get("_progress_bar_config", {}) for owner in owners]
     try:
+        for owner, options in zip(owners, before, strict=True):
+            owner.set_progress_bar_config(**options | {"disable": True})
         yield
     finally:
-        pipe.set_progress_bar_config(**before)
+        for owner, options in zip(owners, before, strict=True):
+            owner.set_progress_bar_config(**options)
 
 
 def skips_scores(module: nn.Module) -> bool:

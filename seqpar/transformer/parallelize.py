@@ -19,6 +19,7 @@ from torch import nn
 from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
 from seqpar.families._find import cuts_of, is_guided, is_known
+from seqpar.families._modular import is_guided_by, is_modular
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.encoders import NAMES as ENCODERS
@@ -95,6 +96,8 @@ def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
     of the ranks would then repeat what the others compute.
     """
     if not is_known(module) or not is_guided(module):
+        return False
+    if is_modular(pipe_or_transformer) and not is_guided_by(pipe_or_transformer):
         return False
     homes = {kind.__module__ for kind in type(pipe_or_transformer).__mro__} - set(BASES)
     return isinstance(pipe_or_transformer, nn.Module) or any(home.startswith(PIPELINES) for home in homes)

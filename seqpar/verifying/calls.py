@@ -9,7 +9,6 @@ knowledge of the pipeline, and also covers layers around the blocks. Text encode
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from seqpar.families._modular import is_modular, parameters_of
 from seqpar.graphs.deferred import DeferredResult, plain
 from seqpar.graphs.exchanges import ExchangeCache
 from seqpar.graphs.signature import Form, form_of
@@ -103,11 +103,11 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
             for _ in range(steps):
                 target(*args, **kwargs)
         else:
-            parameters = inspect.signature(type(target).__call__).parameters
-            asked = {"num_inference_steps": steps, "output_type": "latent"}
+            parameters, modular = parameters_of(target, "image" in kwargs), is_modular(target)
+            asked = {"num_inference_steps": steps, "output_type": "pt" if modular else "latent"}
             settings = {**{name: value for name, value in asked.items() if name in parameters}, **kwargs}
-            returned = target(*args, **settings)
-            if settings.get("output_type") == "latent":
+            returned = target(*args, **settings, **({"output": ["latents", "audio_latents"]} if modular else {}))
+            if modular or settings.get("output_type") == "latent":
                 tensors = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
                 ending = digest({str(number): plain(x) for number, x in enumerate(tensors)})
     if not calls:

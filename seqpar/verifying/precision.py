@@ -6,7 +6,6 @@ diffusers' own modules. The difference of the last two is the floor: what anothe
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.families._modular import called, is_modular, parameters_of, stepping
 from seqpar.loading.parts import transformers_of
 from seqpar.transformer.parallelize import call_of, calls_of, computed_by
 from seqpar.verifying.quality import distance
@@ -109,7 +109,7 @@ class Runs:
 
     def __init__(self, pipe: Any, prompts: Sequence[str], seed: int, arguments: Mapping[str, Any]) -> None:
         calls = [call for _, call in calls_of(pipe)]
-        self._parameters = inspect.signature(type(pipe).__call__).parameters
+        self._parameters = parameters_of(pipe, "image" in arguments)
         if not any(call.sharded.fused.calibration is not None or call.sharded.is_eight for call in calls):
             raise ValueError(NO_EIGHT)
         if "prompt" not in self._parameters or not prompts:
@@ -205,15 +205,24 @@ def in_8_bits(pipe: Any) -> list[Gemm]:
 def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> Drawn:
     latents = list[Tensor]()
 
+    def look(step: int, x: Any) -> None:
+        latents[:] = [] if x is None else [x.clone()]
+
     def stepped(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        latents[:] = [tensors["latents"].clone()] if "latents" in tensors else []
+        look(step, tensors.get("latents"))
         return {}
 
     settings = {"callback_on_step_end": stepped, "output_type": "np"}
     known = {name: value for name, value in settings.items() if name in parameters}
     start = perf_counter()
-    made = pipe(**arguments, **known, generator=torch.Generator().manual_seed(seed))
-    return Drawn(latents[0] if latents else None, np.asarray(made[0], dtype=np.float64), perf_counter() - start)
+    arguments = {**arguments, **known, "generator": torch.Generator().manual_seed(seed)}
+    if is_modular(pipe):
+        with stepping(pipe, look):
+            made = called(pipe, arguments)
+        images = made.frames if made.images is None else made.images
+    else:
+        images = pipe(**arguments)[0]
+    return Drawn(latents[0] if latents else None, np.asarray(images, dtype=np.float64), perf_counter() - start)
 
 
 def _difference(got: Drawn, wanted: Drawn, lpips: Distance | None) -> Difference:

@@ -380,13 +380,15 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     same(encoder.generate(ids.to(device), **options), theirs.generate(rank_0s.to(device), **options))
     assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
+    inner = {"output_hidden_states": True, "use_cache": False}  # of the encoder without its head
+    same(encoder.model(ids.to(device), **inner), theirs.model(rank_0s.to(device), **inner))
     with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:
         encoder(torch.tensor([[0.5]], device=device))  # a GPU would not raise an error for a number above all tokens
     with pytest.raises(ValueError, match="do different things") as apart:
-        print(encoder(ids) if mesh.is_main else encoder.model)
+        print(encoder(ids) if mesh.is_main else encoder.lm_head)
     loaded["text_encoder_2"].meets = False  # as in a pipeline's constructor, whose error all ranks share
-    with pytest.raises(ValueError, match=r"reads text_encoder_2\.model, which only rank 0 has"):
-        mesh.on_all_ranks(lambda: None if mesh.is_main else encoder.model)
+    with pytest.raises(ValueError, match=r"reads text_encoder_2\.model\.layers, which only rank 0 has"):
+        mesh.on_all_ranks(lambda: None if mesh.is_main else encoder.model.layers)
     assert not hasattr(encoder, "adapter")
     return [str(failed.value), str(apart.value)]
 
@@ -394,7 +396,7 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
 @pytest.mark.parametrize("world", [2, 3])
 def test_stubs_return_what_rank_0_computes_and_fail_as_it_does(ranks: Pool, encoders: Path, world: int) -> None:
     one, *others = ranks.run(world, compared, str(encoders))
-    assert "rank 0 calls text_encoder_2.forward, rank 1 reads text_encoder_2.model, which only rank 0 has" in one[1]
+    assert "rank 0 calls text_encoder_2.forward, rank 1 reads text_encoder_2.lm_head, which only rank 0 has" in one[1]
     assert all(other == one for other in others)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from seqpar.pipelines.pictures import check_writable, grid, save, save_video, to_pil
+from seqpar.pipelines.pictures import Sound, check_writable, grid, save, save_video, to_pil
 
 SHEET = Image.new("RGB", (8, 8))
 
@@ -117,6 +117,19 @@ def test_frames_colours_and_long_parameters_are_read_back(tmp_path: Path, fps: f
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
     assert frames.shape == FRAMES.shape
     assert abs(frames / 255 - FRAMES).mean() < 0.02
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("rate", [8000, 32000, 48000])
+def test_a_sound_is_heard_from_the_first_frame_on(tmp_path: Path, channels: int, rate: int) -> None:
+    times, pitches = np.arange(2 * rate) / rate, (440, 660)[:channels]
+    sound_CT = np.stack([np.sin(2 * np.pi * pitch * times) * np.linspace(0.1, 0.9, len(times)) for pitch in pitches])
+    save_video(FRAMES, tmp_path / "x.mp4", 24, {}, Sound(sound_CT, rate))
+    with av.open(str(tmp_path / "x.mp4")) as file:
+        assert (file.streams.audio[0].rate, file.streams.audio[0].channels) == (rate, channels)
+        heard_CT = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)[:, : len(times)]
+    assert abs(heard_CT - sound_CT).mean() < 0.01
+    assert abs(heard_CT[:, 1:] - sound_CT[:, :-1]).mean() > 0.01  # a sample late
 
 
 def test_a_video_that_fails_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.image_files import Picture
-from seqpar.pipelines.pictures import digest, encoded, shared
+from seqpar.pipelines.pictures import Sound, digest, encoded, shared
 from seqpar.pipelines.protocol import Events
 from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
@@ -65,6 +65,7 @@ class Output:
     image: Image.Image | None = None
     frames_FHW3: Any = None
     fps: float = 0.0
+    sound: Sound | None = None
 
 
 class LoadedModel:
@@ -112,10 +113,11 @@ class LoadedModel:
         if self._model.mesh.on_all_ranks(lambda: self._model.switch_loras(request.loras)):  # it may read files
             ends("lora")
         estimates = None if watch is None else watch(job.pixels)
-        (image,) = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates)).images
+        result = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates))
+        (image,) = result.images
         ends("decode")
         if job.video:
-            return Output(job.steps, parts_s, frames_FHW3=image, fps=job.fps)
+            return Output(job.steps, parts_s, frames_FHW3=image, fps=job.fps, sound=next(iter(result.sounds), None))
         return Output(job.steps, parts_s, image)
 
 
@@ -336,9 +338,10 @@ def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult
     def encode() -> bytes:
         if not served.mesh.is_main:
             return b""
-        more = {"frames": frames, "fps": output.fps, "pixels": digest([output.frames_FHW3])}
+        made = [output.frames_FHW3, *(() if output.sound is None else (output.sound.samples_CT,))]
+        more = {"frames": frames, "fps": output.fps, "pixels": digest(made)}
         comment = json.dumps(request.parameters(output.steps, (height, width)) | more)
-        file = encoded(output.frames_FHW3, output.fps, comment).getvalue()
+        file = encoded(output.frames_FHW3, output.fps, comment, output.sound).getvalue()
         if len(file) > LONGEST - MARGIN:
             most = LONGEST - MARGIN
             raise ValueError(f"the video has {len(file)} bytes, more than {most}; request a shorter or smaller one")

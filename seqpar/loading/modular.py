@@ -1,0 +1,72 @@
+"""Folders of diffusers' modular pipelines (modular_model_index.json).
+
+Their index names, for each part, where it lies: in the folder, or in another repository. Which parts there are depends
+on the pipeline's blocks, and on the workflow that they are cut down to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers.utils import logging
+
+from seqpar.loading.errors import context
+from seqpar.loading.names import ID, OF_PART, download, errors_only
+from seqpar.loading.parts import NAMES, PLACES, parts_of
+from seqpar.types.arguments import shown
+
+FIRST, OWN = NAMES[0], "transformer_ref"  # the latter is for one workflow alone, with half of MiniMax-H3's files
+BLOCKS = "_blocks_class_name"
+
+
+def without_parts(kind: Any, index: Mapping[str, Any], workflow: str | None, parts: Mapping[str, Any]) -> Any:
+    """Return a modular pipeline with these parts, and those that its blocks make; ValueError for unknown blocks.
+
+    index: of its folder. workflow: one of the blocks', or None for all.
+    """
+    name = index.get(BLOCKS)
+    if kind.default_blocks_name is None or not (name is None or hasattr(diffusers, str(name))):
+        raise ValueError(
+            f"got a {kind.__name__} of blocks {shown(name)}, which diffusers {diffusers.__version__} does not have; "
+            f"build it yourself and call seqpar.parallelize"
+        )
+    with context(f"got a {kind.__name__}, whose index describes none"), errors_only(logging):
+        pipe = kind(modular_config_dict={**index, BLOCKS: name or kind.default_blocks_name})
+        if workflow is not None:
+            known = pipe.blocks.available_workflows
+            if workflow not in known:
+                raise ValueError(f"workflow={workflow!r} is none of {', '.join(known)}")
+            pipe = kind(modular_config_dict={**index, BLOCKS: name or kind.default_blocks_name}, workflow=workflow)
+        pipe.update_components(**parts)
+    return pipe
+
+
+def of_workflow(kind: Any, index: Mapping[str, Any], workflow: str | None) -> dict[str, Any]:
+    """Return a modular pipeline's index without parts that its blocks, or those of a workflow, do not use."""
+    used = set(without_parts(kind, index, workflow, {}).components)
+    if FIRST in used:
+        used -= {OWN}
+    parts = {name for name, _ in parts_of(index)}
+    return {name: value for name, value in index.items() if name not in parts or name in used}
+
+
+def place_of(folder: Path, name: str, index: Mapping[str, Any]) -> Path:
+    """Return the folder of a part; one that a modular pipeline's index finds in another repository is downloaded."""
+    place = index.get(PLACES, {}).get(name)
+    if place is None:
+        return folder / name
+    inner, repository = place.get("subfolder") or "", place.get("pretrained_model_name_or_path")
+    if not isinstance(inner, str) or not re.fullmatch(r"([\w-][\w.-]*(/[\w-][\w.-]*)*)?", inner):
+        raise ValueError(f"got {folder} with {name} in subfolder={shown(inner)}, expected the name of a folder")
+    if (folder / (inner or name)).is_dir():
+        return folder / (inner or name)
+    if isinstance(repository, str) and (Path(repository) / inner).is_dir():
+        return Path(repository) / inner
+    if not isinstance(repository, str) or not re.fullmatch(ID, repository):
+        raise ValueError(f"got {folder} without {name}, expected its folder; the index has {shown(repository)} for it")
+    files = [f"{inner}/*"] if inner else OF_PART
+    return download(repository, (), files=files, revision=place.get("revision")) / inner

@@ -1,0 +1,88 @@
+"""Tiny modular pipelines of diffusers with random weights, with every part that a downloaded one has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support import pipelines
+from tests.support.diffusers_tiny import sizes
+from tests.support.pipelines import COUNT, ENCODER, ENCODERS, THEIRS, WIDTH, random_weights
+
+IMAGE = "<|image_pad|>"
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
+RATE = 8000  # of a sound
+
+
+def words() -> Any:
+    """Return a tokenizer with the tokens that stand for images."""
+    made = pipelines.tokenizer(512)
+    made.add_special_tokens({"extra_special_tokens": [*SPECIAL]})
+    made.image_token, made.image_token_id = IMAGE, made.convert_tokens_to_ids(IMAGE)
+    return made
+
+
+def qwen3_vl(seed: int, layers: int) -> Any:
+    ids = {f"{name}_token_id": COUNT + i for i, name in enumerate(("vision_start", "vision_end", "image", "video"))}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4}
+    text = {**ENCODER, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": layers, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
+    vision |= {"patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    config = ENCODERS.Qwen3VLConfig(text_config={**text, "vocab_size": COUNT + 4}, vision_config=vision, **ids)
+    return random_weights(ENCODERS.Qwen3VLForConditionalGeneration(config), seed)
+
+
+def minimax_h3() -> Any:
+    """Return MiniMax-H3: 124 frames of 32 x 32 pixels are 592 tokens, their sound 414."""
+    stages = {"block_out_channels": (8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    stages |= {"spatial_downsample_factors": (2, 2, 1), "temporal_downsample_factors": (2, 2, 1)}
+    stages |= {"decoder_num_layers": 1, "decoder_num_attention_heads": 1, "decoder_attention_head_dim": 16}
+    vae = THEIRS.AutoencoderKLMiniMaxH3(**stages, latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4)
+    waves = {"encoder_dim": 2, "encoder_rates": (5, 5, 8), "latent_dim": 12, "num_attention_heads": 2}
+    waves |= {"decoder_dim": 16, "decoder_rates": (5, 5, 8), "decoder_kernel_sizes": (9, 9, 16)}
+    waves |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),), "sampling_rate": RATE}
+    sound = THEIRS.AutoencoderKLMiniMaxH3Audio(
+        **waves, latent_channels=6, latents_mean=[0.0] * 6, latents_std=[1.0] * 6
+    )
+    hidden = {"hidden_size": 24, "num_refiner_layers": 1, "ffn_dim": 32, "freq_dim": 16, "time_embed_dim": 12}
+    model = THEIRS.MiniMaxH3Transformer3DModel(
+        **sizes(8, 4, **hidden, audio_in_channels=6, text_dim=WIDTH, time_embed_hidden_dim=24, rope_freq_dim=1)
+    )
+    pixels = ENCODERS.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=56 * 56, max_pixels=56 * 56)
+    schedulers = {"scheduler": THEIRS.MiniMaxH3Scheduler(), "audio_scheduler": THEIRS.MiniMaxH3Scheduler(shift=3.0)}
+    return of_blocks(
+        "MiniMaxH3ModularPipeline",
+        text_encoder=qwen3_vl(2, 51),  # the output of its fiftieth layer is read
+        tokenizer=words(),
+        # Qwen3VLProcessor needs torchvision; this one reads images as it does
+        processor=ENCODERS.LlavaProcessor(image_processor=pixels, tokenizer=words()),
+        vae=random_weights(vae, 1),
+        audio_vae=random_weights(sound, 3),
+        transformer=random_weights(model, 4),
+        transformer_ref=random_weights(THEIRS.MiniMaxH3Transformer3DModel(**model.config), 5),
+        **schedulers,
+        reference_image_short_edge=32,  # a setting of the pipeline, which its index holds
+    )
+
+
+def of_blocks(kind: str, **parts: Any) -> Any:
+    """Return a modular pipeline of these parts."""
+    with torch.no_grad():
+        pipe = getattr(THEIRS, kind)()
+        pipe.update_components(**parts)
+    return pipe
+
+
+def saved(pipe: Any, folder: Path) -> Path:
+    """Write a pipeline in fp32; return its folder."""
+    pipe.to(torch.float32).save_pretrained(str(folder), overwrite_modular_index=True)
+    return folder
+
+
+def reference(image: Any) -> Any:
+    """Return an image to which MiniMax-H3's videos refer."""
+    from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
+
+    return MiniMaxH3ImageReference(image=image)

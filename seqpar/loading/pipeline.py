@@ -133,7 +133,7 @@ def _of_blocks(parts: PipelineParts, kind: Any, dtype: torch.dtype, models: dict
     for name, part in parts_of(parts.index):
         if name not in loaded:
             of: Any = class_of(*part)
-            options = {"dtype": dtype} if issubclass(of, nn.Module) else {}
+            options = {"dtype": dtype} if hasattr(of, "forward") else {}
             loaded[name] = of.from_pretrained(parts.places[name], **options)
     return without_parts(kind, parts.index, parts.workflow, loaded)
 

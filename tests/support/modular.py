@@ -83,6 +83,6 @@ def saved(pipe: Any, folder: Path) -> Path:
 
 def reference(image: Any) -> Any:
     """Return an image to which MiniMax-H3's videos refer."""
-    from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
+    from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3ImageReference
 
     return MiniMaxH3ImageReference(image=image)

@@ -112,6 +112,9 @@ class Args(StartFlags, Options):
     min_psnr: float | None = None
     """With --precision: keep the GEMMs in the weights' dtype that `seqpar verify` found for this PSNR (in dB) and these
     --steps and --scheduler (docs/precision.md)."""
+    park: bool = False
+    """Keep weights that are not in use, such as the second transformer of Wan 2.2, in page-locked memory of the host:
+    the same bits (docs/models/wan.md)."""
     dry_run: tuple[int, ...] | None = None
     """Print the plan of `seqpar plan` and load no weights: for these processes, or for numbers of GPUs, such as
     --dry-run 1 2 4 8."""
@@ -172,6 +175,8 @@ class ReplicaArgs(StartFlags):
     precision: Literal["fp8"] | None = None
     """As for `seqpar sample`."""
     min_psnr: float | None = None
+    """As for `seqpar sample`."""
+    park: bool = False
     """As for `seqpar sample`."""
     first_deadline_s: float = 120.0
     """As for `seqpar sample`."""

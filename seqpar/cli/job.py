@@ -137,7 +137,7 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
     """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
-    same = ("model", "precision", "min_psnr", "classes", "repeat", "steps", "guidance", "true_guidance")
+    same = ("model", "precision", "min_psnr", "park", "classes", "repeat", "steps", "guidance", "true_guidance")
     more = ("guidance_channels", "eta", "respacing", "scheduler", "seed", "frames", "fps", "strength")
     request = GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more)},

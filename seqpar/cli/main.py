@@ -68,7 +68,8 @@ def command(words: Sequence[str], rank: int = 0) -> None:
             from seqpar.serve.ranks.loop import run as serve
 
         deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
-        serve(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, args.precision, args.min_psnr)
+        options = {"precision": args.precision, "min_psnr": args.min_psnr, "park": args.park}
+        serve(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, **options)
         meshes.close()
         quick_exit(0)
     elif isinstance(args, VerifyArgs):

@@ -98,6 +98,16 @@ def stored_in_8_bits(module: nn.Module) -> list[str]:
     return names
 
 
+def joined_weights(module: nn.Module) -> list[list[str]]:
+    """Return the names of weights and biases that fused blocks of a transformer read as one matrix each, in order."""
+    names = list[list[str]]()
+    for path, part in module.named_modules():
+        block = BLOCKS.get(type(part).__name__) if type(part).__module__.startswith(HOME) else None
+        for layers in () if block is None else block.layers.values():
+            names += [[f"{path}.{layer}.{kind}" for layer in layers] for kind in ("weight", "bias")]
+    return names
+
+
 def is_known(module: nn.Module) -> bool:
     """Return whether a transformer is of a family of this package, or derives from one."""
     return any(kind.__name__ in CUTS for kind in type(module).__mro__)

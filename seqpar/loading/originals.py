@@ -1,4 +1,4 @@
-"""Weights as they were before they were rounded to 8 bits, in memory that all ranks of a host share.
+"""Weights as they are in their files, in memory that all ranks of a host share: of those in 8 bits or parked.
 
 A switch of LoRAs adds to the weights of the files, and reading those through the page cache takes ten times as long as
 copying them from page-locked memory. Each rank reads its part of them once.
@@ -18,7 +18,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.placing import Team
 from seqpar.mesh.mesh import Mesh
 
@@ -26,14 +25,15 @@ SHARED = Path("/dev/shm")  # files in it are memory
 ALIGNED = 256  # bytes
 
 
-def hold(weights: Mapping[str, Weight8], mesh: Mesh) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that return these weights before they were rounded, from memory of the host. Collective.
+def hold(
+    weights: Mapping[str, Tensor], sources: Mapping[str, Callable[[], Tensor]], mesh: Mesh
+) -> Mapping[str, Callable[[], Tensor]]:
+    """Return functions that return these weights as their sources do, from memory of the host. Collective.
 
-    weights: of layers that were loaded from files, the same on every rank. Where the host's shared memory is too small
-    they are read from their files each time; rank 0 prints it. Raises ValueError alike on all ranks if a file does not
-    load.
+    weights: of layers that were loaded from files, the same on every rank. sources: return them as they are in their
+    files. Where the host's shared memory is too small these are read each time; rank 0 prints it. Raises ValueError
+    alike on all ranks if a file does not load.
     """
-    sources = {name: source for name, x in weights.items() if (source := x.source) is not None}
     like = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta") for name in sources}
     ends = [*accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in like.values()), initial=0)]
     if not sources:
@@ -57,7 +57,7 @@ def hold(weights: Mapping[str, Weight8], mesh: Mesh) -> dict[str, Callable[[], T
 
     mesh.on_all_ranks(read)
     if mesh.device.type == "cuda":
-        _lock(memory, mesh.device)
+        lock(memory, mesh.device, "of the originals")
     return {name: partial(_as_it_is, place) for name, place in places.items()}
 
 
@@ -139,14 +139,13 @@ def _identity(path: str) -> str:
     return f"{facts.st_dev} {facts.st_ino}"
 
 
-def _lock(memory: Tensor, device: torch.device) -> None:
-    # without it, copies to the GPU go through the driver's own buffer, at a third of the rate
+def lock(memory: Tensor, device: torch.device, what: str) -> None:
+    """Lock pages of host memory as long as it exists: else copies to the GPU go through the driver's own buffer, at a
+    third of the rate. what: of the memory, for the line that is printed where the host refuses.
+    """
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         if (error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))) != 0:
-            print(
-                f"seqpar: memory of the originals is not page-locked (CUDA error {error}); LoRAs switch slower",
-                flush=True,
-            )
+            print(f"seqpar: memory {what} is not page-locked (CUDA error {error}): copies take longer", flush=True)
             return
         finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

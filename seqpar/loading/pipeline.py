@@ -7,9 +7,9 @@ read by `seqpar.loading.placing`: each tensor once per host, straight to the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from seqpar.families._find import reads_layers, stored_in_8_bits
+from seqpar.families._find import joined_weights, reads_layers, stored_in_8_bits
 from seqpar.families._modular import is_modular
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import lora as _lora
@@ -32,11 +32,13 @@ from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts, class_of, vae_keys
 from seqpar.loading.modular import without_parts
 from seqpar.loading.names import building, no_bars
+from seqpar.loading.parking import Layout, Parking
 from seqpar.loading.parts import NAMES as TRANSFORMERS
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite
 from seqpar.loading.scaled import SCALE, source_of
+from seqpar.loading.shared_encoder import SharedEncoder
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.keys import KeyMap, TensorSource
 
@@ -51,6 +53,7 @@ def load_pipeline(
     encode: Sequence[Callable[[Any], object]] = (),
     look: Callable[[Any], object] = id,
     eight: bool = False,
+    park: bool = False,
 ) -> Any:
     """Return the pipeline of a folder on this rank's device. Collective: call on all ranks.
 
@@ -60,6 +63,7 @@ def load_pipeline(
     called; its encoders then run first, and are freed before the transformers' weights load. Its constructor may then
     read no weight of a transformer. () keeps the encoders for other prompts. look: called with each transformer,
     without its weights, while files are read. eight: whether weights of transformers are kept in 8 bits (`Weight8`).
+    park: whether transformers and encoders take turns in memory (`seqpar.loading.parking`); rank 0 prints which.
     Raises the same ValueError on every rank if a part does not load.
     """
     assert isinstance(parts.source, Path)
@@ -79,7 +83,7 @@ def load_pipeline(
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
         weights = _weights(parts, dtype, mesh, eight)
-        late = [name for name in weights if encoded and name.startswith("transformer")]
+        late = [name for name in weights if (encoded or park) and name.startswith("transformer")]
         coming = _begin({name: x for name, x in weights.items() if name not in late}, mesh, reader, team, size)
 
         # while weights come, models are built
@@ -119,10 +123,11 @@ def load_pipeline(
 
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
-    if late:
+    waiting = {name: weights[name] for name in late}
+    parking = _parking(waiting, {} if encoded else encoders, encoded, everywhere, mesh) if park else None
+    for some in [waiting] if late and parking is None else [{name: part} for name, part in waiting.items()]:
         with no_collection(), Reader(mesh.device, team.size) as reader:
-            for name, placing in _begin({name: weights[name] for name in late}, mesh, reader, team, 0).items():
-                weights[name].finish(models[name], placing, mesh)
+            _come(some, models, mesh, reader, team, parking)
     mesh.on_all_ranks(lambda: _complete(pipe, parts, loras, models.keys(), encoders, mesh.device))
     return pipe
 
@@ -234,6 +239,12 @@ class Weights:
             keys = KeyMap({**keys.sources, **{x: source_of(x, like[x].dtype, x in stored) for x in scaled}})
         return Weights(fitted, keys, like, checkpoint, stored)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Where its parameters lie, if it is parked."""
+        parameters = {name: x for name, x in self.like.items() if name in self.fitted.parameters}
+        return Layout.of(parameters, joined_weights(self.fitted.model))
+
     def original(self, name: str) -> Tensor:
         """Return a weight as it is in its files, on the host; ValueError if these have changed."""
         checkpoint, source = self.checkpoint, self.keys.sources[name]
@@ -262,6 +273,55 @@ class Weights:
             model.get_parameter(name).came_from(partial(self.original, name), loaded=True)
         model.register_to_config(_name_or_path=str(self.fitted.path))
         model.to(mesh.device).eval()  # moves buffers that no file holds
+
+
+def _parking(
+    transformers: dict[str, Weights],
+    encoders: Mapping[str, SharedEncoder],
+    encoded: bool,
+    everywhere: str | None,
+    mesh: Mesh,
+) -> Parking | None:
+    """Park encoders, and return where transformers take turns with them; None if nothing can. Rank 0 prints it.
+
+    encoded: whether encoders leave memory before. everywhere: why all ranks have them, or None.
+    """
+    sizes = {name: part.layout.size for name, part in transformers.items()}
+    turns = [name for name, size in sizes.items() if size == max(sizes.values())]
+    parts, left = [*(turns if len(turns) > 1 else ()), *encoders], list[str]()
+    if len(turns) < 2:
+        left.append(f"{' and '.join(sizes) or 'transformers'}, because there are no two of one size that ranks read")
+    if not encoders:
+        why = "they leave memory before transformers come" if encoded else everywhere or "ranks read none"
+        left.append(f"text encoders, because {why}")
+    said = [f"parked while not in use: {', '.join(parts)}"] if parts else []
+    _say(mesh, "; ".join([*said, *([f"not parked: {'; '.join(left)}"] if left else [])]))
+    if not parts or not turns:
+        return None
+    modules = [encoder.module for encoder in encoders.values()]
+    return mesh.on_all_ranks(lambda: Parking(mesh.device, max(sizes.values()), modules))
+
+
+def _come(
+    transformers: dict[str, Weights],
+    models: Mapping[str, Any],
+    mesh: Mesh,
+    reader: Reader,
+    team: Team,
+    parking: Parking | None,
+) -> None:
+    """Read transformers that have waited; one that is parked into its place, from which another one leaves."""
+
+    def placed(part: Weights) -> Weights:
+        if parking is None or part.layout.size != parking.size:
+            return part
+        return replace(part, like=part.like | parking.room(part.layout, part.like))
+
+    parts = mesh.on_all_ranks(lambda: {name: placed(part) for name, part in transformers.items()})
+    for name, placing in _begin(parts, mesh, reader, team, 0).items():
+        parts[name].finish(models[name], placing, mesh)
+        if parking is not None and parts[name] is not transformers[name]:
+            parking.enter(name, models[name], parts[name].original)
 
 
 def _begin(weights: dict[str, Weights], mesh: Mesh, reader: Reader, team: Team, encoders: int) -> dict[str, Placing]:

@@ -130,8 +130,9 @@ def begin(
 ) -> Placing:
     """Begin to read the parameters and buffers of a model, so that each rank of this host reads about as many bytes.
 
-    like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. taken: the
-    bytes that each rank of the team reads besides, or what else it does, in the bytes that it could read meanwhile.
+    like: name -> a tensor of the meta device with the shape and dtype that it gets, or of the device, which it is
+    written to, for each name of `keys`. taken: the bytes that each rank of the team reads besides, or what else it
+    does, in the bytes that it could read meanwhile.
     """
     sizes = {name: sum(map(checkpoint.nbytes, source.keys)) for name, source in keys.sources.items()}
     taken = taken or [0] * team.size
@@ -146,7 +147,8 @@ def begin(
     found = reader.begin(checkpoint, keys, mine, like)
     with tensor_context(checkpoint, ["its weights"]), torch.inference_mode(False):  # weights outlive the caller's mode
         rest = [name for name, rank in readers.items() if rank != team.rank]
-        others = {name: torch.empty_like(like[name], device=reader.device) for name in rest}
+        others = {name: x for name in rest if not (x := like[name]).is_meta}
+        others |= {name: torch.empty_like(like[name], device=reader.device) for name in rest if name not in others}
     total = [
         before + sum(size for name, size in sizes.items() if readers[name] == rank) for rank, before in enumerate(taken)
     ]

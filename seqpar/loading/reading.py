@@ -23,7 +23,7 @@ from fastsafetensors import cpp
 from safetensors import SafetensorError
 from torch import Tensor
 
-from seqpar.kernels.weight8 import Weight8
+from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, check_stamp
 from seqpar.types.keys import KeyMap
 
@@ -67,9 +67,9 @@ class Reader:
     ) -> Future[dict[str, Tensor]]:
         """Ask for the tensors of these names on the device.
 
-        like: name -> a tensor of the meta device with the dtype that it gets; a `Weight8` is rounded as it arrives, and
-        its memory as it lies in the file serves the next tensor. The result raises ValueError if a tensor
-        does not load or is not finite.
+        like: name -> a tensor of the meta device with the dtype that it gets, or of the device, which it is written to;
+        a `Weight8` is rounded as it arrives, and its memory as it lies in the file serves the next tensor. The result
+        raises ValueError if a tensor does not load or is not finite.
         """
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if on_gpu else nullcontext()  # the thread's
@@ -78,7 +78,10 @@ class Reader:
             torch.inference_mode(False),
             stream,
         ):  # weights outlive the mode
-            memory = {key: _memory(checkpoint, key, self.device) for key in _kept(checkpoint, keys, names, like)}
+            memory = {
+                key: _memory(checkpoint, key, self.device) if like[name].is_meta else like[name]
+                for key, name in _kept(checkpoint, keys, names, like)
+            }
         return self._thread.submit(self._read, checkpoint, keys, names, like, memory)
 
     def start(self) -> None:
@@ -115,8 +118,7 @@ class Reader:
                     parts.clear()
                     if found[name].is_floating_point() and found[name].numel():
                         extremes[name] = found[name].aminmax()
-                    if isinstance(like[name], Weight8) and not source.raw:
-                        found[name] = Weight8.of(found[name])
+                    found[name] = _placed(found[name], like[name])
                     if not stays and self.device.type == "cuda":
                         # fastsafetensors writes the next tensor into this one's memory on a stream of its own
                         torch.cuda.default_stream(self.device).synchronize()
@@ -258,15 +260,30 @@ def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
     return cpp.nogds_file_reader(False, 2 * threads * BLOCK >> 10, threads, cuda, device.index or 0)
 
 
-def _kept(checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the keys of the large tensors that stay as they lie in their file."""
+def _placed(tensor: Tensor, like: Tensor) -> Tensor:
+    # what has come, as it is to be and in the memory that there is for it, if there is
+    if isinstance(like, Weight8) and not isinstance(tensor, Weight8):
+        like = Weight8.empty(like.shape, like.dtype, tensor.device) if like.is_meta else like
+        like.write(tensor)
+        return like
+    if like.is_meta or tensor is like:
+        return tensor
+    for place, x in zip(in_memory(like), in_memory(tensor), strict=True):
+        place.copy_(x)
+    return like
+
+
+def _kept(
+    checkpoint: Checkpoint, keys: KeyMap, names: Sequence[str], like: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    """Yield key and name of the large tensors that stay as they lie in their file."""
     for name in names:
         if isinstance(like[name], Weight8):
             continue
         key, *others = keys.sources[name].keys
         as_it_lies = not others and key in checkpoint.positions and checkpoint.dtypes[key] == like[name].dtype
         if as_it_lies and checkpoint.nbytes(key) >= SMALL:
-            yield key
+            yield key, name
 
 
 def _memory(checkpoint: Checkpoint, key: str, device: torch.device) -> Tensor:

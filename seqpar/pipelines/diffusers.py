@@ -129,8 +129,12 @@ class Source:
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
         run = planned(parts.transformer, grid, request, guided)
+        held = (parts.transformer, *(() if request.park else parts.other_transformers.values()))
+        run = replace(
+            run, load=replace(run.load, parameters=sum(x.numel() for part in held for x in part.parameters()))
+        )
         if request.precision is not None and not isinstance(parts.source, RandomModel):
-            stored = (parts.transformer.get_parameter(name) for name in stored_in_8_bits(parts.transformer))
+            stored = (part.get_parameter(name) for part in held for name in stored_in_8_bits(part))
             run = replace(run, load=replace(run.load, stored=sum(x.numel() for x in stored)))
         run = replace(run, exact=run.exact and not edits)
         if run.pixels is not None and "height" in parameters:
@@ -283,11 +287,13 @@ class DiffusersJob:
         """
         parts, loras, dtype = self.source.parts, self.request.loras, self.request.dtype
         if isinstance(random := parts.source, RandomModel):
+            if self.request.park and mesh.is_main:
+                print(f"seqpar: not parked: {random.name}, whose weights are read from no file", flush=True)
             pipe = mesh.on_all_ranks(lambda: random_pipeline(random, self.kind, dtype, mesh.device))
             look(pipe)
             return pipe
         eight = self.request.precision is not None
-        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight)
+        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight, self.request.park)
         look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:

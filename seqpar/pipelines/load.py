@@ -49,6 +49,7 @@ def load(
     min_psnr: float | None = None,
     budget_steps: int | None = None,
     workflow: str | None = None,
+    park: bool = False,
 ) -> Any:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
@@ -57,7 +58,8 @@ def load(
     transformers (Wan 2.2) it changes the named one, or the one that the file itself names. fp32_state:
     whether the pipeline's loop, and so callbacks, have fp32 latents. workflow: one of a modular pipeline, of which only
     the parts load; None loads all parts but a transformer that is for one workflow alone (MiniMax-H3's for references).
-    The others are those of `seqpar.parallelize`.
+    park: whether Wan 2.2's two transformers, and text encoders, wait in page-locked memory of the host while they are
+    not in use, with the same bits; rank 0 prints what does. The others are those of `seqpar.parallelize`.
 
     Each host reads each file once. Text and image encoders are on rank 0 only, and their results are broadcast: all
     ranks make the same calls of the pipeline, as after `parallelize`. Raises the same ValueError on all ranks; a part
@@ -70,6 +72,7 @@ def load(
     def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
         choices(mesh, preferences, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
+        check_kind("park", park, bool, expected="True or False")
         check_precision(precision)
         check_budget(min_psnr, budget_steps, precision)
         parts, adapters = checked(path_or_id, dtype, loras, vae, workflow)
@@ -84,7 +87,7 @@ def load(
     if min_psnr is not None:
         steps = steps_of(parts.caller) if budget_steps is None else budget_steps
         check_searched(ranks, min_psnr, steps, str(path_or_id))
-    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, look=expected, eight=precision is not None)
+    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, (), expected, precision is not None, park)
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
     eight: Any = {"precision": precision, "min_psnr": min_psnr, "budget_steps": budget_steps}
     parallelize(pipe, mesh, **names, **eight)

@@ -298,6 +298,8 @@ class OwnJob:
         hooks: dict[str, Any] = {}
         if on_encode is not None and "prompts" in self.loading:
             hooks["on_prompt"] = lambda index: on_encode(1)
+        if self.request.park and mesh.is_main:
+            print(f"seqpar: not parked: {self.request.model}, which has one transformer", flush=True)
         model = self.pipeline.load(**self.loading, **hooks, plan=plan)
         model.set_vae(vae)
         return model

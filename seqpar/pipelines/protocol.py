@@ -65,6 +65,7 @@ class GenerationRequest:
     strength: float | None = None
     precision: Precision | None = None
     min_psnr: float | None = None
+    park: bool = False
 
     @property
     def pictures(self) -> list[str]:

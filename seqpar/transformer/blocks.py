@@ -26,6 +26,7 @@ from seqpar.families._matrix8 import Matrix8, quantised
 from seqpar.kernels.linear import why_not_faster
 from seqpar.kernels.rows8 import Rounding
 from seqpar.kernels.weight8 import Weight8, original
+from seqpar.loading.parking import bring
 from seqpar.loading.random import WithoutValues
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention import AttentionHook, ShardedAttention
@@ -72,6 +73,7 @@ def restore(layers: Iterable[Any]) -> None:
 @contextmanager
 def unrounded(module: nn.Module) -> Iterator[None]:
     """Compute in this context with the weights before they were rounded to 8 bits, which are there besides."""
+    bring(module)
     parts = (part for _, part in adapters.without_adapters(module))
     stored = [part for part in parts if isinstance(part._parameters.get("weight"), Weight8)]
     before: list[Any] = [(layer, layer.weight) for layer in stored]

@@ -34,6 +34,7 @@ from seqpar.kernels.rows8 import Rounding, product8, round_rows
 from seqpar.kernels.weight8 import Weight8, narrowed, original
 from seqpar.loading.errors import context
 from seqpar.loading.names import errors_only
+from seqpar.loading.parking import bring
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
@@ -314,7 +315,11 @@ def _measured(
         attentions = [stack.enter_context(watched(part, f"{name}|")) for name, part in modules.items() if attention]
         with nullcontext() if isinstance(run, FixedRun) else context("calibrate= failed"):
             run()
-        numbers = numbers_of(seen, {key: [layer.weight for layer in layers] for key, layers in matrices.items()})
+        numbers = dict[str, Tensor]()
+        for name, part in modules.items():
+            bring(part)
+            weights = {key: [layer.weight for layer in x] for key, x in matrices.items() if key.startswith(f"{name}|")}
+            numbers |= numbers_of({key: seen[key] for key in weights}, weights)
         for at, found in chain(*(of.items() for of in attentions)):
             numbers |= {f"{at}{key}": x for key, x in found.numbers().items()}
         return numbers
@@ -395,6 +400,7 @@ def _path(run: FixedRun, modules: Mapping[str, nn.Module], attention: bool = Fal
 def weights_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of transformers, but for those of adapters, by the names of their modules."""
     for name, module in modules.items():
+        bring(module)
         for path, part in adapters.without_adapters(module):
             yield from ((f"{name} {path}", x) for x in part.parameters(recurse=False))
 

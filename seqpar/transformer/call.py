@@ -24,6 +24,7 @@ from seqpar.families._cuts import NOTE, Boundary, forward_of
 from seqpar.graphs.deferred import plain
 from seqpar.graphs.graphs import Capture, Graphs, copied
 from seqpar.graphs.signature import Form, form_of
+from seqpar.loading.parking import bring
 from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
@@ -183,6 +184,7 @@ class ShardedCall:
         # The module's key, or the ValueError with which this rank, and maybe no other, refuses the call. It is raised
         # only after ranks have compared their calls, because the others wait there.
         module, name = self.sharded.module, type(self.sharded.module).__name__
+        bring(module)  # also for a deferred call
         try:
             key = self.sharded.key()
             if self.mesh.world.size > 1:

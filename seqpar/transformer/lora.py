@@ -24,6 +24,7 @@ from seqpar.kernels.weight8 import Weight8, original
 from seqpar.loading.errors import context
 from seqpar.loading.lora import Lora, Models, adapter, fitted, load
 from seqpar.loading.originals import arriving, hold
+from seqpar.loading.parking import bring, seat_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.foreign import Addition
 from seqpar.transformer.internals import adapters_of
@@ -314,25 +315,38 @@ class Merging:
 
     module: the transformer; or a pipeline, if paths begin with the names of its transformers. terms: name of a LoRA ->
     what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
-    of all LoRAs, so that others can be merged later; of those that are stored in 8 bits, in memory of the host. mesh:
-    of all ranks, which share that memory; None reads them from their files at each switch.
+    of all LoRAs, so that others can be merged later; of those that are stored in 8 bits or parked, in memory of the
+    host. mesh: of all ranks, which share that memory; None reads them from their files at each switch.
     """
 
     def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool, mesh: Mesh | None = None) -> None:
         self._terms = terms
         paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
         self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
-        stored = {path: x.weight for path, x in self._layers.items() if isinstance(x.weight, Weight8)}
-        self._sources = {path: weight.source for path, weight in stored.items() if weight.source is not None}
-        if keeps and mesh is not None:
-            self._sources |= hold(stored, mesh)
+        self._owners = {path: _owner(module, path) for path in paths}
+        self._sources = {path: source for path in paths if (source := self._source(path, keeps)) is not None}
+        if keeps and mesh is not None and self._sources:
+            self._sources |= hold({path: self._layers[path].weight for path in self._sources}, self._sources, mesh)
         self._kept = dict[str, tuple[Tensor, Tensor | None]]()
-        for path, layer in self._layers.items() if keeps else ():
+        for path in self._in_turns(paths) if keeps else ():
+            bring(self._owners[path][0])
+            layer = self._layers[path]
             bias = None if layer.bias is None else layer.bias.detach().clone()
             weight = layer.weight.detach()
             self._kept[path] = weight.new_empty(0) if path in self._sources else weight.clone(), bias
         self.merged: Wanted = ()
         self._written: tuple[str, ...] = ()  # the LoRAs whose layers may not be as they were, also after an error
+
+    def _source(self, path: str, keeps: bool) -> Callable[[], Tensor] | None:
+        weight, (owner, name) = self._layers[path].weight, self._owners[path]
+        if isinstance(weight, Weight8):
+            return weight.source
+        seat = seat_of(owner) if keeps else None
+        return None if seat is None else partial(seat.original, f"{name}.weight")
+
+    def _in_turns(self, paths: Iterable[str]) -> list[str]:
+        # the second transformer first: the next run begins with the other one
+        return sorted(dict.fromkeys(paths), key=lambda path: path.partition(".")[0], reverse=True)
 
     @torch.no_grad()
     def switch(self, wanted: Wanted) -> bool:
@@ -347,9 +361,10 @@ class Merging:
         if wanted == self.merged and names == self._written:
             return False
         self._written = tuple(dict.fromkeys((*self._written, *names)))
-        paths = dict.fromkeys(path for name in self._written for path in self._terms[name])
+        paths = self._in_turns(path for name in self._written for path in self._terms[name])
         coming = arriving([(self._layers[path].weight, x) for path in paths if (x := self._sources.get(path))])
         for path in paths:
+            bring(self._owners[path][0])
             layer = self._layers[path]
             own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
             terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
@@ -363,6 +378,14 @@ class Merging:
                 layer.bias.copy_(own_bias if bias is None else bias)
         self.merged, self._written = wanted, names
         return True
+
+
+def _owner(module: Any, path: str) -> tuple[nn.Module, str]:
+    # the transformer of a layer, and the layer's path in it
+    if isinstance(module, nn.Module):
+        return module, path
+    part, _, inner = path.partition(".")
+    return getattr(module, part), inner
 
 
 def _merged(source: Callable[[], Tensor], device: torch.device, terms: Sequence[tuple[LoraTerm, float]]) -> Tensor:

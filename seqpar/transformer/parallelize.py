@@ -23,6 +23,7 @@ from seqpar.families._modular import is_guided_by, is_modular
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.encoders import NAMES as ENCODERS
+from seqpar.loading.parking import bring, seat_of
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.schedulers import check_variances, learns_range, pass_variances
 from seqpar.mesh import exact
@@ -120,11 +121,14 @@ def planned(
         guided = cfg and not exact.is_on() and cfg_by_default(pipe_or_transformer, module)
         guided = guided and not hasattr(pipe_or_transformer, "set_pag_applied_layers")  # PAG reads rows of all branches
         guided = guided and all(look(part).coupled is None for part in modules.values())
+    bring(module)
     dtype, work, ranks = dtype_of(module), estimate.planned_work(module, native), mesh or Mesh.joined()
     work = replace(work, rounds=True)
     images, eight = preferred_images(preferences, ranks), precision is not None
     load = replace(estimate.load_of(module, dtype, guided, work.joined), images=images, eight=eight)
-    load = replace(load, stored=sum(x.numel() for x in module.parameters() if isinstance(x, Weight8)))
+    held = [x for part in modules.values() if part is module or seat_of(part) is None for x in part.parameters()]
+    stored = sum(x.numel() for x in held if isinstance(x, Weight8))
+    load = replace(load, parameters=sum(x.numel() for x in held), stored=stored)
     return make(work, load, dtype, ranks, preferences, mesh)
 
 
@@ -403,6 +407,7 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
         @wraps(method)
         def changing(*args: Any, **kwargs: Any) -> Any:
             call.settle()  # a deferred call is computed with the module as it is now
+            bring(module)
             return method(*args, **kwargs)
 
         return changing
@@ -451,6 +456,7 @@ def _sharded(
         for name, module in modules.items():
             known = calibrations.get(name)
             rounds = {} if known is None else known.attention
+            bring(module)
             sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known if gemms else None, rounds))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from seqpar.loading.parking import bring
 from seqpar.mesh.inputs import agree, broadcast, shapes
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import JointShard, Tokens
@@ -155,6 +156,7 @@ class Copies:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    bring(model)
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 

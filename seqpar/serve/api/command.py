@@ -54,6 +54,8 @@ class ServeArgs:
     """fp8: most GEMMs of all models compute in 8 bits, as --precision of `seqpar sample`."""
     min_psnr: float | None = None
     """As --min-psnr of `seqpar sample`, for the 25 steps and the scheduler that each model has by default."""
+    park: bool = False
+    """As --park of `seqpar sample`: weights that are not in use wait in page-locked memory of the host."""
     queue: int = 64
     """Maximum queue length; further requests get HTTP 429."""
     connections: int = 512
@@ -102,7 +104,8 @@ class ServeArgs:
         warm = ["--warm", *self.warm] if self.warm else []
         eight = [] if self.precision is None else ["--precision", self.precision]
         eight += [] if self.min_psnr is None else ["--min-psnr", str(self.min_psnr)]
-        return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *loras, *warm, *eight]
+        how = [*loras, *warm, *eight, *(["--park"] if self.park else [])]
+        return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *how]
 
 
 def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:

@@ -59,13 +59,14 @@ class CheckedModel:
         loras: Mapping[str, Lora],
         precision: Precision | None = None,
         min_psnr: float | None = None,
+        park: bool = False,
     ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
         source = ranks.on_all_ranks(lambda: find(name))
         prompts = () if source.takes == "classes" else ("a",)
         images = example_images(source.needs_image)
-        eight: Any = {"precision": precision, "min_psnr": min_psnr}
-        request = GenerationRequest(name, dtype, prompts=prompts, images=images, **eight)
+        kept: Any = {"precision": precision, "min_psnr": min_psnr, "park": park}
+        request = GenerationRequest(name, dtype, prompts=prompts, images=images, **kept)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
         video = ranks.on_all_ranks(lambda: _video_facts(example))
@@ -94,8 +95,9 @@ class CheckedModel:
 
     @property
     def kept(self) -> int:
-        """Bytes of the weights without LoRAs, which those in 8 bits read from their files again."""
-        return 0 if self.precision is not None else self.loras.weights * self.dtype.itemsize
+        """Bytes of the weights without LoRAs, of which those in 8 bits and parked ones are in memory of the host."""
+        in_host = self.precision is not None or self.example.request.park
+        return 0 if in_host else self.loras.weights * self.dtype.itemsize
 
     def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job:
         """The checked job of a request; ValueError if it does not fit the model."""
@@ -116,6 +118,7 @@ class CheckedModel:
             frames=request.frames,
             fps=request.fps,
             precision=self.precision,
+            park=self.example.request.park,
         )
         if request.steps is not None:
             order = replace(order, steps=request.steps)

@@ -148,19 +148,20 @@ def run(
     sizes: Sequence[str],
     precision: Precision | None = None,
     min_psnr: float | None = None,
+    park: bool = False,
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
     before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load. min_psnr: as
-    for `seqpar.parallelize`; a model without a result of a search is a ValueError.
+    for `seqpar.parallelize`; a model without a result of a search is a ValueError. park: as for `seqpar.load`.
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"{SOCKET} is not set; start the ranks with `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     dtype = dtype or default_dtype(mesh.device)
-    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision, min_psnr)
+    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision, min_psnr, park)
     warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
     loaded = {model.name: LoadedModel(model, mesh) for model in models}
     link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
@@ -184,9 +185,10 @@ def checked(
     loras: Mapping[str, Lora],
     precision: Precision | None = None,
     min_psnr: float | None = None,
+    park: bool = False,
 ) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
-    models = [CheckedModel.of(name, dtype, mesh, loras, precision, min_psnr) for name in dict.fromkeys(names)]
+    models = [CheckedModel.of(name, dtype, mesh, loras, precision, min_psnr, park) for name in dict.fromkeys(names)]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
     if mesh.is_main:

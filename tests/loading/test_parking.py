@@ -1,0 +1,167 @@
+"""Tests of parked weights: who is in the buffer, the bits of pipelines without it, and errors for their readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar.kernels.weight8 import Weight8, in_memory
+from seqpar.loading.parking import Layout, Parking, seat_of
+from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Source
+from seqpar.pipelines.protocol import GenerationRequest
+from seqpar.serve.ranks.checked import FittingLoras, loras_in
+from seqpar.transformer import lora as lora_files
+from seqpar.transformer.parallelize import call_of
+from tests.support import pipelines
+from tests.support.meshes import mesh as mesh_of
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.slow
+ASKED: dict[str, Any] = {"num_inference_steps": 4, "height": 32, "width": 32, "num_frames": 5, "output_type": "latent"}
+EXPERTS = ("transformer", "transformer_2")
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wan22")
+    pipelines.wan(2).save_pretrained(folder)
+    return folder
+
+
+def latents(pipe: Any, prompt: str = "a red cat") -> Tensor:
+    pipelines.quiet(pipe)
+    return pipe(prompt, generator=pipelines.seeded(0), **ASKED).frames
+
+
+def parking_of(pipe: Any) -> Parking:
+    seats = [seat_of(getattr(pipe, name)) for name in EXPERTS]
+    (parking,) = {seat.parking for seat in seats if seat is not None}
+    return parking
+
+
+def parked(
+    rank: int, world: int, device: torch.device, folder: Path, precision: Any
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Return latents without parking and with it, and the swaps of each run."""
+    mesh = mesh_of(device, ulysses=world)
+    options: Any = {"dtype": torch.float32 if precision is None else torch.bfloat16, "precision": precision}
+    pipe: Any = seqpar.load(folder, mesh=mesh, **options)
+    whole = [latents(pipe), latents(pipe, "a cat")]
+    seqpar.release(pipe)
+    pipe = seqpar.load(folder, mesh=mesh, park=True, **options)
+    parking, swaps, ours = parking_of(pipe), list[int](), list[Tensor]()
+    keys = dict[str, Any]()
+    for prompt in ("a red cat", "a cat", "a red cat"):
+        before = parking.swaps
+        ours.append(latents(pipe, prompt))
+        swaps.append(parking.swaps - before)
+        calls: Any = {name: call_of(getattr(pipe, name)) for name in EXPERTS}
+        now = {name: call._generation for name, call in calls.items()}
+        assert keys in ({}, now)  # graphs stay valid
+        keys = now
+    memory = parking._buffer.data_ptr()
+    for name in EXPERTS:
+        seat = seat_of(getattr(pipe, name))
+        assert seat is not None
+        seat.bring()
+        for weight in getattr(pipe, name).parameters():  # also those that fused blocks have joined
+            assert all(memory <= x.data_ptr() < memory + len(parking._buffer) for x in in_memory(weight.detach()))
+    seqpar.release(pipe)
+    return whole, ours, swaps
+
+
+@pytest.mark.parametrize(("world", "precision"), [(1, None), (2, "fp8"), (3, None)])
+def test_parked_weights_have_the_same_bits(cpu_ranks: Pool, wan: Path, world: int, precision: str | None) -> None:
+    for rank, (whole, ours, swaps) in enumerate(cpu_ranks.run(world, parked, wan, precision)):
+        assert not torch.equal(whole[0], whole[1])
+        assert all(map(torch.equal, ours, (*whole, whole[0])))
+        # the first transformer and back; on rank 0 also the encoder over what is there, and back
+        assert swaps == ([4, 4, 4] if rank == 0 else [2, 2, 2])
+
+
+def job(folder: Path, precision: Any, park: bool) -> Any:
+    dtype = torch.float32 if precision is None else torch.bfloat16
+    request = GenerationRequest(str(folder), dtype, prompts=("x",), steps=4, precision=precision, park=park)
+    return Source.locate(folder).check(request)
+
+
+def switched(
+    rank: int, world: int, device: torch.device, folder: Path, loras: Path, precision: Any, park: bool
+) -> list[Tensor]:
+    mesh, asked = mesh_of(device, ulysses=world), job(folder, precision, park)
+    pipe = asked.load_pipeline(mesh)
+    merging = lora_files.switched(pipe, FittingLoras.of(asked, loras_in(loras)).by_name, mesh)
+    seqpar.parallelize(pipe, mesh, precision=precision)
+    made = [latents(pipe)]
+    pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))
+    for wanted in (pair, (("low@transformer_2", 0.5),), (("high@transformer", 0.5),), (), pair):
+        merging.switch(wanted)  # while the second transformer is in
+        made.append(latents(pipe))
+    seqpar.release(pipe)
+    return made
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_loras_of_a_parked_transformer_are_switched(
+    cpu_ranks: Pool, wan: Path, tmp_path: Path, precision: str | None
+) -> None:
+    from tests.cli.loras import of_wan, written
+
+    written(tmp_path, {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2)})
+    whole, ours = (cpu_ranks.run(2, switched, wan, tmp_path, precision, park) for park in (False, True))
+    for theirs, made in zip(whole, ours, strict=True):
+        assert all(map(torch.equal, theirs, made))
+        assert torch.equal(made[1], made[5])
+        assert torch.equal(made[0], made[4])
+        assert len({float(x.double().sum()) for x in made}) == 4
+    assert job(wan, precision, False).load.parameters == 2 * job(wan, precision, True).load.parameters
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "numbers": lambda module: module.proj_out.weight + 1,
+    "a write": lambda module: module.proj_out.weight.data.zero_(),
+    "an address": lambda module: module.proj_out.weight.data_ptr(),
+    "a file": lambda module: torch.save(module.state_dict(), "/dev/null"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_whoever_reads_parked_weights_gets_an_error(wan: Path, name: str) -> None:
+    pipe: Any = job(wan, None, True).load_pipeline(Mesh.single())  # not parallelized
+    before = latents(pipe)
+    assert pipe.transformer.dtype == torch.float32
+    assert pipe.text_encoder.device == torch.device("cpu")
+    pipe.to("cpu")  # where all of it is
+    with pytest.raises(ValueError, match="parked in memory of the host"):
+        READS[name](pipe.transformer)
+    if name in ("numbers", "an address"):
+        READS[name](pipe.transformer_2)  # which is in the buffer
+    assert torch.equal(latents(pipe), before)
+
+
+def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], wan: Path) -> None:
+    pipelines.flux().save_pretrained(tmp_path)
+    whole, pipe = (pipelines.quiet(seqpar.load(tmp_path, dtype=torch.float32, park=park)) for park in (False, True))
+    said = "parked while not in use: text_encoder, text_encoder_2; not parked: transformer, because there are no two"
+    assert capsys.readouterr().out.count(said) == 1
+    asked: Any = {"num_inference_steps": 1, "height": 32, "width": 32, "output_type": "latent"}
+    made = [each("a red cat", generator=pipelines.seeded(0), **asked).images for each in (whole, pipe)]
+    assert torch.equal(*made)
+    job(wan, None, True).load_pipeline(Mesh.single(), (lambda pipe: latents(pipe),))
+    said = "use: transformer, transformer_2; not parked: text encoders, because they leave memory before transformers"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_weights_of_one_matrix_are_adjacent() -> None:
+    eight = Weight8.empty((3, 5), torch.bfloat16, "meta")
+    plain = torch.empty(7, dtype=torch.bfloat16, device="meta")
+    layout = Layout.of({"a": eight, "b": plain, "c": plain, "d": eight}, [["d", "a"], ["b", "d"], ["c", "none"]])
+    assert layout.starts == {"d": (0, 256), "a": (15, 268), "b": (512,), "c": (768,)}
+    assert layout.size == 782

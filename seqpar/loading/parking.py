@@ -50,14 +50,14 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Where the tensors of weights lie: by weight, the first byte of each of its `in_memory` tensors. size: of all."""
 
     starts: Mapping[str, tuple[int, ...]]
     size: int
 
     @staticmethod
-    def of(like: Mapping[str, Tensor], joined: Iterable[Sequence[str]] = ()) -> Layout:
+    def of(like: Mapping[str, Tensor], joined: Iterable[Sequence[str]] = ()) -> WeightLayout:
         """Lay out tensors like these. joined: names of weights that are read as one matrix, and so must be adjacent."""
         starts, end = dict[str, list[int]]({name: [] for name in like}), 0
         for names in (*joined, *((name,) for name in like)):
@@ -69,7 +69,7 @@ class Layout:
                     for name, tensor in zip(run, tensors, strict=True):
                         starts[name].append(end)
                         end += tensor.nbytes
-        return Layout({name: tuple(of) for name, of in starts.items()}, end)
+        return WeightLayout({name: tuple(of) for name, of in starts.items()}, end)
 
     def of_weight(self, name: str, like: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of a weight in memory, a tensor of bytes. Writes to this do not change their versions."""
@@ -146,7 +146,7 @@ class Parking:
         places = self._parts[ENCODERS] = _places(encoders)
         weights = {f"{id(place.parameter)}": place.parameter for place in places}  # once where places share one
         like = {name: torch.empty_like(x, device="meta") for name, x in weights.items()}
-        layout = Layout.of(like)
+        layout = WeightLayout.of(like)
         waiting = self._waiting[ENCODERS] = self._of_host(layout.size)
         for name, x in weights.items():
             layout.of_weight(name, like[name], waiting)[0].copy_(x)
@@ -165,7 +165,7 @@ class Parking:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def room(self, layout: Layout, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def room(self, layout: WeightLayout, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of a transformer that is to be loaded, in the buffer, which another one leaves."""
         if self._inside is not None:
             waiting = self._waiting[self._inside] = self._of_host(layout.size)

@@ -32,7 +32,7 @@ from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts, class_of, vae_keys
 from seqpar.loading.modular import without_parts
 from seqpar.loading.names import building, no_bars
-from seqpar.loading.parking import Layout, Parking
+from seqpar.loading.parking import Parking, WeightLayout
 from seqpar.loading.parts import NAMES as TRANSFORMERS
 from seqpar.loading.parts import parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
@@ -240,10 +240,10 @@ class Weights:
         return Weights(fitted, keys, like, checkpoint, stored)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> WeightLayout:
         """Where its parameters lie, if it is parked."""
         parameters = {name: x for name, x in self.like.items() if name in self.fitted.parameters}
-        return Layout.of(parameters, joined_weights(self.fitted.model))
+        return WeightLayout.of(parameters, joined_weights(self.fitted.model))
 
     def original(self, name: str) -> Tensor:
         """Return a weight as it is in its files, on the host; ValueError if these have changed."""

@@ -262,12 +262,12 @@ def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
     # what has come, as it is to be and in the memory that there is for it, if there is
+    if like.is_meta or tensor is like:
+        rounds = isinstance(like, Weight8) and not isinstance(tensor, Weight8)
+        return Weight8.of(tensor) if rounds else tensor
     if isinstance(like, Weight8) and not isinstance(tensor, Weight8):
-        like = Weight8.empty(like.shape, like.dtype, tensor.device) if like.is_meta else like
         like.write(tensor)
         return like
-    if like.is_meta or tensor is like:
-        return tensor
     for place, x in zip(in_memory(like), in_memory(tensor), strict=True):
         place.copy_(x)
     return like

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.kernels.weight8 import Weight8, in_memory
-from seqpar.loading.parking import Layout, Parking, seat_of
+from seqpar.loading.parking import Parking, WeightLayout, seat_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
 from seqpar.pipelines.protocol import GenerationRequest
@@ -46,16 +46,23 @@ def parking_of(pipe: Any) -> Parking:
     return parking
 
 
+def loaded(folder: Path, cache: Path, **options: Any) -> Any:
+    """Return a pipeline that is calibrated anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEQPAR_CACHE", str(cache / str(options.get("park", False))))
+        return seqpar.load(folder, **options)
+
+
 def parked(
-    rank: int, world: int, device: torch.device, folder: Path, precision: Any
+    rank: int, world: int, device: torch.device, folder: Path, cache: Path, precision: Any
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Return latents without parking and with it, and the swaps of each run."""
     mesh = mesh_of(device, ulysses=world)
     options: Any = {"dtype": torch.float32 if precision is None else torch.bfloat16, "precision": precision}
-    pipe: Any = seqpar.load(folder, mesh=mesh, **options)
+    pipe: Any = loaded(folder, cache, mesh=mesh, **options)
     whole = [latents(pipe), latents(pipe, "a cat")]
     seqpar.release(pipe)
-    pipe = seqpar.load(folder, mesh=mesh, park=True, **options)
+    pipe = loaded(folder, cache, mesh=mesh, park=True, **options)
     parking, swaps, ours = parking_of(pipe), list[int](), list[Tensor]()
     keys = dict[str, Any]()
     for prompt in ("a red cat", "a cat", "a red cat"):
@@ -78,8 +85,10 @@ def parked(
 
 
 @pytest.mark.parametrize(("world", "precision"), [(1, None), (2, "fp8"), (3, None)])
-def test_parked_weights_have_the_same_bits(cpu_ranks: Pool, wan: Path, world: int, precision: str | None) -> None:
-    for rank, (whole, ours, swaps) in enumerate(cpu_ranks.run(world, parked, wan, precision)):
+def test_parked_weights_have_the_same_bits(
+    cpu_ranks: Pool, wan: Path, tmp_path: Path, world: int, precision: str | None
+) -> None:
+    for rank, (whole, ours, swaps) in enumerate(cpu_ranks.run(world, parked, wan, tmp_path, precision)):
         assert not torch.equal(whole[0], whole[1])
         assert all(map(torch.equal, ours, (*whole, whole[0])))
         # the first transformer and back; on rank 0 also the encoder over what is there, and back
@@ -162,6 +171,6 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
 def test_weights_of_one_matrix_are_adjacent() -> None:
     eight = Weight8.empty((3, 5), torch.bfloat16, "meta")
     plain = torch.empty(7, dtype=torch.bfloat16, device="meta")
-    layout = Layout.of({"a": eight, "b": plain, "c": plain, "d": eight}, [["d", "a"], ["b", "d"], ["c", "none"]])
+    layout = WeightLayout.of({"a": eight, "b": plain, "c": plain, "d": eight}, [["d", "a"], ["b", "d"], ["c", "none"]])
     assert layout.starts == {"d": (0, 256), "a": (15, 268), "b": (512,), "c": (768,)}
     assert layout.size == 782

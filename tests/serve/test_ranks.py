@@ -298,7 +298,7 @@ def test_loras_of_two_transformers_have_the_frames_of_the_command(tmp_path: Path
     files = written(loras, tensors)
     both = ("high@transformer", 1.0), ("style@transformer_2", 0.5)
     order = of(folder, size=(32, 32), steps=2, frames=5)
-    with replica(tmp_path, 2, str(folder), "--loras", str(loras)) as ranks:
+    with replica(tmp_path, 2, str(folder), "--loras", str(loras), "--park") as ranks:  # the command is without it
         names = ("high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2")
         assert ranks.ready.models[0].loras == names
         plain, changed, again = (frames(ranks.ask(replace(order, loras=x)))[1]["pixels"] for x in ((), both, ()))

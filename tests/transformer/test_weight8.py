@@ -510,10 +510,11 @@ MODELS_OF_PAGE = {
     "Qwen-Image": ("QwenImageTransformer2DModel", {"num_layers": 60}, {}, 1),
     "Wan 2.1 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
     "Wan 2.2 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 2),
+    "Wan 2.2 14B with [`--park`](models/wan.md#parked-weights)": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
     "FLUX.2-dev": ("Flux2Transformer2DModel", {"num_layers": 8, "num_single_layers": 48}, {}, 1),
     "MiniMax-H3": ("MiniMaxH3Transformer3DModel", {"num_layers": 50}, {}, 1),
 }
-"""Class, blocks, config, and how many of it a pipeline has."""
+"""Class, blocks, config, and how many of it a GPU has."""
 
 
 @pytest.mark.parametrize("name", MODELS_OF_PAGE)

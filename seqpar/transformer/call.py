@@ -121,6 +121,7 @@ class ShardedCall:
         computed.
         """
         arguments, sharded, state = call.whole, self.sharded, self.state
+        bring(sharded.module)
         for name, reason in sharded.cuts.refused.items():
             if arguments.get(name) is not None:
                 kind = type(sharded.module).__name__
@@ -184,7 +185,7 @@ class ShardedCall:
         # The module's key, or the ValueError with which this rank, and maybe no other, refuses the call. It is raised
         # only after ranks have compared their calls, because the others wait there.
         module, name = self.sharded.module, type(self.sharded.module).__name__
-        bring(module)  # also for a deferred call
+        bring(module)  # a replay reads its weights
         try:
             key = self.sharded.key()
             if self.mesh.world.size > 1:

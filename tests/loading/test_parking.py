@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar.cli.args import Args
 from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading.parking import Parking, WeightLayout, seat_of
 from seqpar.mesh.mesh import Mesh
@@ -19,6 +20,7 @@ from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.serve.ranks.checked import FittingLoras, loras_in
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.parallelize import call_of
+from tests.cli.runs import shown
 from tests.support import pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
@@ -166,6 +168,14 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
     job(wan, None, True).load_pipeline(Mesh.single(), (lambda pipe: latents(pipe),))
     said = "use: transformer, transformer_2; not parked: text encoders, because they leave memory before transformers"
     assert capsys.readouterr().out.count(said) == 1
+
+
+def test_the_command_verifies_parked_weights(cpu_ranks: Pool, wan: Path, tmp_path: Path) -> None:
+    same: Any = {"prompt": ("a red cat",), "steps": 4, "size": "32x32", "frames": 5, "out": tmp_path / "x.mp4"}
+    flags: Any = ({}, {"park": True, "verify": True})
+    whole, ours = (cpu_ranks.run(2, shown, Args(str(wan), **same, **more))[0][0] for more in flags)
+    assert "every step holds" in ours
+    assert whole.split()[-1] == ours.split()[-1]
 
 
 def test_weights_of_one_matrix_are_adjacent() -> None:

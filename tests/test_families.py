@@ -8,6 +8,7 @@ The truth is the unchanged module, without its roundings to fp32 (`StayDouble`);
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor
 
+import seqpar
 from seqpar.families import __main__, _prove
 from seqpar.families._cuts import CutTokens
 from seqpar.families._find import CUTS, FILES
@@ -24,8 +28,9 @@ from seqpar.families._tiny import HEADS as NUMBER
 from seqpar.families._tiny import Tiny
 from seqpar.transformer.forward import CallState
 from tests.families.test_blocks import FUSED, blocks_named, counted
-from tests.support.diffusers_tiny import MODELS, SPLIT, flat, truth
-from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, refused
+from tests.support.diffusers_tiny import MODELS, SPLIT, Inputs, flat, truth
+from tests.support.foreign import StayDouble, in_double
+from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, mesh, refused
 from tests.support.pool import Pool, server
 from tests.support.sharded import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 
@@ -87,7 +92,7 @@ def test_a_family_computes_what_diffusers_does(ranks: Pool, name: str, world: in
 
 def test_the_table_has_every_family_by_every_strategy_and_number_of_ranks() -> None:
     cases = [(name, world, *way) for name, world, ways in (case.values for case in CASES) for way in ways]  # pyright: ignore
-    assert set(CUTS) - {"QwenImage21Transformer2DModel"} <= {MODELS[str(name)].kind for name, *_ in cases}
+    assert set(CUTS) == {MODELS[str(name)].kind for name, *_ in cases}
     assert {world for _, world, *_ in cases} == {1, 2, 3, 4, 5, 6}
     assert {name for name, *_ in cases} == {case[0] for case in cases if False in case[-1]}
     for strategy in LAYOUTS:
@@ -104,6 +109,71 @@ def test_the_truth_leaves_out_roundings_to_fp32_and_nothing_else(name: str) -> N
     with torch.no_grad():
         rounded = flat(MODELS[name].build()(**MODELS[name].arguments(), return_dict=False))
     assert TOLERANCE < error(rounded, truth(name, "cpu")) < 1e-4
+
+
+# Calls that keep keys and values for later ones ----------------------------------------------------------------
+
+
+def qwen_image21(given: Inputs) -> Iterator[Inputs]:
+    """Yield a first step, which keeps the tokens before the new picture, and a second one, which reads them."""
+    first = {**given, "kv_cache": QwenImage21KVCache(2), "kv_cache_mode": "extract"}
+    yield first
+    yield {**first, "kv_cache_mode": "cached", "hidden_states": given["hidden_states"] * 2}
+
+
+def glm_image(given: Inputs) -> Iterator[Inputs]:
+    """Yield a call for the reference picture of each row, then one that reads them, and one that does not."""
+    caches = GlmImageKVCache(2)
+    caches.set_mode("write")
+    for row in range(2):
+        one: Inputs = {name: x if x is None else x[row : row + 1] for name, x in given.items()}
+        no_text = one["encoder_hidden_states"][:, :0]
+        yield {**one, "encoder_hidden_states": no_text, "prior_token_drop": one["prior_token_drop"] & False} | {
+            "hidden_states": one["hidden_states"] / 2,
+            "kv_caches": caches,
+        }
+        caches.next_sample()
+    for mode in ("read", "skip"):
+        caches.set_mode(mode)
+        yield {**given, "kv_caches": caches}
+
+
+WAYS = ((1, "ulysses"), (2, "kv_gather"), (3, "ring"), (3, "ulysses"))
+STEPS = {"qwenimage21": qwen_image21, "glmimage": glm_image}
+
+
+def stepped(rank: int, world: int, device: torch.device, name: str, strategy: str) -> list[Outputs]:
+    body, given = body_of(MODELS[name].build().to(device), world, device, strategy), MODELS[name].arguments(device)
+    with StayDouble():
+        results = [(body(**each, return_dict=False)[0].clone(),) for each in STEPS[name](given)]
+    body.release()
+    return results
+
+
+@pytest.mark.parametrize(("name", "world", "strategy"), [(name, n, s) for name in STEPS for n, s in WAYS])
+def test_keys_that_are_kept_are_read_on_all_ranks(ranks: Pool, name: str, world: int, strategy: str) -> None:
+    module, given = MODELS[name].build().to(ranks.device), MODELS[name].arguments(ranks.device)
+    wanted = [MODELS[name].whole(module, each) for each in STEPS[name](given)]
+    for results in ranks.run(world, stepped, name, strategy):
+        for got, whole in zip(results, wanted, strict=True):
+            assert error(got, tuple(x.to(got[0].device) for x in whole)) < TOLERANCE
+
+
+def by_branches(rank: int, world: int, device: torch.device) -> list[Outputs]:
+    """Return the outputs of calls of which some keep or read keys of all rows, with an axis that would split rows."""
+    module, given = MODELS["glmimage"].build().to(device), MODELS["glmimage"].arguments(device)
+    seqpar.parallelize(module, mesh(device, cfg=2))
+    in_double(module)
+    results = [(module(**each, return_dict=False)[0].clone(),) for each in glm_image(given)]
+    seqpar.release(module)
+    return results
+
+
+def test_keys_of_all_rows_are_kept_on_each_rank(ranks: Pool) -> None:
+    module, given = MODELS["glmimage"].build().to(ranks.device), MODELS["glmimage"].arguments(ranks.device)
+    wanted = [MODELS["glmimage"].whole(module, each) for each in glm_image(given)]
+    for results in ranks.run(2, by_branches):
+        assert max(map(error, results, wanted)) < TOLERANCE
 
 
 # Negative controls ---------------------------------------------------------------------------------------------
@@ -151,7 +221,7 @@ def proven(rank: int, world: int, device: torch.device, kind: str, wrong: bool) 
     return _prove.compare(kind, not wrong and _prove.ways(kind)[-1], cuts)  # the table has diffusers' own blocks, too
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CUTS if kind != "QwenImage21Transformer2DModel"])
+@pytest.mark.parametrize("kind", CUTS)
 def test_every_family_is_proven(cpu_ranks: Pool, kind: str) -> None:
     assert _prove.verdict(cpu_ranks.run(3, proven, kind, False)) is None
 
@@ -193,9 +263,7 @@ def test_the_command_starts_ranks_that_prove_a_class(monkeypatch: pytest.MonkeyP
     """They are forked, not spawned, which gives them the same and imports nothing."""
     forking = server()
     monkeypatch.setattr(_prove.multiprocessing, "get_context", lambda method: forking)
-    reasons = dict(_prove.proofs(["DiTTransformer2DModel", "QwenImage21Transformer2DModel"]))
-    assert str(reasons.pop("QwenImage21Transformer2DModel")).startswith("runs on one rank alone: its text attends")
-    assert reasons == {"DiTTransformer2DModel": None}
+    assert dict(_prove.proofs(["DiTTransformer2DModel"])) == {"DiTTransformer2DModel": None}
 
 
 def test_a_class_without_a_file_of_its_own_and_an_unknown_name() -> None:

@@ -16,7 +16,8 @@ A file may export these tables, each by the name of diffusers' class; files whos
   model's argument of this name has batch rows, use `Cuts.prepare` instead (`minimax_h3.py` does).
 - `UNSPLIT`: class of an attention processor that reads keys by their place in the whole image -> (name, reason).
 - `UNGUIDED`: transformers whose pipelines compute no unconditional branch. Others with `CUTS` count as guided, unless
-  their config sets `guidance_embeds`, and may get a cfg axis by default.
+  their config sets `guidance_embeds`, and may get a cfg axis by default, unless they are in `UNPAIRED`: transformers of
+  which no two calls run together, as those that are given caches.
 
 `python -m seqpar.families NAME` proves a family. Users write the cuts of their transformers with the names below.
 """

@@ -34,13 +34,15 @@ class CutTokens:
     number of dims of a tensor that is cut; others stay whole (a timestep is cut if there is one for each token). A
     tensor with one row along `dim` stays whole, because it holds for all tokens. Of a tuple, list or dict, every tensor
     is cut. may_be_empty: whether there may be fewer tokens than ranks, because the transformer's modules compute empty
-    tensors, too, and attention joins this stream with another one of which every rank has tokens.
+    tensors, too, and attention joins this stream with another one of which every rank has tokens. after_prefix: the
+    first rows are those of `Keys.prefix` tokens, which stay whole.
     """
 
     stream: str
     dim: int = 1
     dims: int | None = None
     may_be_empty: bool = False
+    after_prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ class CutJoined:
 
 @dataclass(frozen=True)
 class GatherTokens:
-    """Bring the tokens of all ranks together again, along `dim`."""
+    """Bring the tokens of all ranks together again, along `dim`. after_prefix: see `CutTokens`."""
 
     stream: str
     dim: int = 1
+    after_prefix: bool = False
 
 
 Cutting = CutTokens | CutJoined | tuple[CutTokens | None, ...]
@@ -90,7 +93,9 @@ class Joint:
     by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
     place of the module's own, if that cannot be split. absent: those of the streams that a call may lack.
     whole_queries: whether the streams are the keys alone, and the queries are other tokens, which every rank holds
-    whole. skipped_by: argument of the module that makes it return its values without attention, if it is true.
+    whole. after_prefix: the streams' tokens may also attend to tokens before them that every rank has whole, which do
+    not attend to the streams (`Keys.prefix`). skipped_by: argument of the module that makes it return its values
+    without attention, if it is true.
     """
 
     streams: tuple[str, ...] = ()
@@ -98,6 +103,7 @@ class Joint:
     processor: Callable[[], Any] | None = None
     absent: tuple[str, ...] = ()
     whole_queries: bool = False
+    after_prefix: bool = False
     skipped_by: str = ""
 
 
@@ -129,6 +135,7 @@ class Cuts:
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
     output: the class in which its forward returns results; needed if that is not `Transformer2DModelOutput`, as where a
     call has two results.
+    of_batch: arguments that keep something for each row of the whole batch; calls with one are not split by rows.
     calls_twice: whether its pipelines make two calls per guided step without naming them (`cache_context`).
     """
 
@@ -143,6 +150,7 @@ class Cuts:
     why_eager: Callable[[nn.Module], str | None] = _no_reason
     local: tuple[str, ...] = ()
     output: Callable[..., Any] = Transformer2DModelOutput
+    of_batch: tuple[str, ...] = ()
     calls_twice: bool = False
 
 

@@ -43,6 +43,7 @@ WORK: dict[str, Callable[..., Work]] = _merged("WORK")
 UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
 RANDOM_MODELS: dict[str, tuple[str, Any, Any]] = _merged("RANDOM_MODELS")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
+UNPAIRED = _joined("UNPAIRED")
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
@@ -108,9 +109,13 @@ def joined_weights(module: nn.Module) -> list[list[str]]:
     return names
 
 
-def is_known(module: nn.Module) -> bool:
-    """Return whether a transformer is of a family of this package, or derives from one."""
-    return any(kind.__name__ in CUTS for kind in type(module).__mro__)
+def pairs_calls(module: nn.Module) -> bool:
+    """Return whether the two calls of a guided step may run together: known of families, and of what derives from one.
+
+    A transformer of no family may be called once per step.
+    """
+    name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in CUTS), None)
+    return name is not None and name not in UNPAIRED
 
 
 def is_guided(module: nn.Module) -> bool:

@@ -72,10 +72,14 @@ class Keys(NamedTuple):
     """What attention leaves out. masks: stream, or `JOINED` -> its mask, as `keys_of` returns it.
 
     padding: how many tokens at the end of the first stream are padding that attention weighs (`JointShard.padding`).
+    prefix: how many tokens before the streams every rank has whole, and attend to no stream (`Joint.after_prefix`).
+    is_whole: whether every rank computes the whole call.
     """
 
     masks: Mapping[str, Tensor] = {}
     padding: int = 0
+    prefix: int = 0
+    is_whole: bool = False
 
 
 # On the host ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,64 @@
-"""What GLM-Image's pipelines take. Its transformer has no cuts."""
+"""Where GLM-Image's tokens are split. Reference images are read as keys and values that every rank has whole."""
 
 from __future__ import annotations
 
-from seqpar.families import Pipelines
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from seqpar.families import Pipelines
+from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._masks import Keys, Prepared
+from seqpar.families._tiny import Tiny
+
+
+def _glm_image() -> Cuts:
+    places = {
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+        "proj_out": OUT,
+    }
+    return Cuts(
+        places,
+        {"transformer_blocks.*.attn1": Joint(("text", "image"), after_prefix=True)},
+        prepare=_prepare,
+        keys=_keys,
+        refused={"attention_mask": "it adds 1 to the scores of some pairs of tokens"},
+        why_eager=lambda module: "it picks the tokens that it drops by their values",
+        of_batch=("kv_caches",),
+        calls_twice=True,
+    )
+
+
+def _mode(arguments: Mapping[str, Any]) -> str | None:
+    caches = arguments.get("kv_caches")
+    return None if caches is None else caches[0].mode
+
+
+def _prepare(call: Prepared) -> None:
+    """Drop caches that a call does not use: without them it may run beside the step's other one."""
+    if _mode(call.arguments) not in ("write", "read"):
+        call.drop("kv_caches")
+
+
+def _keys(arguments: dict[str, Any], note: Hashable) -> Keys:
+    """Let every rank compute the keys and values of reference images, once a picture."""
+    return Keys(is_whole=_mode(arguments) == "write")
+
+
+def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[str, Any]:
+    return {
+        "hidden_states": random(2, config["in_channels"], 6, 10),
+        "prior_token_id": torch.arange(30).view(2, 15),
+        "prior_token_drop": torch.arange(30).view(2, 15) % 4 == 0,
+        "target_size": torch.tensor([[48, 80]]).double().expand(2, -1),
+        "crop_coords": torch.zeros(2, 2).double(),
+        "attention_mask": None,
+    }
+
+
+CUTS = {"GlmImageTransformer2DModel": _glm_image()}
 PIPELINES = Pipelines(several_images=("GlmImage",))
+TINY = {"GlmImageTransformer2DModel": Tiny({"condition_dim": 8, "prior_vq_quantizer_codebook_size": 30}, _inputs)}

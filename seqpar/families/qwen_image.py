@@ -10,7 +10,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, reads_lengths
+from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
 from seqpar.families._double import DOUBLE_EIGHT, NAMES, Rows, checked, double_work, modulations, of_both, two_streams
+from seqpar.families._masks import Keys
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm
 from seqpar.types.facts import Work
@@ -41,8 +42,25 @@ def _qwen_image() -> Cuts:
     return Cuts(places, joint, masks=masks, forward=forward_of, why_eager=_indexes_images)
 
 
-def _attends_in_order(module: Any) -> str:
-    return "its text attends to earlier tokens alone and its images to those before them, which no strategy splits"
+def _qwen_image21() -> Cuts:
+    """Return cuts of the new picture alone: tokens before it attend in order, and every rank computes all of them."""
+    rows = CutTokens("image", dim=0, after_prefix=True)
+    places = {
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": replace(rows, dim=1)}),
+        "transformer_blocks.*": Boundary(inputs={"rotary_emb": rows, "target_token_mask": rows}),
+        "norm_out": Boundary(inputs={"target_token_mask": rows}),
+        "proj_out": Boundary(gathers={0: GatherTokens(rows.stream, after_prefix=True)}),
+    }
+    joint = {"transformer_blocks.*.attn": Joint((rows.stream,), after_prefix=True)}
+    return Cuts(places, joint, keys=_before_image, why_eager=reads_lengths)
+
+
+def _before_image(arguments: dict[str, Any], note: Hashable) -> Keys:
+    """Return how many tokens are before the new picture: texts and other images, whose four tokens have a slot each."""
+    if arguments.get("kv_cache_mode") == "cached":  # attention alone reads them
+        return Keys()
+    counts = list(map(prod, arguments["img_shapes"][0]))
+    return Keys(prefix=arguments["img_mask"].shape[1] + sum(counts) - sum(counts) // 4 - counts[-1])
 
 
 def _indexes_images(module: Any) -> str | None:
@@ -89,10 +107,8 @@ def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
     return torch.cat([torch.full((n,), which, dtype=torch.int, device=device) for which, n in enumerate(counts)])
 
 
-CUTS = {
-    "QwenImageTransformer2DModel": _qwen_image(),
-    "QwenImage21Transformer2DModel": Cuts({}, {}, why_not=_attends_in_order, why_eager=reads_lengths),
-}
+CUTS = {"QwenImageTransformer2DModel": _qwen_image(), "QwenImage21Transformer2DModel": _qwen_image21()}
+UNPAIRED = ("QwenImage21Transformer2DModel",)  # its pipeline keeps keys of what is before the picture in caches
 ROW_LISTS = ("img_shapes", "txt_seq_lens")
 PIPELINES = Pipelines(
     several_images=("QwenImageEditPlus", "QwenImage21"),
@@ -186,4 +202,23 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"QwenImageTransformer2DModel": work}
-TINY = {"QwenImageTransformer2DModel": Tiny(inputs=lambda config, random: {"img_shapes": [[(1, 3, 5)]] * 2})}
+
+
+def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return a call of 7 tokens of text, 4 slots of a picture, 2 tokens of text, and 6 slots of the new picture."""
+    slots, places = torch.arange(19), torch.arange(13)
+    return {
+        "hidden_states": random(2, 40, config["in_channels"]),
+        "encoder_hidden_states": random(2, 13, config["context_in_dim"]),
+        "encoder_hidden_states_mask": (places < torch.tensor([[13], [12]])),
+        "img_shapes": [[(1, 4, 4), (1, 4, 6)]] * 2,
+        "img_mask": ((slots >= 7) & (slots < 11) | (slots >= 13)).expand(2, -1),
+    }
+
+
+TINY = {
+    "QwenImageTransformer2DModel": Tiny(inputs=lambda config, random: {"img_shapes": [[(1, 3, 5)]] * 2}),
+    "QwenImage21Transformer2DModel": Tiny(
+        {"context_in_dim": 24, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}, _inputs
+    ),
+}

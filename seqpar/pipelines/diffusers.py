@@ -20,7 +20,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import gives_sigmas, is_distilled, is_guided, is_known, needs_picture, stored_in_8_bits
+from seqpar.families._find import gives_sigmas, is_distilled, is_guided, needs_picture, pairs_calls, stored_in_8_bits
 from seqpar.families._modular import called, hide_bars, is_modular, parameters_of, set_scale, stepping
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
@@ -127,7 +127,7 @@ class Source:
         if edits and grid is not None:
             grid = replace(grid, trained=None)
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
-        guided = guidance.on and "pag_scale" not in parameters and is_known(parts.transformer)
+        guided = guidance.on and "pag_scale" not in parameters and pairs_calls(parts.transformer)
         run = planned(parts.transformer, grid, request, guided)
         held = (parts.transformer, *(() if request.park else parts.other_transformers.values()))
         run = replace(

@@ -43,6 +43,8 @@ ADDS = (
 )
 UNLIKE = "its zeros are not known to be the padding at the end of all texts alike"
 
+PREFIX = "prefix"  # the name of the stream that every rank has whole
+
 Joined = tuple[tuple[str, ...], JointShard]
 """The streams that an attention joins, and their split."""
 
@@ -75,13 +77,22 @@ class ShardedAttention:
         self.reached = False  # whether the module that runs now has called it for split tokens
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, eight: Qkv8 | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        eight: Qkv8 | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """Return attention (B, l, H, D) over all ranks, or to keys that are whole on every rank.
 
-        q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. eight: as for `of_streams`. All ranks decide
-        identically. The next call may overwrite the result.
+        q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys. eight: as for `of_streams`. is_causal: for a
+        prefix. All ranks decide identically. The next call may overwrite the result.
         """
+        if self.joint.after_prefix and (is_causal or k.shape[1] <= self.state.prefix):
+            return _local(q, k, v, mask, scale, is_causal)
         if self.state.axis.size == 1 and eight is None and not (self.joint.masked or is_by_key(mask, len(q))):
             return _local(q, k, v, mask, scale)
         if self.joint.whole_queries:  # every rank holds the queries whole
@@ -92,6 +103,8 @@ class ShardedAttention:
             if mask is not None:
                 raise ValueError(f"A mask at {self._where} is not supported: its queries are whole on every rank")
             return self.state.attend_whole(*fitting(q, k, v, scale), total)
+        if self.joint.after_prefix and k.shape[1] > q.shape[1]:
+            return self._after_prefix(*fitting(q, k, v, scale), mask)
         choose = self._named if self.joint.streams else self._inferred
         joined = choose(q.shape[1], k.shape[1])
         if joined is None:
@@ -99,6 +112,27 @@ class ShardedAttention:
         q, k, v = fitting(q, k, v, scale)
         (out,) = self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=joined, eight=eight)
         return unrounded(out).unflatten(2, (q.shape[2], -1))
+
+    def _after_prefix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return attention to keys that every rank has whole, and to those of all ranks, which follow them.
+
+        Each rank gives the strategy its share of the first keys, with queries of zeros, which are few.
+        """
+        total, rank = k.shape[1] - q.shape[1], self.state.axis.rank
+        prefix = Shard(total, self.state.axis.size)
+        streams = replace(self._split(self._streams()), padding=0)
+        if streams.sizes[rank] != q.shape[1]:
+            raise self._unknown()
+        joined = replace(streams, streams=(prefix, *streams.streams))
+        names = (PREFIX, *self._streams())
+        if prefix.parts == 1:
+            bias = self._bias(mask, names, joined, q)
+            return self.state.local(q, bias is not None)(q, k, v, bias)[0]
+        own, count = prefix.slice(rank), prefix.sizes[rank]
+        k, v = (torch.cat([x[:, own], x[:, total:]], dim=1) for x in (k, v))
+        q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], dim=1)
+        (out,) = self.of_streams((Given(q, k, v, IDENTITY),), mask=mask, joined=(names, joined))
+        return unrounded(out)[:, count:].unflatten(2, (q.shape[2], -1))
 
     def of_streams(
         self,
@@ -260,13 +294,15 @@ def fitting(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
     return q, k, v
 
 
-def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool = False
+) -> Tensor:
     # attention to keys that are whole on every rank, as diffusers computes it by default
     if mask is not None and mask.dim() == 2 and len(mask) == len(q):  # otherwise it has a row for each query
         mask = mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
@@ -330,14 +366,16 @@ class AttentionHook(ModelHook):
         )
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        attention = self.attention
+        attention, is_causal = self.attention, False
+        if attention.joint.after_prefix:
+            is_causal = kwargs.pop("is_causal", False)
         q, k, v, mask, scale = arguments_of(*args, **kwargs)
         own = q.shape[1] == k.shape[1]
         if own or attention.joint.whole_queries or not (self._is_foreign and attention.joint.streams):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)
-        out = attention(q, k, v, mask, scale, self.eight if attention.state.eight else None)
+        out = attention(q, k, v, mask, scale, self.eight if attention.state.eight else None, is_causal)
         return (out.clone() if self._is_foreign else out).transpose(1, 2)  # the next call overwrites it
 
 

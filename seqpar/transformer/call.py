@@ -96,7 +96,7 @@ class ShardedCall:
 
             # 2. guidance: the first call of a step is deferred, and the second one runs beside it on the cfg axis
             steady = self._calls - self._changes[-1] > 1  # the module did not change in the last step
-            task = self._guidance.task(call, self.label, self.sharded.foreign.coupled, steady)
+            task = self._guidance.task(call, self.label, self._coupled(call), steady)
             if task is None:
                 version, compute = self.sharded.version(), self._compute_deferred
                 results = self._guidance.defer(call, version, self._texts, compute).whole
@@ -132,7 +132,8 @@ class ShardedCall:
         state.begin()
         try:
             note = arguments.pop(NOTE, None)
-            state.masks, state.padding = keys_for(sharded.cuts, arguments, note)
+            state.masks, state.padding, state.prefix, is_whole = keys_for(sharded.cuts, arguments, note)
+            state.active = not is_whole
             if sharded.takes_note:
                 arguments[NOTE] = note
             for name, how in sharded.cuts.places.get("", Boundary()).inputs.items():
@@ -180,6 +181,11 @@ class ShardedCall:
     def computed(self, form: Form) -> Form:
         """Return the arguments with which calls are computed: those of the last `rank_0s`, as `Cuts.prepare` says."""
         return form_of(form.whole | self._replaced) if self._replaced else form
+
+    def _coupled(self, call: Form) -> str | None:
+        # why rows of a call may depend on each other
+        kept = next((name for name in self.sharded.cuts.of_batch if call.values.get(name) is not None), None)
+        return self.sharded.foreign.coupled or (kept and f"{kept} is that of all rows")
 
     def _followed(self) -> Hashable:
         # The module's key, or the ValueError with which this rank, and maybe no other, refuses the call. It is raised

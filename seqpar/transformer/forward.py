@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from typing import Any, TypeVar
@@ -45,6 +47,7 @@ class CallState:
         self.lengths = dict[str, int]()  # tokens of each stream
         self.of_one = set[str]()  # streams of which a tensor with one row was met, which may hold for all tokens
         self.padding = 0  # tokens at the end of the text that attention weighs as padding
+        self.prefix = 0  # tokens before the streams that every rank has whole
         self.masks: Mapping[str, Tensor] = {}  # key masks of streams
         # masks that attention was given, with their converted form: held, so that their addresses stay theirs
         self.converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = {}
@@ -95,6 +98,8 @@ class CallState:
         """Return this rank's tokens of a tensor, as a view, and record how many tokens there are."""
         if (cut.dims is not None and x.dim() != cut.dims) or not self.active:
             return x
+        if cut.after_prefix and self.prefix:
+            return self._after_prefix(x, cut.dim, lambda rest: self.cut(rest, replace(cut, after_prefix=False)))
         total, parts = x.shape[cut.dim], self.axis.size
         name = cut.stream or str(total)
         if total == 1 < parts and not (cut.may_be_empty and self.lengths.get(name, 1) == 1):
@@ -113,6 +118,10 @@ class CallState:
             )
         part = Shard(total, parts).slice(self.axis.rank)
         return x.narrow(cut.dim, part.start, part.stop - part.start)
+
+    def _after_prefix(self, x: Tensor, dim: int, work: Callable[[Tensor], Tensor]) -> Tensor:
+        first, rest = x.split([self.prefix, x.shape[dim] - self.prefix], dim=dim)
+        return torch.cat([first, work(rest)], dim=dim)
 
     def cut_joined(self, x: Tensor, cut: CutJoined) -> Tensor:
         """Return this rank's tokens of each stream, stream after stream, of a tensor with the tokens of all ranks."""
@@ -137,6 +146,9 @@ class CallState:
 
     def gather(self, x: Tensor, gather: GatherTokens, use: str) -> Tensor:
         """Return a tensor with the tokens of all ranks; the next gather of this use overwrites it."""
+        if gather.after_prefix and self.prefix:
+            gathered = partial(self.gather, gather=replace(gather, after_prefix=False), use=use)
+            return self._after_prefix(x, gather.dim, gathered)
         if gather.stream not in self.lengths:
             raise ValueError(f"got a gather of {gather.stream} at {use} before any cut of it, expected a cut before it")
         sizes = Shard(self.lengths[gather.stream], self.axis.size).sizes

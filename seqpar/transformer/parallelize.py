@@ -18,7 +18,7 @@ from torch import nn
 
 from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
-from seqpar.families._find import cuts_of, is_guided, is_known
+from seqpar.families._find import cuts_of, is_guided, pairs_calls
 from seqpar.families._modular import is_guided_by, is_modular
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.kernels.weight8 import Weight8
@@ -96,7 +96,7 @@ def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
     A transformer of no known family may be called once per step, and a pipeline that is not diffusers' in any way; half
     of the ranks would then repeat what the others compute.
     """
-    if not is_known(module) or not is_guided(module):
+    if not pairs_calls(module) or not is_guided(module):
         return False
     if is_modular(pipe_or_transformer) and not is_guided_by(pipe_or_transformer):
         return False

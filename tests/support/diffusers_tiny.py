@@ -124,8 +124,8 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def flat(outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Return a transformer's outputs as tensors; Z-Image returns a list of pictures."""
-    return tuple(x for out in outputs for x in (out if isinstance(out, list) else [out]))
+    """Return a transformer's outputs as tensors: Z-Image returns a list of pictures, Cosmos 3 None for no actions."""
+    return tuple(x for out in outputs if out is not None for x in (out if isinstance(out, list) else [out]))
 
 
 def grid(height: int, width: int, axes: int = 3) -> Tensor:
@@ -210,11 +210,6 @@ def as_numbers(batch: int) -> Tensor:
     return mask.double()
 
 
-def slots(batch: int) -> Tensor:
-    """Return which tokens stand for four of the picture: the last four."""
-    return (torch.arange(11) >= 7).expand(batch, -1)
-
-
 def z_image(batch: int) -> Inputs:
     """Return pictures of one size and captions whose padded lengths (32, 64) differ, so that keys are masked."""
     return {
@@ -286,9 +281,6 @@ QWEN_LAYERED = but(
     hidden_states=drawn(1, 45, 16),
     img_shapes=lambda batch: [[(1, 3, 5)] * 3] * batch,
     additional_t_cond=lambda batch: torch.tensor([0, 1, 1][:batch]),
-)
-QWEN21_CALL = but(
-    QWEN_MASKED, hidden_states=drawn(1, 16, 8), img_shapes=lambda batch: [[(1, 4, 4)]] * batch, img_mask=slots
 )
 WAN_CALL = given((4, 3, 6, 10), 9, 1000)
 # frames that control the video, which weigh differently in each block that reads them
@@ -468,12 +460,6 @@ MODELS = {
         {**QWEN, "use_layer3d_rope": True, "use_additional_t_cond": True},
         QWEN_LAYERED,
         batch=3,
-    ),
-    "qwen21": Tiny(
-        "QwenImage21Transformer2DModel",
-        sizes(16, 8, out_channels=8, context_in_dim=24, axes_dims_rope=(4, 6, 6)),
-        QWEN21_CALL,
-        splits=False,
     ),
     "wan": Tiny("WanTransformer3DModel", WAN, WAN_CALL),
     # as many text tokens as each of three ranks has of the video's 45

@@ -175,6 +175,8 @@ def small_calibration(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
+    if "mesh" not in options:  # GPUs round no fp32
+        options["mesh"] = mesh_of(torch.device("cpu"), ulysses=1)
     return pipelines.quiet(seqpar.load(folder, dtype=torch.float32, precision="fp8", **options))
 
 

@@ -82,6 +82,7 @@ def unrounded(module: nn.Module) -> Iterator[None]:
             restore(stored)
         yield
     finally:
+        bring(module)
         for layer, weight in before:
             layer.weight = weight
 

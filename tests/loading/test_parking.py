@@ -13,6 +13,7 @@ from torch import Tensor
 import seqpar
 from seqpar.cli.args import Args
 from seqpar.kernels.weight8 import Weight8, in_memory
+from seqpar.loading import reading
 from seqpar.loading.parking import Parking, WeightLayout, seat_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
@@ -49,8 +50,9 @@ def parking_of(pipe: Any) -> Parking:
 
 
 def loaded(folder: Path, cache: Path, **options: Any) -> Any:
-    """Return a pipeline that is calibrated anew."""
+    """Return a pipeline that is calibrated anew, whose large weights are read straight into their places."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "SMALL", 1 << 10)
         patch.setenv("SEQPAR_CACHE", str(cache / str(options.get("park", False))))
         return seqpar.load(folder, **options)
 

@@ -40,8 +40,11 @@ class Options:
     """Image-to-image strength, 0 to 1; earlier steps are skipped. Default: the pipeline's."""
     repeat: int = 1
     """Images per class or prompt."""
-    steps: int = 25
-    """Number of denoising steps."""
+    steps: int | None = None
+    """Number of denoising steps [25]."""
+    preset: str | None = None
+    """How a distilled model or LoRA is sampled, in place of --steps and --scheduler, such as lightning-4 (docs/models).
+    A wrong name lists those of the model."""
     guidance: float | None = None
     """Guidance scale: an input of the model where it takes one (FLUX.1-dev: 3.5), otherwise classifier-free, off at 1
     and below [the pipeline's; classes: 4]."""

@@ -96,6 +96,11 @@ def check_flags(args: Args) -> None:
     check_names(args.strategy, args.local, args.transport)
     parse_size(args.size)
     tuple(map(parse_lora, args.lora))
+    for name in ("steps", "scheduler", "respacing", "min_psnr") if args.preset is not None else ():
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(
+                f"got --{name.replace('_', '-')} {value} with --preset {args.preset}; leave one of them out"
+            )
     if args.verify and (args.precision is not None or is_lossy(args.local)):
         flag = f"--local-attention {args.local}" if args.precision is None else f"--precision {args.precision}"
         raise ValueError(f"got --verify with {flag}, whose error it would report as a fault; use one of them")
@@ -137,10 +142,10 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
     """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
-    same = ("model", "precision", "min_psnr", "park", "classes", "repeat", "steps", "guidance", "true_guidance")
+    same = ("model", "precision", "min_psnr", "park", "classes", "repeat", "preset", "guidance", "true_guidance")
     more = ("guidance_channels", "eta", "respacing", "scheduler", "seed", "frames", "fps", "strength")
     request = GenerationRequest(
-        **{name: getattr(args, name) for name in (*same, *more)},
+        **{name: getattr(args, name) for name in (*same, *more, *(() if args.steps is None else ("steps",)))},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
         prompts=args.prompt,
         negative=args.negative_prompt,

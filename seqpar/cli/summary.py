@@ -130,7 +130,7 @@ def parameters(args: Args, model: Model, job: Job) -> dict[str, Any]:
         **model.facts(job),
     }
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
-    return flags | {"chosen": values, "versions": versions()}
+    return flags | {"steps": job.request.steps, "chosen": values, "versions": versions()}
 
 
 def measured(per_step: float | None, loaded: float, whole: float) -> str:

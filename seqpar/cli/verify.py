@@ -95,8 +95,8 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
                 "8 bits are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
                 "leave --image, --counts and --repeat out"
             )
-        if args.min_psnr is not None and args.lora:
-            raise ValueError("--min-psnr is searched for a model without LoRAs; leave --lora out")
+        if args.min_psnr is not None and (args.lora or args.preset):
+            raise ValueError("--min-psnr is searched without LoRAs and presets; leave --lora and --preset out")
         check_budget(args.min_psnr, None, args.precision)
         return job
 
@@ -104,7 +104,7 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
     for negative in job.arguments.get("negative_prompt", ())[:1]:  # also an empty one, for true guidance
         settings["negative_prompt"] = negative
-    names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision")}
+    names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision", "preset")}
     mesh = None if args.mesh == "auto" else args.mesh
     options = {**names, "mesh": mesh, "vae": VAE[args.vae], "loras": args.lora}
     pipe = load(args.model, dtype=job.request.dtype, fp32_state=True, **options)
@@ -127,7 +127,7 @@ def _in_eight(args: VerifyArgs) -> bool:
 
 def _as_sample(args: VerifyArgs) -> Args:
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    shared["steps"] = args.steps or (Options.steps if _in_eight(args) else 3)
+    shared["steps"] = args.steps or (None if _in_eight(args) or args.preset else 3)
     return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 

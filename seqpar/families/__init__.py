@@ -27,10 +27,44 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 
 __all__ = ["Boundary", "CutTokens", "Cuts", "GatherTokens", "Joint"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a model that was distilled to few steps is sampled, as its authors do: `--preset NAME`.
+
+    pipelines: a pattern of classes' names. arguments: of the pipeline's call, beside the number of steps. sigmas: of
+    the steps, before the 0 at the end; () keeps the schedule of the pipeline. loras: a pattern in the paths of its LoRA
+    files (in small letters); None where the checkpoint itself is distilled. scale: by which its authors scale the LoRA.
+    needs: a key of model_index.json, and whether it has to be set.
+    """
+
+    name: str
+    pipelines: str
+    steps: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    sigmas: tuple[float, ...] = ()
+    loras: str | None = None
+    scale: float = 1.0
+    needs: tuple[str, bool] | None = None
+
+    def fits(self, pipeline: str, index: Mapping[str, Any]) -> bool:
+        """Return whether it belongs to a pipeline. index: its model_index.json."""
+        if self.needs is not None:
+            value = index.get(self.needs[0])
+            if bool(value[0] if isinstance(value, (list, tuple)) else value) != self.needs[1]:
+                return False
+        return re.fullmatch(self.pipelines, pipeline) is not None
+
+    def __str__(self) -> str:
+        values = [f"{name} {value:g}" for name, value in self.arguments.items()]
+        sigmas = f"sigmas {', '.join(f'{x:.4g}' for x in self.sigmas)}"
+        return ", ".join([f"{self.steps} steps", *([sigmas] if self.sigmas else []), *values])
 
 
 @dataclass(frozen=True)
@@ -49,6 +83,7 @@ class Pipelines:
     1 / steps.
     experts: each of several transformers -> what it is for, and what is found in the names of its LoRA files (in small
     letters). left_out: keys of LoRA files that diffusers' conversion drops with no warning.
+    presets: how distilled models are sampled.
     """
 
     several_images: tuple[str, ...] = ()
@@ -60,3 +95,4 @@ class Pipelines:
     sigmas: str | None = None
     experts: Mapping[str, tuple[str, re.Pattern[str]]] = field(default_factory=dict)
     left_out: re.Pattern[str] | None = None
+    presets: tuple[Preset, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import seqpar.families
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
 from seqpar.families._modular import parameters_of, takes_image
@@ -170,6 +170,16 @@ def reads_layers(pipeline: str) -> bool:
 def experts() -> dict[str, tuple[str, re.Pattern[str]]]:
     """Return `Pipelines.experts` of all families."""
     return {name: expert for facts in PIPELINES for name, expert in facts.experts.items()}
+
+
+def presets(pipeline: str, index: Mapping[str, Any]) -> dict[str, Preset]:
+    """Return the presets of a pipeline class by their names. index: its model_index.json."""
+    return {x.name: x for facts in PIPELINES for x in facts.presets if x.fits(pipeline, index)}
+
+
+def why_no_preset(pipeline: str, known: Mapping[str, Preset]) -> str:
+    """Return what follows where a name is none of a pipeline's presets."""
+    return f"the presets of {pipeline} are {', '.join(known)}" if known else f"{pipeline} has no presets"
 
 
 def leaves_out(key: str) -> bool:

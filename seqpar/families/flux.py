@@ -3,7 +3,9 @@
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, GELU and biases are
 part of the products, and between single blocks the tokens stay one stream.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
-Source: Black Forest Labs' FLUX.1, as diffusers implements it.
+Source: Black Forest Labs' FLUX.1, as diffusers implements it. Of the presets: the pages of
+huggingface.co/alimama-creative/FLUX.1-Turbo-Alpha and huggingface.co/ByteDance/Hyper-SD, both with FLUX.1-dev's own
+schedule.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
@@ -48,7 +50,20 @@ def cuts_of_kin(*more: str) -> Cuts:
 
 
 CUTS = {"FluxTransformer2DModel": cuts_of_kin("controlnet_block_samples", "controlnet_single_block_samples")}
-PIPELINES = Pipelines(sigmas="Flux(?!Prior)|VisualClozeGeneration")
+
+
+def _distilled(name: str, steps: int, loras: str, scale: float) -> Preset:
+    return Preset(f"{name}-{steps}", "Flux(Img2Img)?Pipeline", steps, {"guidance_scale": 3.5}, (), loras, scale)
+
+
+PIPELINES = Pipelines(
+    sigmas="Flux(?!Prior)|VisualClozeGeneration",
+    presets=(
+        _distilled("turbo", 8, "turbo[-_]?alpha", 1.0),
+        _distilled("hyper", 8, r"hyper-?flux[^/]*(?<!\d)8-?steps", 0.125),
+        _distilled("hyper", 16, r"hyper-?flux[^/]*(?<!\d)16-?steps", 0.125),
+    ),
+)
 UNGUIDED = ("FluxTransformer2DModel",)  # guidance is distilled, also where it is no input (schnell)
 WITHOUT_ROWS = ("img_ids", "txt_ids")
 LAYERS = {

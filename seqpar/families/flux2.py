@@ -3,7 +3,8 @@
 Faster than diffusers' own on every GPU: norm, modulation and gates are one pass, SwiGLU is one, and the
 MLP of a parallel block runs while keys and values travel. All blocks share their modulation, which diffusers makes.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
-Source: Black Forest Labs' FLUX.2, as diffusers implements it.
+Source: Black Forest Labs' FLUX.2, as diffusers implements it. Of the preset: the page of
+huggingface.co/black-forest-labs/FLUX.2-klein-4B (4 steps), with the model's own schedule.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModelOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, Matrix, reads_next
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._double import (
@@ -48,7 +49,11 @@ def _flux2() -> Cuts:
 
 
 CUTS = {"Flux2Transformer2DModel": _flux2()}
-PIPELINES = Pipelines(several_images=("Flux2",), distilled={"Flux2Klein": "is_distilled"})
+PIPELINES = Pipelines(
+    several_images=("Flux2",),
+    distilled={"Flux2Klein": "is_distilled"},
+    presets=(Preset("distilled", "Flux2KleinPipeline", 4, needs=("is_distilled", True)),),
+)
 TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
 LAYERS = {
     "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),

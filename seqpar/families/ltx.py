@@ -5,7 +5,8 @@ whose rotary embedding reads and writes q and k in fp32. Here they are one pass 
 that attention's kernel writes to the ranks that read them. Text is whole on every rank, so that attention to it
 exchanges nothing. The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded
 once.
-Source: LTX-Video (arXiv 2501.00103), as diffusers implements it.
+Source: LTX-Video (arXiv 2501.00103), as diffusers implements it. Of the preset: the first pass of
+configs/ltxv-13b-0.9.8-distilled.yaml of github.com/Lightricks/LTX-Video at 5260738e.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import CROSS_EIGHT, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
@@ -55,7 +56,19 @@ def no_keys(arguments: dict[str, Any], note: Hashable) -> Keys:
 
 
 CUTS = {"LTXVideoTransformer3DModel": _ltx()}
-PIPELINES = Pipelines(sigmas="LTX(ImageToVideo)?Pipeline")
+PIPELINES = Pipelines(
+    sigmas="LTX(ImageToVideo)?Pipeline",
+    presets=(
+        Preset(
+            "distilled",
+            "LTX(Condition|ImageToVideo)?Pipeline",
+            7,
+            {"guidance_scale": 1.0, "decode_timestep": 0.05, "decode_noise_scale": 0.025},
+            (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725),
+            loras="ltxv?-[^/]*distilled",
+        ),
+    ),
+)
 TEXT = 128  # tokens to which the pipeline pads a text
 LAYERS = {
     "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),

@@ -6,7 +6,8 @@ tokens, which every rank computes whole, so that attention to it exchanges nothi
 (`BlockCall.attend_whole`). The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64)
 and rounded once.
 Source: LTX-2 (arXiv 2601.03233), as diffusers implements it; 2.3 has gates for the heads of attention and a modulation
-of the text, too.
+of the text, too. Of the preset: DISTILLED_SIGMA_VALUES in packages/ltx-pipelines of github.com/Lightricks/LTX-2 at
+400fd310, and its DistilledPipeline, without guidance of any kind.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -20,7 +21,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines, ltx
+from seqpar.families import Pipelines, Preset, ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for, unrounded
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
@@ -60,7 +61,22 @@ def _attention(name: str, path: str, *, of_itself: bool = False) -> dict[str, tu
 
 
 CUTS = {"LTX2VideoTransformer3DModel": _ltx2()}
-PIPELINES = Pipelines(sigmas="LTX2(Condition|HDR|ImageToVideo|InContext)?Pipeline")
+# one call of the transformer a step: none for a negative text, without some blocks, or for video and sound alone
+NO_GUIDANCE = {"guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+PIPELINES = Pipelines(
+    sigmas="LTX2(Condition|HDR|ImageToVideo|InContext)?Pipeline",
+    presets=(
+        Preset(
+            "distilled",
+            "LTX2(Condition|ImageToVideo)?Pipeline",
+            8,
+            {**NO_GUIDANCE, **{f"audio_{name}": scale for name, scale in NO_GUIDANCE.items()}},
+            (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875),
+            loras=r"ltx-?2[^/]*distilled",
+            needs=("duration_head", False),  # LTX-2.5, whose authors add noise in each step
+        ),
+    ),
+)
 TEXT = 1024  # tokens to which the pipeline pads a text
 LAYERS = {
     **_attention("video", "attn1", of_itself=True),

@@ -4,7 +4,8 @@ Faster than diffusers' own on every GPU: norm, modulation and gates are one pass
 GELU and biases are part of the products, q, k and v are one product that attention's kernel writes to the ranks that
 read them. Modulation is a third of the weights: it is read once per call, an Nth on each of N ranks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
-Source: Qwen-Image, as diffusers implements it.
+Source: Qwen-Image, as diffusers implements it. Of the presets: generate_with_diffusers.py of
+github.com/ModelTC/Qwen-Image-Lightning at 25d1e993 (shift 3 at all sizes, cfg 1).
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -19,7 +20,7 @@ import torch
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
 from seqpar.families._double import DOUBLE_EIGHT, NAMES, Rows, checked, double_work, modulations, of_both, two_streams
@@ -110,11 +111,21 @@ def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
 CUTS = {"QwenImageTransformer2DModel": _qwen_image(), "QwenImage21Transformer2DModel": _qwen_image21()}
 UNPAIRED = ("QwenImage21Transformer2DModel",)  # its pipeline keeps keys of what is before the picture in caches
 ROW_LISTS = ("img_shapes", "txt_seq_lens")
+
+
+def _lightning(steps: int) -> Preset:
+    sigmas = tuple(3 * k / (steps + 2 * k) for k in range(steps, 0, -1))  # equal steps from 1, shifted by 3
+    pattern = rf"qwen[^/]*lightning[^/]*(?<!\d){steps}steps"
+    pipelines = "QwenImage(Img2Img|Edit|EditPlus)?Pipeline"
+    return Preset(f"lightning-{steps}", pipelines, steps, {"true_cfg_scale": 1.0}, sigmas, pattern)
+
+
 PIPELINES = Pipelines(
     several_images=("QwenImageEditPlus", "QwenImage21"),
     one_result=("QwenImageEdit",),
     reads_layers=("QwenImage21Pipeline", "QwenImage21ModularPipeline", "QwenImage21TurboModularPipeline"),
     sigmas="QwenImage(?!Layered)",
+    presets=(_lightning(4), _lightning(8)),
 )
 TEXT_TOKENS = 128  # tokens of a text: a usual prompt's
 LAYERS = {

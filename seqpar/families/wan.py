@@ -4,7 +4,9 @@ Faster than diffusers' own block, whose norms and gates are separate fp32 passes
 modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
 read them. Text is whole on every rank, so that attention to it exchanges nothing.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
-Source: Wan, as diffusers implements it.
+Source: Wan, as diffusers implements it. Of the preset: github.com/ModelTC/Wan2.2-Lightning at 92efeb44 (4 steps from
+1000 to 0 with shift 5 in wan/utils/fm_solvers_euler.py, no guidance) and configs/distill of github.com/ModelTC/LightX2V
+at f8aee98b, which has the same for Wan 2.1.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, Input
 from seqpar.families._cross import CROSS_EIGHT, constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
@@ -71,6 +73,16 @@ PIPELINES = Pipelines(
     image_class={"WanPipeline": ("expand_timesteps", "wan-i2v")},
     experts={"transformer": _noise("high"), "transformer_2": _noise("low")},
     left_out=re.compile(r"diffusion_model\..*norm.*\.diff(_b)?"),
+    presets=(
+        Preset(
+            "lightning-4",
+            "Wan(ImageToVideo)?Pipeline",
+            4,
+            {"guidance_scale": 1.0},
+            (1.0, 15 / 16, 5 / 6, 5 / 8),  # the boundary of the experts, 0.875 or 0.9, is in the middle
+            loras=r"(?<!\d)4[-_]?steps?|step_distill|wan[^/]*lightning",
+        ),
+    ),
 )
 WITHOUT_ROWS = ("control_hidden_states_scale",)  # a number per block of VACE
 LAYERS = {

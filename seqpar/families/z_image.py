@@ -4,7 +4,8 @@ Faster than diffusers' own on every GPU: the norm of a branch, its gate, the sum
 its modulation are one pass, SwiGLU is one, and q, k and v are one product that attention's kernel writes to the ranks
 that read them. The modulation of all blocks is read once per call, an Nth on each of N ranks.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
-Source: Z-Image, as diffusers implements it.
+Source: Z-Image, as diffusers implements it. Of the preset: inference.py of github.com/Tongyi-MAI/Z-Image at c7ec1357
+(8 steps, guidance 0), with the model's own schedule.
 Letters: see `seqpar.types.protocols`.
 """
 
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Preset
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
 from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
@@ -42,7 +43,10 @@ def _z_image() -> Cuts:
 
 CUTS = {"ZImageTransformer2DModel": _z_image()}
 ROW_LISTS = ("x", "cap_feats")
-PIPELINES = Pipelines(several_images=("ZImageOmni",))
+PIPELINES = Pipelines(
+    several_images=("ZImageOmni",),
+    presets=(Preset("turbo-8", "ZImage(Img2Img)?Pipeline", 8, {"guidance_scale": 0.0}),),  # off is 0 here, not 1
+)
 TEXT = 128  # tokens of a text: a usual prompt's
 LAYERS = {
     "modulation": ("adaLN_modulation.0",),

@@ -26,7 +26,7 @@ import torch
 from diffusers.utils import logging
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
-from seqpar.families import _find
+from seqpar.families import Preset, _find
 from seqpar.loading.checkpoint import Checkpoint, open_checkpoint
 from seqpar.loading.errors import context
 from seqpar.loading.names import LORAS
@@ -196,9 +196,23 @@ def check_values(file: Checkpoint) -> None:
             raise ValueError(f"{what} of shape {shape} and {up:.200} of shape {file.shapes[up]} differ in rank")
 
 
-def remarks(loras: Sequence[Lora]) -> list[str]:
-    """Return which transformer each LoRA of `check` changes if there are several, and what diffusers leaves out."""
+def why_preset(lora: Lora, known: Mapping[str, Preset], used: str | None) -> str | None:
+    """Return how a LoRA of few steps is meant, None if it is used so. known: the pipeline's presets; used: a name."""
+    path = str(lora.path).lower()
+    preset = next((x for x in known.values() if x.loras is not None and re.search(x.loras, path)), None)
+    if preset is None or (used == preset.name and preset.scale in (1, lora.scale)):
+        return None
+    scale = "" if preset.scale == 1 else f", with the LoRA scaled by {preset.scale:g}"
+    return f"LoRA {lora.file} is distilled; its results need preset {preset.name} ({preset}{scale})"
+
+
+def remarks(loras: Sequence[Lora], known: Mapping[str, Preset], preset: str | None) -> list[str]:
+    """Return which transformer each LoRA of `check` changes if there are several, and what diffusers leaves out.
+
+    known: the pipeline's presets; preset: the one that is used. The remark on a LoRA of few steps names its own.
+    """
     found = [f"LoRA {lora.file} changes {lora.transformer}" for lora in loras if lora.transformer is not None]
+    found += [reason for lora in loras if (reason := why_preset(lora, known, preset)) is not None]
     for lora in loras:
         file = open_checkpoint(lora.path)
         dropped = (file.tensor(key) for key in file.shapes if _find.leaves_out(key))

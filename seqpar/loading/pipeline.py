@@ -22,7 +22,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from seqpar.families._find import joined_weights, reads_layers, stored_in_8_bits
+from seqpar.families._find import joined_weights, presets, reads_layers, stored_in_8_bits
 from seqpar.families._modular import is_modular
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading import lora as _lora
@@ -54,6 +54,7 @@ def load_pipeline(
     look: Callable[[Any], object] = id,
     eight: bool = False,
     park: bool = False,
+    preset: str | None = None,
 ) -> Any:
     """Return the pipeline of a folder on this rank's device. Collective: call on all ranks.
 
@@ -64,11 +65,12 @@ def load_pipeline(
     read no weight of a transformer. () keeps the encoders for other prompts. look: called with each transformer,
     without its weights, while files are read. eight: whether weights of transformers are kept in 8 bits (`Weight8`).
     park: whether transformers and encoders take turns in memory (`seqpar.loading.parking`); rank 0 prints which.
+    preset: the name of the one with which it is sampled.
     Raises the same ValueError on every rank if a part does not load.
     """
     assert isinstance(parts.source, Path)
     fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
-    for remark in mesh.on_all_ranks(lambda: _lora.remarks(loras)):
+    for remark in mesh.on_all_ranks(lambda: _lora.remarks(loras, presets(kind.__name__, parts.index), preset)):
         _say(mesh, remark)
     everywhere = f"{kind.__name__} reads their layers" if reads_layers(kind.__name__) else None
     if everywhere is None and any(lora.changes_encoders for lora in loras):

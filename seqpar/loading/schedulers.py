@@ -15,8 +15,10 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from seqpar.loading.errors import context
@@ -305,6 +307,31 @@ def near(name: str, known: Sequence[str]) -> str:
     lower = {other.lower(): other for other in known}
     alike = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
     return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
+
+
+class FlowMatchFixedSigmas(FlowMatchEulerDiscreteScheduler):
+    """Steps at the sigmas of a preset, whatever shift or sigmas a pipeline passes.
+
+    Raises ValueError for another number of steps.
+    """
+
+    @register_to_config
+    def __init__(self, sigmas: Sequence[float] = (1.0,), num_train_timesteps: int = 1000) -> None:
+        super().__init__(num_train_timesteps)
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: float | None = None,
+        timesteps: Any = None,
+    ) -> None:
+        fixed = [*self.config["sigmas"]]
+        count = num_inference_steps or len(timesteps if sigmas is None else sigmas)
+        if count != len(fixed):
+            raise ValueError(f"got {count} steps, expected the {len(fixed)} of the preset; leave the number out")
+        super().set_timesteps(device=device, sigmas=fixed)
 
 
 def taking_mu(scheduler: Any) -> Any:

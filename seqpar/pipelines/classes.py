@@ -23,7 +23,7 @@ from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop as _files
 from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob, generated
-from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_VIDEOS, GenerationRequest
+from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_PRESET, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
 from seqpar.transformer.calibration import Precision
 from seqpar.types.guidance import Guidance, check_pictures
@@ -117,6 +117,7 @@ class Files(_files.Files):
         request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
         request.refuse(NO_LORA, lora=request.loras)
+        request.refuse(NO_PRESET, preset=request.preset)
         guidance = request.free_guidance(GUIDANCE)
         classes = request.classes or tuple(map(str, sorted(self.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
         numbers = [number for number in self.class_ids(classes) for _ in range(request.repeat)]

@@ -20,7 +20,17 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from seqpar.families._find import gives_sigmas, is_distilled, is_guided, needs_picture, pairs_calls, stored_in_8_bits
+from seqpar.families import Preset
+from seqpar.families._find import (
+    gives_sigmas,
+    is_distilled,
+    is_guided,
+    needs_picture,
+    pairs_calls,
+    presets,
+    stored_in_8_bits,
+    why_no_preset,
+)
 from seqpar.families._modular import called, hide_bars, is_modular, parameters_of, set_scale, stepping
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
@@ -102,6 +112,10 @@ class Source:
     def needs_image(self) -> bool:
         return needs_picture(self.parts.caller)
 
+    @property
+    def presets(self) -> dict[str, Preset]:
+        return presets(self.parts.kind.__name__, self.parts.index)
+
     def check(self, request: GenerationRequest) -> DiffusersJob:
         parts = self.parts
         if isinstance(parts.source, RandomModel):
@@ -114,7 +128,10 @@ class Source:
         if modular:
             check_limits(request, parts.caller)
         check_frames(request, kind.__name__, frames_of(parameters, parts))
-        arguments = arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
+        preset = _preset(request, kind.__name__, parts.index)
+        request = request if preset is None else _with_preset(request, preset)
+        arguments = {} if preset is None else dict(preset.arguments)
+        arguments |= arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
         _check_precision(request, parts, why_no_blocks)
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)
@@ -146,14 +163,33 @@ class Source:
             )
 
         # a scheduler that does not fit, or that cannot make so many steps
-        takes_sigmas = gives_sigmas(kind.__name__)
+        takes_sigmas = gives_sigmas(kind.__name__) and not (preset is not None and preset.sigmas)
         if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
             scheduler = _schedulers.build(parts.scheduling, request.scheduler)
             if takes_sigmas:
                 _schedulers.check_steps(scheduler, request.steps)
                 timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)
                 timed(scheduler, request.steps, timing=timing)
-        return DiffusersJob(kind, self, request, arguments, guidance, embedded, **vars(run))
+        return DiffusersJob(kind, self, request, arguments, guidance, embedded, preset, **vars(run))
+
+
+def _preset(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> Preset | None:
+    known = presets(name, index)
+    if request.preset not in known:
+        request.refuse(why_no_preset(name, known), preset=request.preset)
+    return known.get(request.preset or "")
+
+
+def _with_preset(request: GenerationRequest, preset: Preset) -> GenerationRequest:
+    # scales of the request's own stay
+    scale, true_scale = preset.arguments.get("guidance_scale"), preset.arguments.get("true_cfg_scale")
+    request.refuse(f"the preset {preset.name} sets it; leave one out", scheduler=request.scheduler)
+    return replace(
+        request,
+        steps=preset.steps,
+        guidance=scale if request.guidance is None else request.guidance,
+        true_guidance=true_scale if request.true_guidance is None else request.true_guidance,
+    )
 
 
 def _check_precision(request: GenerationRequest, parts: PipelineParts, why_not: Callable[[Any], str | None]) -> None:
@@ -187,8 +223,8 @@ def _guidance(
 class DiffusersJob:
     """A checked request for a pipeline of diffusers: `seqpar.pipelines.protocol.Job`.
 
-    kind: the pipeline's class. arguments: those of its call, without generator and callback. work, load, channels,
-    pixels, exact: `Planned`.
+    kind: the pipeline's class. arguments: those of its call, without generator and callback. preset: that of the
+    request. work, load, channels, pixels, exact: `Planned`.
     """
 
     kind: Any
@@ -197,6 +233,7 @@ class DiffusersJob:
     arguments: Mapping[str, Any]
     guidance: Guidance
     embedded: float | None
+    preset: Preset | None
     work: Work
     load: Load
     channels: int
@@ -267,7 +304,9 @@ class DiffusersJob:
         return source if isinstance(source, RandomModel) else None
 
     def scheduler_of(self, own: Any) -> Any:
-        """Return the scheduler that the request names, with the settings of the pipeline's own; or that one."""
+        """Return the scheduler of the preset or the name that the request has, or the pipeline's own."""
+        if self.preset is not None and self.preset.sigmas:
+            return _schedulers.FlowMatchFixedSigmas(self.preset.sigmas)
         if self.request.scheduler is None:
             return own
         return _schedulers.taking_mu(_schedulers.build(dict(own.config), self.request.scheduler))
@@ -293,7 +332,8 @@ class DiffusersJob:
             look(pipe)
             return pipe
         eight = self.request.precision is not None
-        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight, self.request.park)
+        more: Any = {"park": self.request.park, "preset": self.request.preset}
+        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight, **more)
         look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:
@@ -458,6 +498,7 @@ class DiffusersModel:
         steps = f"{job.steps} steps of {type(pipe.scheduler).__name__} in {job.kind.__name__}"
         eight = "" if job.request.precision is None else f" and {job.request.precision}"
         notes = [("work", f"{count}, {tokens}{as_text(job.request.dtype)}{eight}, {steps}, {scales(job)}")]
+        notes += [] if job.preset is None else [("preset", f"{job.preset.name}: {job.preset}")]
         notes += [("lora", str(lora)) for lora in job.request.loras]
         notes += [("image", shown_image(image, job.arguments, parameters)) for image in job.request.images]
         if job.video and job.request.fps is None and RATE not in parameters and own_rate(job.caller) is None:
@@ -489,7 +530,9 @@ class DiffusersModel:
     def verified(self, job: DiffusersJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
         arguments = job.call_arguments(self.mesh.device)
         arguments.pop("output_type", None)
-        steps = min(math.ceil(evaluations / job.strength), job.arguments["num_inference_steps"])
+        steps = job.arguments["num_inference_steps"]
+        if job.preset is None or not job.preset.sigmas:
+            steps = min(math.ceil(evaluations / job.strength), steps)
         generator = torch.Generator().manual_seed(job.request.seed)
         pipe, arguments = self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
         return pipe, set_scale(pipe, arguments) if is_modular(pipe) else arguments

@@ -5,6 +5,7 @@ Unlike `from_pretrained` on every rank, it reads each file once per host and hol
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.families import Preset
+from seqpar.families._find import presets, why_no_preset
 from seqpar.families._modular import is_modular
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
@@ -21,6 +24,7 @@ from seqpar.loading.folder import PipelineParts, parts_of_folder
 from seqpar.loading.names import resolve
 from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
+from seqpar.loading.schedulers import FlowMatchFixedSigmas
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
 from seqpar.planner.search import Preferences
@@ -50,6 +54,7 @@ def load(
     budget_steps: int | None = None,
     workflow: str | None = None,
     park: bool = False,
+    preset: str | None = None,
 ) -> Any:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
@@ -59,7 +64,9 @@ def load(
     whether the pipeline's loop, and so callbacks, have fp32 latents. workflow: one of a modular pipeline, of which only
     the parts load; None loads all parts but a transformer that is for one workflow alone (MiniMax-H3's for references).
     park: whether Wan 2.2's two transformers, and text encoders, wait in page-locked memory of the host while they are
-    not in use, with the same bits; rank 0 prints what does. The others are those of `seqpar.parallelize`.
+    not in use, with the same bits; rank 0 prints what does.
+    preset: how distilled weights or LoRAs are sampled, as "lightning-4" (docs/models): it sets the scheduler, and what
+    calls have by default. The others are those of `seqpar.parallelize`.
 
     Each host reads each file once. Text and image encoders are on rank 0 only, and their results are broadcast: all
     ranks make the same calls of the pipeline, as after `parallelize`. Raises the same ValueError on all ranks; a part
@@ -69,31 +76,66 @@ def load(
     dtype = default_dtype(ranks.device) if dtype is None else dtype
     preferences = Preferences(strategy=strategy, local=local, transport=transport)
 
-    def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...]]:
+    def check() -> tuple[PipelineParts, tuple[_lora.Lora, ...], Preset | None]:
         choices(mesh, preferences, True, True)
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         check_kind("park", park, bool, expected="True or False")
         check_precision(precision)
         check_budget(min_psnr, budget_steps, precision)
+        if preset is not None and min_psnr is not None:
+            raise ValueError("got min_psnr= with preset=, expected one of them: budgets are searched without presets")
         parts, adapters = checked(path_or_id, dtype, loras, vae, workflow)
+        known, name = presets(parts.kind.__name__, parts.index), parts.kind.__name__
+        if preset is not None and preset not in known:
+            raise ValueError(f"got preset={preset!r}, but {why_no_preset(name, known)}")
+        few = None if preset is None else known[preset]
+        choices(mesh, preferences, True, _is_guided(few))
         for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
             if (reason := why_not(module, ranks.device, dtype)) is not None:
                 raise ValueError(f'precision="{precision}" cannot be used: {reason}')
         if local != "auto":
             choose_local(local, ranks.device, dtype, planned_work(parts.transformer).head_dim)
-        return parts, adapters
+        return parts, adapters, few
 
-    parts, adapters = ranks.on_all_ranks(check)
+    parts, adapters, few = ranks.on_all_ranks(check)
     if min_psnr is not None:
         steps = steps_of(parts.caller) if budget_steps is None else budget_steps
         check_searched(ranks, min_psnr, steps, str(path_or_id))
-    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, (), expected, precision is not None, park)
+    options: Any = {"look": expected, "eight": precision is not None, "park": park, "preset": preset}
+    pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, **options)
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
     eight: Any = {"precision": precision, "min_psnr": min_psnr, "budget_steps": budget_steps}
-    parallelize(pipe, mesh, **names, **eight)
+    parallelize(pipe, mesh, **names, **eight, cfg=_is_guided(few))
+    if few is not None:
+        set_preset(pipe, few)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
     return pipe
+
+
+def _is_guided(preset: Preset | None) -> bool:
+    # whether calls may compute a second branch by default
+    scales = () if preset is None else (preset.arguments.get(name, 1) for name in ("guidance_scale", "true_cfg_scale"))
+    return preset is None or max(scales) > 1
+
+
+def set_preset(pipe: Any, preset: Preset) -> None:
+    if preset.sigmas:
+        pipe.scheduler = FlowMatchFixedSigmas(preset.sigmas)
+    values, kind = {"num_inference_steps": preset.steps, **preset.arguments}, type(pipe)
+    signature = inspect.signature(kind.__call__)
+    parameters = [x.replace(default=values.get(x.name, x.default)) for x in signature.parameters.values()]
+
+    @wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        return kind.__call__(self, *args, **{name: x for name, x in values.items() if name not in given}, **kwargs)
+
+    call.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    # a call is looked up in the class: the pipeline's own derives from diffusers' and has its name
+    pipe.__class__ = type(
+        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
 
 
 def keep_fp32(pipe: Any) -> str | None:

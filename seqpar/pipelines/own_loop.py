@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from seqpar.families import Preset
 from seqpar.kernels import _quack
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.errors import FAILURES
@@ -34,6 +35,7 @@ from seqpar.pipelines.protocol import (
     NO_EIGHT,
     NO_IMAGES,
     NO_LORA,
+    NO_PRESET,
     Events,
     GenerationRequest,
     Result,
@@ -114,6 +116,10 @@ class Files:
     takes_images = needs_image = False
 
     @property
+    def presets(self) -> dict[str, Preset]:
+        return {}
+
+    @property
     def factor(self) -> int:
         """Pixels along each side of a latent pixel."""
         return NO_VAE_FACTOR if self.vae is None else 2 ** (len(self.vae.block_out_channels) - 1)
@@ -143,6 +149,7 @@ class Files:
     def check(self, request: GenerationRequest) -> OwnJob:
         """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit."""
         request.refuse(NO_LORA, lora=request.loras)
+        request.refuse(NO_PRESET, preset=request.preset)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
         scale = request.guidance
         if scale is None:  # as the model's usual run

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from seqpar.families import Preset
 from seqpar.loading.lora import Lora
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import Picture
@@ -30,6 +31,7 @@ FOR_CLASSES = "only models of classes take it"
 NO_VIDEOS = "this model generates images, no videos"
 NO_IMAGES = "this model takes no input image"
 NO_EIGHT = "this model has no blocks that compute in 8 bits"
+NO_PRESET = "this model has no presets"
 NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
@@ -39,8 +41,8 @@ class GenerationRequest:
 
     size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
-    free guidance beside the embedded one. images: input images. The other fields are the flags of the same
-    names.
+    free guidance beside the embedded one. images: input images. preset: sets the steps, their sigmas and the scales
+    that are None. The other fields are the flags of the same names.
     """
 
     model: str
@@ -50,6 +52,7 @@ class GenerationRequest:
     negative: str | None = None
     repeat: int = 1
     steps: int = 25
+    preset: str | None = None
     guidance: float | None = None
     true_guidance: float | None = None
     guidance_channels: int | None = None
@@ -116,7 +119,7 @@ class Source(Protocol):
 
     takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
     model of classes, and all of them. takes_images, needs_image: whether it takes input images, and generates nothing
-    without one.
+    without one. presets: by their names.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
@@ -132,6 +135,9 @@ class Source(Protocol):
 
     @property
     def needs_image(self) -> bool: ...
+
+    @property
+    def presets(self) -> Mapping[str, Preset]: ...
 
     def check(self, request: GenerationRequest) -> Job:
         """Return the job of a request; ValueError if it does not fit. Reads configs and headers, no weights."""

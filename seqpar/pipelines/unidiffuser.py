@@ -35,7 +35,7 @@ from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop
 from seqpar.pipelines.own_loop import Loaded, OwnJob, checked_vae, drawn_in, generated, placed
-from seqpar.pipelines.protocol import NO_LORA, GenerationRequest, no_event
+from seqpar.pipelines.protocol import NO_LORA, NO_PRESET, GenerationRequest, no_event
 from seqpar.pipelines.unidiffuser_parts import (
     DEFAULT,
     NEEDED,
@@ -87,6 +87,7 @@ class Files(own_loop.Files):
         request.refuse(noise, negative_prompt=request.negative)
         request.refuse("--guidance is classifier-free for this model", true_guidance=request.true_guidance)
         request.refuse(NO_LORA, lora=request.loras)
+        request.refuse(NO_PRESET, preset=request.preset)
         prompts, guidance = request.pictures, request.free_guidance(GUIDANCE)
         encoded = "per prompt, encoded on rank 0 before other weights load"
         if self.source is None:

@@ -44,7 +44,8 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     id: of this attempt. prompt: a text, or the name or number of a class. deadline_s: seconds until it times out.
     loras: names and scales. partial_images: maximum number of previews. images: input images; pixels: path of the file
     that holds their pixels one after another. The API server decodes clients' files, so ranks never parse them; rank 0
-    reads this one. strength: of image-to-image. frames, fps: of a video.
+    reads this one. strength: of image-to-image. frames, fps: of a video. preset: one of the model's, which sets steps
+    and scheduler.
     """
 
     id: str
@@ -65,6 +66,7 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     strength: float | None = None
     frames: int | None = None
     fps: int | None = None
+    preset: str | None = None
 
     def parameters(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
         """Parameters stored in an output file: those of the request, and the steps and size that the model chose."""
@@ -101,7 +103,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
     first; unit: divides the sides of every size. schedulers, labels: names of schedulers and classes that requests may
-    have. precision: of GEMMs, None for the dtype of the weights.
+    have. precision: of GEMMs, None for the dtype of the weights. presets: the number of steps of each.
     """
 
     name: str
@@ -120,6 +122,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     schedulers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     precision: str | None = None
+    presets: dict[str, int] = {}
 
     def lora(self, name: str) -> str | None:
         """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""

@@ -102,7 +102,8 @@ class CallState:
             return self._after_prefix(x, cut.dim, lambda rest: self.cut(rest, replace(cut, after_prefix=False)))
         total, parts = x.shape[cut.dim], self.axis.size
         name = cut.stream or str(total)
-        if total == 1 < parts and not (cut.may_be_empty and self.lengths.get(name, 1) == 1):
+        several = parts > 1 or self.lengths.get(name, 1) > 1
+        if total == 1 and several and not (cut.may_be_empty and self.lengths.get(name, 1) == 1):
             self.of_one |= {cut.stream}
             return x
         expected = self.lengths.setdefault(name, total)

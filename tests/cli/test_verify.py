@@ -85,7 +85,8 @@ def test_the_error_of_8_bits_is_printed_written_and_bounded(
     args = replace(args, min_psnr=30.0)
     for wrong, message in (
         ({"precision": None, "min_psnr": 20.0}, "--min-psnr without --precision fp8"),
-        ({"lora": ("outline",)}, "leave --lora out"),
+        ({"lora": ("outline",)}, "leave --lora and --preset out"),
+        ({"preset": "turbo-8", "steps": 0}, "leave --lora and --preset out"),
         ({"model": "random:FLUX.1-dev"}, "pipelines of trained weights"),
         ({"repeat": 2}, "leave --image, --counts and --repeat out"),
         ({"model": "builtin", "prompt": ()}, "pipelines of trained weights"),

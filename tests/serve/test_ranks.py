@@ -232,16 +232,18 @@ def test_an_edit_has_the_bits_of_the_command(
     assert np.array_equal(before, image(others.ask(of(folder, size=(24, 32), steps=fields["steps"]))))
 
 
-@pytest.mark.parametrize("name", ["ltx", "wan_i2v"])
+@pytest.mark.parametrize(("name", "preset"), [("ltx", None), ("ltx", "distilled"), ("wan_i2v", None)])
 def test_a_video_has_the_frames_of_the_command(
-    others: Driver, folders: dict[str, Path], tmp_path: Path, name: str
+    others: Driver, folders: dict[str, Path], tmp_path: Path, name: str, preset: str | None
 ) -> None:
     images, words = ([INPUT], ["--image", folders["flux"] / "input.png"]) if name == "wan_i2v" else ([], [])
-    order = of(folders[name], *images, size=(32, 64), steps=2, frames=5, fps=8)
+    sampling: dict[str, Any] = {"steps": 2} if preset is None else {"preset": preset}
+    order = of(folders[name], *images, size=(32, 64), **sampling, frames=5, fps=8)
     made = others.ask(order)
     assert isinstance(made, VideoResult), made
-    assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2)
-    flags = ["--model", folders[name], "--size", "32x64", "--steps", 2, "--frames", 5, "--fps", 8]
+    assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2 if preset is None else 7)
+    words += [text for name, value in sampling.items() for text in (f"--{name}", value)]
+    flags = ["--model", folders[name], "--size", "32x64", "--frames", 5, "--fps", 8]
     (theirs, expected), (ours, stored) = frames(sampled(tmp_path / "x.mp4", *flags, *words)), frames(made)
     assert ours.shape == theirs.shape == (5, 32, 64, 3)
     assert stored["pixels"] == expected["pixels"]  # before the encoder, which has other bits once in a thousand times

@@ -56,6 +56,8 @@ IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"negative_prompt": "\udfff"}, "should be a valid string"),
     ({"scheduler": "os.system"}, "scheduler 'os.system' should match"),
     ({"scheduler": {}}, "scheduler {} should be"),
+    ({"preset": 4}, "preset 4 should be"),
+    ({"preset": "turbo-8", "steps": 8}, "preset sets steps and scheduler; leave it or them out"),
     ({"lora": 1}, "lora"),
     ({"lora": [{"name": "style", "scale": float("inf")}]}, "lora"),
     ({"lora": [{"name": "style", "file": "/etc/passwd"}]}, "unknown fields lora.0.file"),
@@ -231,6 +233,9 @@ MANY = {
         ({"size": "8190x96"}, {"unit": 12}, "size 8190x96 is not divisible by 12; nearest: 8184x96"),  # 8196: too large
         ({"scheduler": "Nothing"}, NAMES, f"scheduler 'Nothing' is unknown; use DDIMScheduler, {OWN}"),
         ({"scheduler": "HenuScheduler"}, MANY, f"scheduler 'HenuScheduler' is unknown; use HeunScheduler, {OWN}"),
+        ({"preset": "lightning-4"}, {"presets": {"lightning-4": 4}, **NAMES}, None),
+        ({"preset": "turbo"}, {"presets": {"lightning-4": 4}}, "preset 'turbo' is unknown; use lightning-4"),
+        ({"preset": "turbo"}, {}, "preset 'turbo' is unknown; m has none"),
         (
             {"scheduler": "XScheduler"},
             MANY,

@@ -216,6 +216,16 @@ def qwen_image_vae() -> Any:
     return random_weights(THEIRS.AutoencoderKLQwenImage(**blocks, **scale), 1)
 
 
+def z_image() -> Any:
+    """Return a Z-Image pipeline without a text encoder, which shifts its sigmas as Turbo does."""
+    transformer = THEIRS.ZImageTransformer2DModel(
+        **{"in_channels": 4, "dim": HEADS * HEAD_DIM, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": WIDTH},
+        **{"n_heads": HEADS, "n_kv_heads": HEADS, "axes_dims": [2, 2, 4], "axes_lens": [64, 32, 32]},
+    )
+    parts = {"vae": decoder(1), "text_encoder": None, "tokenizer": None, "scheduler": flow(shift=3.0)}
+    return quiet(THEIRS.ZImagePipeline(**parts, transformer=random_weights(transformer, 5)))
+
+
 def krea2() -> Any:
     """Return a Krea 2 pipeline without a text encoder, for prompts that are given as layers of embeddings."""
     text = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 20, "hidden_dim": WIDTH}

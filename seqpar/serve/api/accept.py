@@ -102,6 +102,9 @@ def check_fields(body: CommonFields, model: ServedModel) -> None:
         advice = ", ".join(fitting) if len(fitting) <= FEW else "the name of a scheduler of diffusers"
         text = f"scheduler {body.scheduler!r} is unknown; use {advice}, or leave it out for the model's own"
         raise refused(400, "invalid_value", text, "scheduler")
+    if body.preset is not None and body.preset not in model.presets:
+        advice = f"use {' or '.join(model.presets)}" if model.presets else f"{model.name} has none"
+        raise refused(400, "invalid_value", f"preset {short(body.preset)!r} is unknown; {advice}", "preset")
     labels = {body.prompt, *(part.strip() for part in body.prompt.split(","))}  # names of a class, or its number
     if model.kind == "classes" and not (body.prompt.isdecimal() or labels & {*model.labels}):
         alike = ", ".join(_like(body.prompt, model.labels)) or ("a name that /v1/models lists" if model.labels else "")

@@ -144,6 +144,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "sizes": [f"{wide}x{high}" for high, wide in model.sizes],
         "classes": model.classes,
         "loras": model.loras,
+        "presets": model.presets,
         "precision": model.precision,
     }
     if model.video is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from fastapi import Request
 from pydantic import (
@@ -76,6 +76,10 @@ class CommonFields(BaseModel):
     true_guidance: Scale | None = None
     negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
     scheduler: Annotated[str | None, Field(pattern="^[A-Za-z0-9_]{1,64}$")] = None
+    preset: Annotated[
+        str | None,
+        Field(max_length=64, description="How a distilled model is sampled; one of the model's (/v1/models)."),
+    ] = None
     lora: Annotated[
         list[LoraScale],
         Field(max_length=8, description="A LoRA of the model (/v1/models), or several, each with its scale."),
@@ -100,6 +104,12 @@ class CommonFields(BaseModel):
         if value != "auto" and (size is None or max(size) > MOST_SIDE):
             raise ValueError(f'must be "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, such as "1024x768"')
         return value
+
+    @model_validator(mode="after")
+    def _sets_steps_once(self) -> Self:
+        if self.preset is not None and (self.steps is not None or self.scheduler is not None):
+            raise ValueError("preset sets steps and scheduler; leave it or them out")
+        return self
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -127,9 +137,11 @@ class CommonFields(BaseModel):
             loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
             images=inputs.images,
             pixels=inputs.path,
+            preset=self.preset,
             **fields,
         )
-        return JobSpec(request, self.priority, self.steps or model.steps, model.step_s, deadline_s, inputs.file)
+        steps = model.presets.get(self.preset or "", self.steps or model.steps)
+        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file)
 
 
 class Generation(CommonFields):

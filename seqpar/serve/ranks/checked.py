@@ -119,6 +119,7 @@ class CheckedModel:
             fps=request.fps,
             precision=self.precision,
             park=self.example.request.park,
+            preset=request.preset,
         )
         if request.steps is not None:
             order = replace(order, steps=request.steps)
@@ -154,6 +155,7 @@ class CheckedModel:
             tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
             source.class_labels,
             self.precision,
+            {name: preset.steps for name, preset in source.presets.items()},
         )
 
 

@@ -190,7 +190,9 @@ def checked(
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
     models = [CheckedModel.of(name, dtype, mesh, loras, precision, min_psnr, park) for name in dict.fromkeys(names)]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
-    notes = mesh.on_all_ranks(lambda: {model.name: remarks(list(model.loras.by_name.values())) for model in models})
+    notes = mesh.on_all_ranks(
+        lambda: {x.name: remarks(list(x.loras.by_name.values()), x.source.presets, None) for x in models}
+    )
     if mesh.is_main:
         for name, lines in notes.items():
             print(*(f"seqpar: {name}: {line}\n" for line in lines), sep="", end="", flush=True)

@@ -175,8 +175,7 @@ def small_calibration(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    if "mesh" not in options:  # GPUs round no fp32
-        options["mesh"] = mesh_of(torch.device("cpu"), ulysses=1)
+    options = {"mesh": Mesh.single()} | options  # GPUs round no fp32
     return pipelines.quiet(seqpar.load(folder, dtype=torch.float32, precision="fp8", **options))
 
 
@@ -199,7 +198,7 @@ def beside(folder: Path, pipe: Any, change: Callable[[Any], object] = id) -> Any
             layer.weight = nn.Parameter(Weight8.of(layer.weight.detach()))
     known = fused_of(pipe).calibration
     same = Calibration(known.means, fast=known.fast, rough=known.rough)
-    return seqpar.parallelize(plain, precision="fp8", calibrate={"transformer": same})
+    return seqpar.parallelize(plain, precision="fp8", calibrate={"transformer": same}, mesh=Mesh.single())
 
 
 def bits_of(module: nn.Module) -> dict[str, Tensor]:
@@ -232,7 +231,7 @@ def test_gemms_have_the_bits_of_copies_and_a_second_load_reads_nothing_twice(
     with computed_by(again, eight=False):
         wide = latents(again)
     plain = pipelines.quiet(type(pipe).from_pretrained(flux, torch_dtype=torch.float32))
-    assert torch.equal(wide, latents(seqpar.parallelize(plain)))
+    assert torch.equal(wide, latents(seqpar.parallelize(plain, mesh=Mesh.single())))
     assert torch.equal(latents(again), got)
     assert not torch.equal(wide, got)
 
@@ -432,7 +431,7 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
     merging = Merging(module, {"a": terms(module, 0, PATHS)}, keeps=True)
     rough = frozenset({"transformer_blocks.0, image qkv"})
     made = Calibration(known.means, known.products, known.fast, rough)
-    seqpar.parallelize(pipe, precision="fp8", calibrate={"transformer": made})
+    seqpar.parallelize(pipe, precision="fp8", calibrate={"transformer": made}, mesh=Mesh.single())
     plain = type(module).from_pretrained(flux / "transformer", torch_dtype=torch.float32)
     attention, theirs = module.transformer_blocks[0].attn, plain.transformer_blocks[0].attn
     for part in ("to_q", "to_k", "to_v"):
@@ -507,16 +506,19 @@ def test_families_have_one_ranks_bits_on_any_number(cpu_ranks: Pool) -> None:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+PARKED = "Wan 2.2 14B with [`--park`](models/wan.md#parked-weights)"
 MODELS_OF_PAGE = {
     "FLUX.1-dev": ("FluxTransformer2DModel", {"num_layers": 19, "num_single_layers": 38}, {"guidance_embeds": True}, 1),
     "Qwen-Image": ("QwenImageTransformer2DModel", {"num_layers": 60}, {}, 1),
     "Wan 2.1 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
     "Wan 2.2 14B": ("WanTransformer3DModel", {"num_layers": 40}, {}, 2),
-    "Wan 2.2 14B with [`--park`](models/wan.md#parked-weights)": ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
+    PARKED: ("WanTransformer3DModel", {"num_layers": 40}, {}, 1),
     "FLUX.2-dev": ("Flux2Transformer2DModel", {"num_layers": 8, "num_single_layers": 48}, {}, 1),
     "MiniMax-H3": ("MiniMaxH3Transformer3DModel", {"num_layers": 50}, {}, 1),
 }
 """Class, blocks, config, and how many of it a GPU has."""
+FITS_32 = {("Wan 2.2 14B", "fp8"): 4, (PARKED, "bf16"): 2}
+"""On so many GPUs these rows need GPUs of 32 GB alone, as the page says below the table."""
 
 
 @pytest.mark.parametrize("name", MODELS_OF_PAGE)
@@ -540,9 +542,9 @@ def test_the_page_counts_these_weights(name: str) -> None:
         held_, more = map(float, text.split(" + "))
         assert held_ == pytest.approx(copies * weights / 2**30, abs=0.06)
         for gpus in (1, 2, 4):
-            fewer = (name, text, gpus) == ("Wan 2.2 14B", fp8, 4)  # as the page says
             fits_in = next(size for size in (24, 32, 48, 80) if held_ + more / gpus <= 0.95 * size)
-            assert fits_in == (32 if fewer else int(gpu))
+            smaller = gpus >= FITS_32.get((name, "bf16" if text is bf16 else "fp8"), 5)
+            assert fits_in == (32 if smaller else int(gpu))
 
 
 # A folder in 8 bits ---------------------------------------------------------------------------------------------
@@ -561,7 +563,7 @@ def test_a_folder_in_8_bits_has_the_bits_of_a_load(flux: Path, tmp_path: Path, c
     assert "written" in capfd.readouterr().out
 
     def bf16(folder: Path, **options: Any) -> Any:
-        return pipelines.quiet(seqpar.load(folder, dtype=BF16, **options))
+        return pipelines.quiet(seqpar.load(folder, dtype=BF16, mesh=Mesh.single(), **options))
 
     whole, eight = bf16(flux, precision="fp8"), bf16(target, precision="fp8")
     assert equal(bits_of(eight.transformer), bits_of(whole.transformer))

@@ -128,10 +128,18 @@ class Source:
         if modular:
             check_limits(request, parts.caller)
         check_frames(request, kind.__name__, frames_of(parameters, parts))
+        embeds = bool(parts.config.get("guidance_embeds"))
         preset = _preset(request, kind.__name__, parts.index)
+        if (
+            preset is not None
+            and "guidance_scale" in preset.arguments
+            and "true_cfg_scale" in parameters
+            and not embeds
+        ):
+            request.refuse("it sets guidance as an input, which this transformer does not take", preset=request.preset)
         request = request if preset is None else _with_preset(request, preset)
         arguments = {} if preset is None else dict(preset.arguments)
-        arguments |= arguments_of(request, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
+        arguments |= arguments_of(request, kind.__name__, parameters, embeds)
         _check_precision(request, parts, why_no_blocks)
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)

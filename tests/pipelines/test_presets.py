@@ -242,6 +242,10 @@ def test_the_command_samples_a_pair_and_names_what_is_missing(ranks: Pool, wan22
             {"preset": "a", "model": "random:unidiffuser-v1"},
             "--preset a with --model random:unidiffuser-v1: this model",
         ),
+        (
+            {"preset": "turbo-8", "model": "random:FLUX.1-schnell"},
+            "FLUX.1-schnell: it sets guidance as an input, which",
+        ),
         ({"preset": "lightning-4", "model": "random:FLUX.1-dev"}, "presets of FluxPipeline are turbo-8, hyper-8, hyp"),
     ],
 )

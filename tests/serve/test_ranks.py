@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.whole]
 CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
 FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=6)
 MANY = 900  # steps, which take many seconds
-MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v")
+MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v", "minimax_h3")
 SETS = {"none": (), "one": (("outline", 1.0),), "weak": (("outline", 0.5),), "two": (("other", 0.7), ("outline", 1.0))}
 ROWS, COLUMNS = np.mgrid[0:64, 0:80]
 INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.uint8)
@@ -44,11 +44,12 @@ INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny pipelines by name, an input image, and the folders "loras" for builtin-text and "others" for them."""
     from tests.cli.loras import write  # these load diffusers, after TRITON_INTERPRET is set
-    from tests.support import pipelines
+    from tests.support import modular, pipelines
 
     folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras", "others")}
-    for name in MODELS:
+    for name in MODELS[:-1]:
         getattr(pipelines, name)().save_pretrained(folders[name])
+    modular.saved(modular.minimax_h3(), folders["minimax_h3"])
     Image.fromarray(INPUT).save(folders["flux"] / "input.png")
 
     loras = folders["loras"]
@@ -193,8 +194,12 @@ def test_an_invalid_request_gets_the_reason(driver: Driver, model: str, fields: 
 
 def test_pipelines_report_what_they_take_and_refuse_the_rest(others: Driver, folders: dict[str, Path]) -> None:
     models, image_model = others.ready.models, (True, False, None)
-    facts = [(model.edits, model.needs_picture, model.video) for model in models[:4]]
-    videos = [(True, False, VideoFacts(25.0, 161, 2)), (True, True, VideoFacts(16.0, 81, 4))]
+    facts = [(model.edits, model.needs_picture, model.video) for model in models]
+    videos = [
+        (True, False, VideoFacts(25.0, 161, 2)),
+        (True, True, VideoFacts(16.0, 81, 4)),
+        (True, False, VideoFacts(24.0, 124, 17)),
+    ]
     assert facts == [image_model, image_model, *videos]
     assert models[0].loras == ("style",)
     rows: list[tuple[str, int, dict[str, Any], str]] = [
@@ -203,13 +208,16 @@ def test_pipelines_report_what_they_take_and_refuse_the_rest(others: Driver, fol
         ("flux2_klein", 1, {"strength": 0.5}, "Flux2KleinPipeline takes no strength"),
         ("wan_i2v", 0, {}, "needs image: "),
         ("wan_i2v", 1, {"frames": 6}, "got frames 6, expected 1 more than a multiple of 4"),
+        ("minimax_h3", 0, {"frames": 100}, "got frames 100, expected 120 to 360"),
+        ("minimax_h3", 0, {"guidance": 3.0}, "MiniMaxH3ModularPipeline takes no guidance_scale"),
     ]
     for name, images, fields, said in rows:
         failed(others.ask(of(folders[name], *[INPUT] * images, steps=2, **fields)), "mistake", said)
     short = folders["flux"] / "short"
     short.write_bytes(b"123")
     failed(others.ask(replace(of(folders["flux"], INPUT), pixels=str(short))), "mistake")
-    failed(others.cancel_at(of(folders["ltx"], size=(32, 64), steps=900, frames=5), 1), "cancelled")
+    for name, count in (("ltx", 5), ("minimax_h3", 124)):
+        failed(others.cancel_at(of(folders[name], size=(32, 64), steps=900, frames=count), 1), "cancelled")
 
 
 @pytest.mark.parametrize(
@@ -232,27 +240,34 @@ def test_an_edit_has_the_bits_of_the_command(
     assert np.array_equal(before, image(others.ask(of(folder, size=(24, 32), steps=fields["steps"]))))
 
 
-@pytest.mark.parametrize(("name", "preset"), [("ltx", None), ("ltx", "distilled"), ("wan_i2v", None)])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("ltx", None), ("ltx", "distilled"), ("wan_i2v", None), ("minimax_h3", None)]
+)
 def test_a_video_has_the_frames_of_the_command(
     others: Driver, folders: dict[str, Path], tmp_path: Path, name: str, preset: str | None
 ) -> None:
-    images, words = ([INPUT], ["--image", folders["flux"] / "input.png"]) if name == "wan_i2v" else ([], [])
-    sampling: dict[str, Any] = {"steps": 2} if preset is None else {"preset": preset}
-    order = of(folders[name], *images, size=(32, 64), **sampling, frames=5, fps=8)
+    images, words = ([], []) if name == "ltx" else ([INPUT], ["--image", folders["flux"] / "input.png"])
+    sounds = name == "minimax_h3"  # whose frames per second are fixed, and whose steps count the end
+    count, rate = (124, 24) if sounds else (5, 8)
+    sampling: dict[str, Any] = {"steps": 2 + sounds} if preset is None else {"preset": preset}
+    order = of(folders[name], *images, size=(32, 64), **sampling, frames=count, fps=None if sounds else rate)
     made = others.ask(order)
     assert isinstance(made, VideoResult), made
-    assert (made.height, made.width, made.frames, made.fps, made.steps) == (32, 64, 5, 8, 2 if preset is None else 7)
+    size = made.height, made.width, made.frames, made.fps
+    assert (*size, made.steps) == (32, 64, count, rate, 2 if preset is None else 7)
     words += [text for name, value in sampling.items() for text in (f"--{name}", value)]
-    flags = ["--model", folders[name], "--size", "32x64", "--frames", 5, "--fps", 8]
+    flags = ["--model", folders[name], "--size", "32x64", "--frames", count, *([] if sounds else ["--fps", rate])]
+    with av.open(io.BytesIO(made.file), "r") as file:
+        assert len(file.streams.audio) == sounds
     (theirs, expected), (ours, stored) = frames(sampled(tmp_path / "x.mp4", *flags, *words)), frames(made)
-    assert ours.shape == theirs.shape == (5, 32, 64, 3)
+    assert ours.shape == theirs.shape == (count, 32, 64, 3)
     assert stored["pixels"] == expected["pixels"]  # before the encoder, which has other bits once in a thousand times
     assert abs(ours - theirs).mean() < 4
     other, changed = frames(others.ask(replace(order, seed=4)))
     assert changed["pixels"] != stored["pixels"]
     assert abs(ours - other).mean() > 4
     values = stored["prompt"], stored["frames"], stored["seed"], stored["rate"], len(stored.get("images", ()))
-    assert values == ("a red cat", 5, 3, 8, len(images))
+    assert values == ("a red cat", count, 3, rate, len(images))
 
 
 # LoRAs ---------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ UNPAIRED = _joined("UNPAIRED")
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
-    one_prompt=("MiniMaxH3",),
+    one_prompt=("Flux3", "MiniMaxH3"),
     reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
     sigmas="Bria|DreamLite|MotifVideo|NucleusMoE",
 )

@@ -151,7 +151,7 @@ def parts_of_folder(path: Path, workflow: str | None = None) -> PipelineParts:
     index = read_pipeline(folder)
     pipeline = kind_of(index, folder)  # a class that diffusers does not have is named before its parts
     if is_modular(pipeline):
-        index = of_workflow(pipeline, index, workflow)
+        index = of_workflow(pipeline, index, workflow, folder)
     elif workflow is not None:
         raise ValueError(f"got workflow={workflow!r} for a {pipeline.__name__}, which is not modular; leave it out")
     fitted, scheduling, places = dict[str, Fitted](), None, dict[str, Path]()

@@ -20,7 +20,7 @@ from seqpar.loading.parts import NAMES, PLACES, parts_of
 from seqpar.types.arguments import shown
 
 FIRST, OWN = NAMES[0], "transformer_ref"  # the latter is for one workflow alone, with half of MiniMax-H3's files
-BLOCKS = "_blocks_class_name"
+BLOCKS, SOURCE = "_blocks_class_name", "pretrained_model_name_or_path"
 
 
 def without_parts(kind: Any, index: Mapping[str, Any], workflow: str | None, parts: Mapping[str, Any]) -> Any:
@@ -45,12 +45,16 @@ def without_parts(kind: Any, index: Mapping[str, Any], workflow: str | None, par
     return pipe
 
 
-def of_workflow(kind: Any, index: Mapping[str, Any], workflow: str | None) -> dict[str, Any]:
-    """Return a modular pipeline's index without parts that its blocks, or those of a workflow, do not use."""
+def of_workflow(kind: Any, index: Mapping[str, Any], workflow: str | None, folder: Path) -> dict[str, Any]:
+    """Return a modular pipeline's index without parts that its blocks, or those of a workflow, do not use.
+
+    folder: its own; a part that lies neither in it nor in a repository was never loaded, as a ControlNet.
+    """
     used = set(without_parts(kind, index, workflow, {}).components)
     if FIRST in used:
         used -= {OWN}
     parts = {name for name, _ in parts_of(index)}
+    used -= {name for name, place in index[PLACES].items() if not place.get(SOURCE) and not (folder / name).is_dir()}
     return {name: value for name, value in index.items() if name not in parts or name in used}
 
 
@@ -59,7 +63,7 @@ def place_of(folder: Path, name: str, index: Mapping[str, Any]) -> Path:
     place = index.get(PLACES, {}).get(name)
     if place is None:
         return folder / name
-    inner, repository = place.get("subfolder") or "", place.get("pretrained_model_name_or_path")
+    inner, repository = place.get("subfolder") or "", place.get(SOURCE)
     if not isinstance(inner, str) or not re.fullmatch(r"([\w-][\w.-]*(/[\w-][\w.-]*)*)?", inner):
         raise ValueError(f"got {folder} with {name} in subfolder={shown(inner)}, expected the name of a folder")
     if (folder / (inner or name)).is_dir():

@@ -174,10 +174,12 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
     embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = request.pictures
-    prompt = prompts[0] if _find.takes_one_prompt(name) else prompts
+    several = not _find.takes_one_prompt(name)
+    negative = [request.negative] * len(prompts) if several and request.negative is not None else request.negative
+    prompt = prompts if several else prompts[0]
     arguments: dict[str, Any] = {"prompt": prompt, "num_inference_steps": request.steps, **sides(request, parameters)}
     flags: dict[str, tuple[str, Any]] = {
-        "negative_prompt": ("negative_prompt", None if request.negative is None else [request.negative] * len(prompts)),
+        "negative_prompt": ("negative_prompt", negative),
         "guidance_scale": ("guidance", request.guidance),
         "true_cfg_scale": ("true_guidance", request.true_guidance),
         "num_frames": ("frames", request.frames),

@@ -36,7 +36,7 @@ SAME = 2e-5  # of values in [0, 1]: two ranks add in another order
 
 
 def picture() -> Image.Image:
-    return Image.linear_gradient("L").resize((48, 32)).convert("RGB")
+    return Image.linear_gradient("L").resize((96, 64)).convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ class Row:
 
 
 ROWS = {
+    **{name: Row(name) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "qwen_image", "z_image")},
+    "flux3": Row("flux3", {"max_new_tokens": lambda: 4}),
+    "krea2": Row("krea2", {"max_sequence_length": lambda: 16}),
+    **{f"{name}, image": Row(name, {"image": picture}) for name in ("flux", "flux2_klein", "qwen_image", "z_image")},
+    **{name: Row(name, {"num_frames": lambda: 5}) for name in ("wan", "wan22", "ltx")},
+    "ltx2": Row("ltx2", {"num_frames": lambda: 9, "max_sequence_length": lambda: 16}),
+    "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),
     "minimax_h3": Row("minimax_h3"),
     "minimax_h3, first frame": Row("minimax_h3", {"image": picture}),
     "minimax_h3, last frame": Row("minimax_h3", {"last_image": picture}),

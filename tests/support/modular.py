@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.support import pipelines
-from tests.support.diffusers_tiny import sizes
+from tests.support.diffusers_tiny import FLUX3, Z_IMAGE, sizes
 from tests.support.pipelines import COUNT, ENCODER, ENCODERS, THEIRS, WIDTH, random_weights
 
 IMAGE = "<|image_pad|>"
@@ -34,6 +34,12 @@ def qwen3_vl(seed: int, layers: int) -> Any:
     return random_weights(ENCODERS.Qwen3VLForConditionalGeneration(config), seed)
 
 
+def processor(tokens: Any) -> Any:
+    """Return a processor that reads images as that of Qwen3-VL, which needs torchvision."""
+    pixels = ENCODERS.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=56 * 56, max_pixels=56 * 56)
+    return ENCODERS.LlavaProcessor(image_processor=pixels, tokenizer=tokens, chat_template=tokens.chat_template)
+
+
 def minimax_h3() -> Any:
     """Return MiniMax-H3: 124 frames of 32 x 32 pixels are 592 tokens, their sound 414."""
     stages = {"block_out_channels": (8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
@@ -50,20 +56,114 @@ def minimax_h3() -> Any:
     model = THEIRS.MiniMaxH3Transformer3DModel(
         **sizes(8, 4, **hidden, audio_in_channels=6, text_dim=WIDTH, time_embed_hidden_dim=24, rope_freq_dim=1)
     )
-    pixels = ENCODERS.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=56 * 56, max_pixels=56 * 56)
     schedulers = {"scheduler": THEIRS.MiniMaxH3Scheduler(), "audio_scheduler": THEIRS.MiniMaxH3Scheduler(shift=3.0)}
     return of_blocks(
         "MiniMaxH3ModularPipeline",
         text_encoder=qwen3_vl(2, 51),  # the output of its fiftieth layer is read
         tokenizer=words(),
-        # Qwen3VLProcessor needs torchvision; this one reads images as it does
-        processor=ENCODERS.LlavaProcessor(image_processor=pixels, tokenizer=words()),
+        processor=processor(words()),
         vae=random_weights(vae, 1),
         audio_vae=random_weights(sound, 3),
         transformer=random_weights(model, 4),
         transformer_ref=random_weights(THEIRS.MiniMaxH3Transformer3DModel(**model.config), 5),
         **schedulers,
         reference_image_short_edge=32,  # a setting of the pipeline, which its index holds
+    )
+
+
+def qwen3(seed: int, layers: int, **sizes: int) -> Any:
+    """Return a text encoder, which also stands for others that are called so."""
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": layers, "max_window_layers": layers}
+    config = ENCODERS.Qwen3Config(**{**ENCODER, **heads, "vocab_size": COUNT + 4, **sizes})
+    return random_weights(ENCODERS.Qwen3Model(config), seed)
+
+
+def with_template() -> Any:
+    made = words()
+    made.chat_template = "{{ messages[0]['content'] }}"
+    return made
+
+
+def like(kind: str, pipe: Any, **others: Any) -> Any:
+    """Return the modular pipeline with the parts of an ordinary one, but for others."""
+    specs = getattr(THEIRS, kind)().component_names
+    parts = {name: part for name, part in pipe.components.items() if name in specs and part is not None}
+    return of_blocks(kind, **{**parts, **others})
+
+
+def flux() -> Any:
+    return like("FluxModularPipeline", pipelines.flux())
+
+
+def sd3() -> Any:
+    return like("StableDiffusion3ModularPipeline", pipelines.sd3())
+
+
+def flux2_klein() -> Any:
+    """Return the distilled klein, which has no guider."""
+    return like("Flux2KleinModularPipeline", pipelines.flux2_klein())
+
+
+def flux2_klein_base() -> Any:
+    return like("Flux2KleinBaseModularPipeline", pipelines.flux2_klein())
+
+
+def qwen_image() -> Any:
+    parts = {"text_encoder": qwen3(2, 2), "tokenizer": words()}
+    return like("QwenImageModularPipeline", pipelines.qwen_image(), **parts)
+
+
+def krea2() -> Any:
+    ordinary = pipelines.krea2()  # with three layers of the text, of which modular blocks take twelve
+    transformer = THEIRS.Krea2Transformer2DModel(**{**ordinary.transformer.config, "num_text_layers": 12})
+    parts = {"text_encoder": qwen3_vl(2, 36).model, "tokenizer": words()}
+    return like("Krea2ModularPipeline", ordinary, transformer=random_weights(transformer, 5), **parts)
+
+
+def z_image() -> Any:
+    transformer = THEIRS.ZImageTransformer2DModel(**{**Z_IMAGE, "cap_feat_dim": WIDTH})
+    return of_blocks(
+        "ZImageModularPipeline",
+        text_encoder=qwen3(2, 2),
+        tokenizer=with_template(),
+        vae=pipelines.decoder(1),
+        transformer=random_weights(transformer, 4),
+        scheduler=pipelines.flow(),
+    )
+
+
+def wan() -> Any:
+    return like("WanModularPipeline", pipelines.wan())
+
+
+def wan22() -> Any:
+    return like("Wan22ModularPipeline", pipelines.wan(2))
+
+
+def wan_i2v() -> Any:
+    return like("WanImage2VideoModularPipeline", pipelines.wan_i2v())
+
+
+def ltx() -> Any:
+    return like("LTXModularPipeline", pipelines.ltx())
+
+
+def ltx2() -> Any:
+    parts = {"text_encoder": qwen3(2, 1), "tokenizer": words()}  # the encoder's input and output are layers of the text
+    return like("LTX2ModularPipeline", pipelines.ltx2(), **parts)
+
+
+def flux3() -> Any:
+    klein, config = pipelines.flux2_klein(), {**FLUX3, "in_channels": 16, "cond_in_channels": 16}
+    transformer = THEIRS.Flux3Transformer2DModel(**{**config, "joint_attention_dim": 8 * WIDTH})
+    return of_blocks(
+        "Flux3ModularPipeline",
+        text_encoder=qwen3_vl(2, 33),
+        tokenizer=processor(with_template()),
+        prompt_upsampler=qwen3_vl(13, 2),  # any model that generates text
+        prompt_upsampler_processor=processor(with_template()),
+        vae=klein.vae,
+        transformer=random_weights(transformer, 4),
     )
 
 

@@ -317,7 +317,7 @@ def ltx2() -> Any:
         "connectors": connectors,
         "vae": THEIRS.AutoencoderKLLTX2Video(**vae),
         "audio_vae": THEIRS.AutoencoderKLLTX2Audio(**sound, resolution=16, mel_bins=8),
-        "vocoder": LTX2Vocoder(in_channels=8, hidden_channels=8, **waves),
+        "vocoder": LTX2Vocoder(in_channels=16, hidden_channels=8, **waves),
     }
     seeded = {name: random_weights(part, seed) for seed, (name, part) in enumerate(parts.items())}
     return quiet(THEIRS.LTX2Pipeline(**seeded, text_encoder=None, tokenizer=None, scheduler=flow()))

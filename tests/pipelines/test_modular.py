@@ -22,8 +22,10 @@ from seqpar.cli.job import check
 from seqpar.families._modular import OUTPUTS, hide_bars
 from seqpar.loading.parts import MODULAR
 from seqpar.mesh.mesh import Mesh
-from tests.cli.runs import shown
-from tests.support import modular
+from seqpar.transformer.parallelize import call_of
+from tests.cli.runs import SAME as SAME_FILE
+from tests.cli.runs import pixels, shown
+from tests.support import modular, pipelines
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
 
@@ -52,7 +54,7 @@ ROWS = {
     **{name: Row(name) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "qwen_image", "z_image")},
     "flux3": Row("flux3", {"max_new_tokens": lambda: 4}),
     "krea2": Row("krea2", {"max_sequence_length": lambda: 16}),
-    **{f"{name}, image": Row(name, {"image": picture}) for name in ("flux", "flux2_klein", "qwen_image", "z_image")},
+    **{f"{name}, image": Row(name, {"image": picture}) for name in ("flux2_klein", "qwen_image")},
     **{name: Row(name, {"num_frames": lambda: 5}) for name in ("wan", "wan22", "ltx")},
     "ltx2": Row("ltx2", {"num_frames": lambda: 9, "max_sequence_length": lambda: 16}),
     "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),
@@ -85,6 +87,16 @@ def made(pipe: Any, row: Row, seed: int = 0) -> list[np.ndarray]:
     return [np.asarray(out[name]) for name in ("images", "videos", "audio") if out[name] is not None]
 
 
+def whole(folder: Path, workflow: str | None = None) -> Any:
+    """Return diffusers' own pipeline of a folder."""
+    if not (folder / MODULAR).is_file():
+        return pipelines.quiet(THEIRS.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32))
+    pipe = THEIRS.ModularPipeline.from_pretrained(str(folder), workflow=workflow)
+    pipe.load_components(dtype=torch.float32)
+    hide_bars(pipe)
+    return pipe
+
+
 def loaded(rank: int, world: int, device: torch.device, folder: str, name: str) -> list[np.ndarray]:
     row = ROWS[name]
     pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh_of(device, ulysses=world), workflow=row.workflow)
@@ -97,10 +109,9 @@ def loaded(rank: int, world: int, device: torch.device, folder: str, name: str) 
 def test_two_ranks_make_what_diffusers_makes(ranks: Pool, folders: Callable[[str], Path], name: str) -> None:
     row = ROWS[name]
     folder = folders(row.make)
-    pipe = THEIRS.ModularPipeline.from_pretrained(str(folder), workflow=row.workflow)
-    pipe.load_components(dtype=torch.float32)
+    pipe = whole(folder, row.workflow)
     truth, other = made(pipe, row), made(pipe, row, seed=1)
-    for world in (1, 2):
+    for world in (1, 2) if row.make == "minimax_h3" else (2,):
         for result in ranks.run(world, loaded, str(folder), name):
             for one, right, wrong in zip(result, truth, other, strict=True):
                 assert one.shape == right.shape
@@ -108,27 +119,99 @@ def test_two_ranks_make_what_diffusers_makes(ranks: Pool, folders: Callable[[str
                 assert abs(one - wrong).max() > 100 * SAME
 
 
-def test_a_clip_has_sound(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders("minimax_h3")
-    flags: dict[str, Any] = {"prompt": ("a red cat",), "size": "32", "steps": 3, "dtype": "fp32", "seed": 0}
-    (told, bars), (silent, _) = ranks.run(2, shown, Args(str(folder), **flags, out=tmp_path / "clip.mp4"))
-    assert "2 steps of MiniMaxH3Scheduler in MiniMaxH3ModularPipeline, guidance 1\n" in told
-    assert all(bar in bars for bar in ("encoding: 100%", "2/2", "decoding: 100%"))
+@pytest.mark.parametrize(
+    ("name", "flags", "work"),
+    [
+        ("minimax_h3", {}, "2 steps of MiniMaxH3Scheduler in MiniMaxH3ModularPipeline, guidance 1\n"),
+        ("ltx2", {"frames": 9}, "3 steps of FlowMatchEulerDiscreteScheduler in LTX2ModularPipeline, guidance "),
+        ("ltx2_ordinary", {"frames": 9}, "3 steps of FlowMatchEulerDiscreteScheduler in LTX2Pipeline, guidance "),
+    ],
+)
+def test_a_clip_has_sound(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, name: str, flags: dict[str, Any], work: str
+) -> None:
+    given = {"prompt": ("a red cat",), "size": "32", "steps": 3, "dtype": "fp32", "seed": 0, **flags}
+    (told, bars), (silent, _) = ranks.run(2, shown, Args(str(folders(name)), **given, out=tmp_path / "clip.mp4"))
+    assert work in told
+    assert all(bar in bars for bar in ("encoding: 100%", "denoising: 100%", "decoding: 100%"))
     assert silent == ""
-    pipe = THEIRS.ModularPipeline.from_pretrained(str(folder))
-    pipe.load_components(dtype=torch.float32)
-    frames_1FHW3, sound_1CT = made(pipe, ROWS["minimax_h3"])
+    pipe = whole(folders(name))
+    if name == "ltx2_ordinary":
+        size = {**SMALL, "num_frames": 9, "generator": torch.Generator().manual_seed(0), "output_type": "np"}
+        right = pipe(prompt="a red cat", **size)
+        (frames_FHW3,), (sound_CT,) = right.frames, right.audio.numpy()
+    else:
+        (frames_FHW3,), (sound_CT,) = made(pipe, Row(name, {"num_frames": lambda: flags.get("frames", 124)}))
     with av.open(str(tmp_path / "clip.mp4")) as file:
         comment, rate = json.loads(file.metadata["comment"]), file.streams.video[0].average_rate
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]) / 255
     with av.open(str(tmp_path / "clip.mp4")) as file:
-        sound = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)
-        assert file.streams.audio[0].rate == modular.RATE
+        heard_CT = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)
+        assert file.streams.audio[0].rate == (modular.RATE if name == "minimax_h3" else 24000)
     assert rate == comment["chosen"]["fps"] == 24
-    assert frames.shape == frames_1FHW3[0].shape
-    assert alike(frames @ LUMA, frames_1FHW3[0] @ LUMA) > 0.95  # the file has fewer colours
-    assert alike(sound[0, : sound_1CT.shape[2]], sound_1CT[0, 0]) > 0.9
-    assert alike(sound[0, : sound_1CT.shape[2]], sound_1CT[0, 1]) < 0.5  # a negative control: the other channel
+    assert frames.shape == frames_FHW3.shape
+    assert alike(frames @ LUMA, frames_FHW3 @ LUMA) > 0.9  # the file has fewer colours
+    count = sound_CT.shape[1]
+    assert alike(heard_CT[0, :count], sound_CT[0]) > 0.8
+    assert alike(heard_CT[0, :count], sound_CT[1]) < 0.5  # a negative control: the other channel
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "flags", "guider", "arguments"),
+    [
+        ("qwen_image", "cfg 2", {"guidance": 3.0, "negative_prompt": "blurry"}, 3.0, {"negative_prompt": "blurry"}),
+        ("wan22", "cfg 2", {"guidance": 2.0, "frames": 5}, 2.0, {"num_frames": 5}),
+        ("flux2_klein_base", "ulysses 2", {"guidance": 1.0}, 1.0, {}),
+        ("flux2_klein", "ulysses 2", {}, None, {}),
+        ("flux", "ulysses 2", {"guidance": 2.0}, None, {"guidance_scale": 2.0}),
+    ],
+)
+def test_guidance_is_that_of_the_guider_and_no_axis_is_for_one_branch(
+    ranks: Pool,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    axes: str,
+    flags: dict[str, Any],
+    guider: float | None,
+    arguments: dict[str, Any],
+) -> None:
+    video = "num_frames" in arguments
+    given = {"prompt": ("a red cat",), "size": "32", "steps": 3, "dtype": "fp32", "seed": 0, **flags}
+    out = tmp_path / f"x.{'mp4' if video else 'png'}"
+    (told, _), _ = ranks.run(2, shown, Args(str(folders(name)), **given, out=out))
+    assert f"mesh      {axes} (2 x " in told
+    pipe = whole(folders(name))
+    for part in ("guider", "guider_2") if guider is not None else ():
+        if hasattr(pipe, part):
+            pipe.update_components(**{part: getattr(pipe, part).new(guidance_scale=guider)})
+    row = Row(name, {key: lambda value=value: value for key, value in arguments.items()})
+    ((right,),), ((wrong,),) = made(pipe, row), made(pipe, row, seed=1)
+    if video:
+        with av.open(str(out)) as file:
+            result = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]) / 255
+        assert alike(result @ LUMA, right @ LUMA) > 0.9 > alike(result @ LUMA, wrong @ LUMA)
+        return
+    assert abs(pixels(out) - right).max() <= SAME_FILE
+    assert abs(pixels(out) - wrong).max() > 0.02
+
+
+def test_a_pipeline_without_a_second_branch_gets_no_cfg_axis(ranks: Pool) -> None:
+    assert ranks.run(2, by_default) == [[2, 1, 1]] * 2
+
+
+def by_default(rank: int, world: int, device: torch.device) -> list[int]:
+    """Return the sizes of the cfg axis of pipelines in memory: guided, with a scale of one branch, without a guider."""
+    sizes = []
+    for kind, scale in (("Flux2KleinBase", 4.0), ("Flux2KleinBase", 1.0), ("Flux2Klein", None)):
+        pipe = modular.like(f"{kind}ModularPipeline", pipelines.flux2_klein())
+        if scale is not None:
+            pipe.update_components(guider=pipe.guider.new(guidance_scale=scale))
+        seqpar.parallelize(pipe)
+        call: Any = call_of(pipe.transformer)
+        sizes.append(call.mesh.cfg.size)
+        seqpar.release(pipe)
+    return sizes
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from seqpar.families._modular import is_modular
 from tests.support import pipelines
 from tests.support.diffusers_tiny import FLUX3, Z_IMAGE, sizes
 from tests.support.pipelines import COUNT, ENCODER, ENCODERS, THEIRS, WIDTH, random_weights
@@ -153,6 +154,12 @@ def ltx2() -> Any:
     return like("LTX2ModularPipeline", pipelines.ltx2(), **parts)
 
 
+def ltx2_ordinary() -> Any:
+    """Return the ordinary pipeline with the same text encoder."""
+    parts = {name: part for name, part in pipelines.ltx2().components.items() if part is not None}
+    return THEIRS.LTX2Pipeline(**parts, text_encoder=qwen3(2, 1), tokenizer=words())
+
+
 def flux3() -> Any:
     klein, config = pipelines.flux2_klein(), {**FLUX3, "in_channels": 16, "cond_in_channels": 16}
     transformer = THEIRS.Flux3Transformer2DModel(**{**config, "joint_attention_dim": 8 * WIDTH})
@@ -177,7 +184,8 @@ def of_blocks(kind: str, **parts: Any) -> Any:
 
 def saved(pipe: Any, folder: Path) -> Path:
     """Write a pipeline in fp32; return its folder."""
-    pipe.to(torch.float32).save_pretrained(str(folder), overwrite_modular_index=True)
+    options = {"overwrite_modular_index": True} if is_modular(pipe) else {}
+    pipe.to(torch.float32).save_pretrained(str(folder), **options)
     return folder
 
 

@@ -34,6 +34,21 @@ def seat_of(module: nn.Module) -> Seat | None:
     return vars(module).get(SEAT)
 
 
+def bytes_on(device: torch.device, modules: Iterable[nn.Module]) -> int:
+    """Return the bytes of modules' weights and buffers on a device, whichever of the parked ones are there now."""
+    modules = list(modules)
+    parkings = {id(seat.parking): seat.parking for module in modules if (seat := seat_of(module)) is not None}
+    held = {
+        (x.data_ptr(), x.nbytes)
+        for module in modules
+        for weight in (*module.parameters(), *module.buffers())
+        if weight.device == device and not isinstance(weight.data, Absent)
+        for x in in_memory(weight)
+        if not any(parking.holds(x) for parking in parkings.values())
+    }
+    return sum(nbytes for _, nbytes in held) + sum(parking.nbytes for parking in parkings.values())
+
+
 @dataclass(frozen=True)
 class Seat:
     """How a parked module gets its weights. original: returns a weight by its name as it is in its file."""
@@ -160,6 +175,14 @@ class Parking:
         self._put(ENCODERS, False)
         for part in (part for encoder in encoders for part in encoder.modules()):  # pipelines may call layers, too
             part.register_forward_pre_hook(lambda *_: self.bring(ENCODERS))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes on the device: the buffer, and what an exchange needs."""
+        return self._buffer.nbytes + sum(x.nbytes for x in self._between)
+
+    def holds(self, x: Tensor) -> bool:
+        return 0 <= x.data_ptr() - self._buffer.data_ptr() < self._buffer.nbytes
 
     # Loading ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from seqpar.graphs.graphs import Capture, Captured, CudaCapture, Graphs
 from seqpar.graphs.signature import Form, form_of
-from seqpar.kernels.weight8 import in_memory
+from seqpar.loading.parking import bytes_on
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh.mesh import Axis, Mesh
@@ -313,14 +313,7 @@ def bytes_left(device: torch.device, modules: Iterable[nn.Module]) -> float:
 
     Memory that happens to be free does not count: it must not decide how an image is decoded.
     """
-    weights = {
-        (held.data_ptr(), held.nbytes)
-        for module in modules
-        for weight in (*module.parameters(), *module.buffers())
-        if weight.device == device
-        for held in in_memory(weight)
-    }
-    return SHARE * torch.cuda.get_device_properties(device).total_memory - sum(nbytes for _, nbytes in weights)
+    return SHARE * torch.cuda.get_device_properties(device).total_memory - bytes_on(device, modules)
 
 
 def arithmetic() -> tuple[object, ...]:

@@ -14,7 +14,7 @@ import seqpar
 from seqpar.cli.args import Args
 from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading import reading
-from seqpar.loading.parking import Parking, WeightLayout, seat_of
+from seqpar.loading.parking import ENCODERS, Parking, WeightLayout, bytes_on, seat_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
 from seqpar.pipelines.protocol import GenerationRequest
@@ -77,13 +77,16 @@ def parked(
         now = {name: call._generation for name, call in calls.items()}
         assert keys in ({}, now)  # graphs stay valid
         keys = now
-    memory = parking._buffer.data_ptr()
-    for name in EXPERTS:
-        seat = seat_of(getattr(pipe, name))
-        assert seat is not None
-        seat.bring()
+    memory, counts = parking._buffer.data_ptr(), set[int]()
+    for name in (EXPERTS[0], ENCODERS, EXPERTS[1]):
+        parking.bring(name)
+        counts.add(bytes_on(device, [x for x in pipe.components.values() if isinstance(x, torch.nn.Module)]))
+        if name == ENCODERS:
+            continue
         for weight in getattr(pipe, name).parameters():  # also those that fused blocks have joined
             assert all(memory <= x.data_ptr() < memory + len(parking._buffer) for x in in_memory(weight.detach()))
+    (count,) = counts  # how much is left for the VAE depends on no call
+    assert parking.nbytes < count < parking.nbytes + sum(x.nbytes for x in pipe.vae.parameters()) + (1 << 16)
     seqpar.release(pipe)
     return whole, ours, swaps
 

@@ -259,6 +259,16 @@ def test_the_command_prints_a_line_per_class(
         __main__.main(["unknown"])
 
 
+def test_the_command_lists_all_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main([]) == 0
+    lines = {name: text for name, _, text in (x.partition(": ") for x in capsys.readouterr().out.splitlines())}
+    assert lines["AuraFlowTransformer2DModel"] == "runs"
+    assert lines["HeliosTransformer3DModel"] == "runs by its own plan"
+    assert lines["SanaTransformer2DModel"].startswith("not split: it mixes tokens by linear attention")
+    assert lines["HunyuanDiT2DModel"] == "no cuts are known; pass them as cuts="
+    assert lines.keys() - {f"{len(CUTS) + 1} of {len(lines) - 1} run"} == set(_prove.transformers())
+
+
 def test_the_command_starts_ranks_that_prove_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are forked, not spawned, which gives them the same and imports nothing."""
     forking = server()

@@ -17,7 +17,7 @@ A file may export these tables, each by the name of diffusers' class; files whos
 - `UNSPLIT`: class of an attention processor that reads keys by their place in the whole image -> (name, reason).
 - `UNGUIDED`: transformers whose pipelines compute no unconditional branch. Others with `CUTS` count as guided, unless
   their config sets `guidance_embeds`, and may get a cfg axis by default, unless they are in `UNPAIRED`: transformers of
-  which no two calls run together, as those that are given caches.
+  which no two calls run together, because a pipeline reads a call's result at once or gives it caches.
 
 `python -m seqpar.families NAME` proves a family. Users write the cuts of their transformers with the names below.
 """

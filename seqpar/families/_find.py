@@ -17,6 +17,7 @@ from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
 from seqpar.families._modular import parameters_of, takes_image
+from seqpar.families._refused import REFUSED
 from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
 
@@ -49,7 +50,7 @@ FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"
 OTHERS = Pipelines(
     one_prompt=("Flux3", "MiniMaxH3"),
     reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
-    sigmas="Bria|DreamLite|MotifVideo|NucleusMoE",
+    sigmas="DreamLite|MotifVideo|NucleusMoE",
 )
 PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it
@@ -67,7 +68,10 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     default = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), plan)
     cuts = default if asked is None else asked
     if not cuts and not isinstance(cuts, Cuts):
-        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens; {HELP}")
+        name = type(module).__name__
+        if name in REFUSED:
+            raise ValueError(f"got {name}, whose tokens are not split: {REFUSED[name]}; use another transformer")
+        raise ValueError(f"got {name}, which has no known cuts of its tokens; {HELP}")
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
     check(module, cuts)
     reason = _why_not(type(module)) if asked is None else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import pkgutil
 import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +18,13 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from seqpar.families._cuts import Cuts
 from seqpar.families._find import CUTS, FILES, cuts_of
+from seqpar.families._refused import REFUSED
 from seqpar.families._tiny import Tiny, arguments, build
 from seqpar.mesh.shard import Shard
 from seqpar.transformer.parallelize import parallelize, release
@@ -44,9 +48,32 @@ def kinds_of(name: str) -> list[str]:
     """Return the transformer classes that a name stands for; ValueError if it is no family and no class."""
     if name in FILES:
         return list(getattr(FILES[name], "CUTS", ()))
-    if name in CUTS or getattr(getattr(diffusers, name, None), "_cp_plan", None):
+    if hasattr(diffusers, name) and runs(name):
         return [name]
     raise ValueError(f"{name} is no family and no transformer with cuts; families: {', '.join(FILES)}")
+
+
+def transformers() -> list[str]:
+    """Return the classes of all of diffusers' transformers."""
+    folder = diffusers.models.transformers
+    files = [importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)]
+    own = [kind for file in files for kind in vars(file).values() if getattr(kind, "__module__", "") == file.__name__]
+    models = {kind.__name__ for kind in own if isinstance(kind, type) and issubclass(kind, ModelMixin)}
+    return sorted(name for name in models if hasattr(diffusers, name))
+
+
+def runs(kind: str) -> bool:
+    """Return whether the tokens of a transformer class are split, by a family's cuts or by its own plan."""
+    return kind in CUTS or bool(getattr(getattr(diffusers, kind), "_cp_plan", None))
+
+
+def standing(kind: str) -> str:
+    """Return what becomes of a transformer class: that it runs, or why not."""
+    if kind in CUTS:
+        return "runs"
+    if runs(kind):
+        return "runs by its own plan"
+    return f"not split: {REFUSED[kind]}" if kind in REFUSED else "no cuts are known; pass them as cuts="
 
 
 def tiny_of(kind: str) -> Tiny:

@@ -61,6 +61,7 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"Cosmos3OmniTransformer": _cosmos3()}
+UNPAIRED = ("Cosmos3OmniTransformer",)  # its pipeline reads a call's result before the step's other call
 SIZES = {"hidden_size": 48, "head_dim": 16, "intermediate_size": 64, "vocab_size": 16, "rope_axes_dim": (4, 2, 2)}
 LATENTS = {"latent_channel": 4, "patch_latent_dim": 16, "sound_gen": True, "sound_dim": 6}
 TINY = {"Cosmos3OmniTransformer": Tiny({**SIZES, **LATENTS}, _inputs)}

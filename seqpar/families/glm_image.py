@@ -28,7 +28,6 @@ def _glm_image() -> Cuts:
         refused={"attention_mask": "it adds 1 to the scores of some pairs of tokens"},
         why_eager=lambda module: "it picks the tokens that it drops by their values",
         of_batch=("kv_caches",),
-        calls_twice=True,
     )
 
 
@@ -38,7 +37,7 @@ def _mode(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _prepare(call: Prepared) -> None:
-    """Drop caches that a call does not use: without them it may run beside the step's other one."""
+    """Drop caches that a call does not use: they keep its rows together."""
     if _mode(call.arguments) not in ("write", "read"):
         call.drop("kv_caches")
 
@@ -60,5 +59,6 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"GlmImageTransformer2DModel": _glm_image()}
+UNPAIRED = ("GlmImageTransformer2DModel",)  # its pipeline reads a call's result before the step's other call
 PIPELINES = Pipelines(several_images=("GlmImage",))
 TINY = {"GlmImageTransformer2DModel": Tiny({"condition_dim": 8, "prior_vq_quantizer_codebook_size": 30}, _inputs)}

@@ -9,8 +9,6 @@ divide. Most of these tests say what is refused, on every rank alike.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,14 +22,15 @@ import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.attention_processor import Attention, SD3IPAdapterJointAttnProcessor2_0
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.families import _prove
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._find import CUTS, cuts_of
 from seqpar.families._masks import Prepared
+from seqpar.families._refused import REFUSED as UNSPLIT
 from seqpar.graphs.signature import form_of
 from seqpar.mesh.mesh import Axis
 from seqpar.transformer.forward import CallState
@@ -381,6 +380,11 @@ def test_a_plan_in_diffusers_form_is_taken(ranks: Pool, world: int, name: str) -
         assert error(got, truth(name, ranks.device)) < TOLERANCE
 
 
+def test_a_class_that_mixes_tokens_in_another_way_is_refused_by_name() -> None:
+    message = raised(lambda: cuts_of(type("SanaTransformer2DModel", (nn.Module,), {})()))
+    assert message.startswith("got SanaTransformer2DModel, whose tokens are not split: it mixes tokens by linear")
+
+
 def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> None:
     class Unknown(nn.Module):
         """A transformer that nobody has written a plan for."""
@@ -528,12 +532,9 @@ def test_the_page_names_the_transformers_that_run_and_no_other() -> None:
     assert sorted(re.findall(r"`(\w+)`", block)) == sorted(CUTS)
     assert f"these {len(CUTS)} run" in text
     if diffusers.__version__.startswith("0.42."):
-        assert f"Of the {len(every_transformer())} classes" in text
-
-
-def every_transformer() -> set[str]:
-    folder = diffusers.models.transformers
-    files = [importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)]
-    own = [kind for file in files for kind in vars(file).values() if getattr(kind, "__module__", "") == file.__name__]
-    kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, ModelMixin)]
-    return {kind.__name__ for kind in kinds if hasattr(diffusers, kind.__name__)}
+        every = _prove.transformers()
+        assert f"Of the {len(every)} classes" in text
+        readme = (Path(__file__).parents[2] / "README.md").read_text()
+        assert f"Of diffusers' {len(every)} transformer classes {sum(map(_prove.runs, every))} run" in readme
+        assert {kind for kind in every if _prove.runs(kind)} - CUTS.keys() == {"HeliosTransformer3DModel"}
+        assert UNSPLIT.keys() <= set(every) - CUTS.keys()

@@ -64,9 +64,18 @@ def guiders_of(pipe: Any) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None and SCALE in part.config}
 
 
+def calls_twice(pipe: Any) -> bool:
+    """Return whether a modular pipeline's guiders make calls of one model, which they do not change between these.
+
+    Those that skip layers or attention (SLG, PAG, AutoGuidance) put hooks on it.
+    """
+    kinds = {kind for guider in guiders_of(pipe).values() for kind in type(guider).__mro__}
+    return bool(kinds) and not any("prepare_models" in vars(kind) for kind in kinds if kind.__name__ != "BaseGuidance")
+
+
 def is_guided_by(pipe: Any) -> bool:
-    """Return whether a modular pipeline computes a second branch by its guider's own settings."""
-    return any(guider.num_conditions > 1 for guider in guiders_of(pipe).values())
+    """Return whether a modular pipeline computes a second branch, by its guider's own settings, of the same model."""
+    return calls_twice(pipe) and any(guider.num_conditions > 1 for guider in guiders_of(pipe).values())
 
 
 def set_scale(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

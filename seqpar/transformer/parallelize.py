@@ -19,7 +19,7 @@ from torch import nn
 from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
 from seqpar.families._find import cuts_of, is_guided, pairs_calls
-from seqpar.families._modular import is_guided_by, is_modular
+from seqpar.families._modular import calls_twice, is_guided_by, is_modular
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.encoders import NAMES as ENCODERS
@@ -253,6 +253,8 @@ def parallelize(
             raise ValueError("got min_psnr= with a calibration, expected None or a function for calibrate=")
         budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
         where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
+        if is_modular(pipe_or_transformer) and calls_twice(pipe_or_transformer):  # whose two calls have no names
+            where = {name: replace(of, calls_twice=True) for name, of in where.items()}
         return own, preferences, modules, where, budget
 
     own, preferences, modules, where, budget = ranks.on_all_ranks(checked)

@@ -43,15 +43,18 @@ def picture() -> Image.Image:
 
 @dataclass(frozen=True)
 class Row:
-    """A pipeline of `tests.support.modular`. arguments: of its call, beside a prompt and `SMALL`."""
+    """A pipeline of `tests.support.modular`. arguments: of its call, beside a prompt and `SMALL`. park: see `load`."""
 
     make: str
     arguments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     workflow: str | None = None
+    park: bool = False
 
 
 ROWS = {
-    **{name: Row(name) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "qwen_image", "z_image")},
+    **{
+        name: Row(name) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "qwen_image", "z_image", "anima")
+    },
     "flux3": Row("flux3", {"max_new_tokens": lambda: 4}),
     "krea2": Row("krea2", {"max_sequence_length": lambda: 16}),
     **{f"{name}, image": Row(name, {"image": picture}) for name in ("flux2_klein", "qwen_image")},
@@ -59,6 +62,7 @@ ROWS = {
     "ltx2": Row("ltx2", {"num_frames": lambda: 9, "max_sequence_length": lambda: 16}),
     "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),
     "minimax_h3": Row("minimax_h3"),
+    "minimax_h3, parked": Row("minimax_h3", park=True),
     "minimax_h3, first frame": Row("minimax_h3", {"image": picture}),
     "minimax_h3, last frame": Row("minimax_h3", {"last_image": picture}),
     "minimax_h3, references": Row(
@@ -99,7 +103,9 @@ def whole(folder: Path, workflow: str | None = None) -> Any:
 
 def loaded(rank: int, world: int, device: torch.device, folder: str, name: str) -> list[np.ndarray]:
     row = ROWS[name]
-    pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh_of(device, ulysses=world), workflow=row.workflow)
+    mesh, options = mesh_of(device, ulysses=world), {"workflow": row.workflow, "park": row.park}
+    pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh, **options)
+    made(pipe, row, seed=1)
     result = made(pipe, row)
     seqpar.release(pipe)
     return result
@@ -160,6 +166,7 @@ def test_a_clip_has_sound(
     ("name", "axes", "flags", "guider", "arguments"),
     [
         ("qwen_image", "cfg 2", {"guidance": 3.0, "negative_prompt": "blurry"}, 3.0, {"negative_prompt": "blurry"}),
+        ("z_image", "cfg 2", {"guidance": 4.0}, 4.0, {}),
         ("wan22", "cfg 2", {"guidance": 2.0, "frames": 5}, 2.0, {"num_frames": 5}),
         ("flux2_klein_base", "ulysses 2", {"guidance": 1.0}, 1.0, {}),
         ("flux2_klein", "ulysses 2", {}, None, {}),
@@ -181,6 +188,7 @@ def test_guidance_is_that_of_the_guider_and_no_axis_is_for_one_branch(
     out = tmp_path / f"x.{'mp4' if video else 'png'}"
     (told, _), _ = ranks.run(2, shown, Args(str(folders(name)), **given, out=out))
     assert f"mesh      {axes} (2 x " in told
+    assert "both halves of the cfg axis compute the same calls" not in told
     pipe = whole(folders(name))
     for part in ("guider", "guider_2") if guider is not None else ():
         if hasattr(pipe, part):
@@ -197,16 +205,17 @@ def test_guidance_is_that_of_the_guider_and_no_axis_is_for_one_branch(
 
 
 def test_a_pipeline_without_a_second_branch_gets_no_cfg_axis(ranks: Pool) -> None:
-    assert ranks.run(2, by_default) == [[2, 1, 1]] * 2
+    assert ranks.run(2, by_default) == [[2, 1, 1, 1]] * 2
 
 
 def by_default(rank: int, world: int, device: torch.device) -> list[int]:
-    """Return the sizes of the cfg axis of pipelines in memory: guided, with a scale of one branch, without a guider."""
-    sizes = []
-    for kind, scale in (("Flux2KleinBase", 4.0), ("Flux2KleinBase", 1.0), ("Flux2Klein", None)):
-        pipe = modular.like(f"{kind}ModularPipeline", pipelines.flux2_klein())
-        if scale is not None:
-            pipe.update_components(guider=pipe.guider.new(guidance_scale=scale))
+    """Return the sizes of the cfg axis of pipelines in memory: of two branches, one, one by hooks, and no guider."""
+    sizes, plain, layers = [], THEIRS.ClassifierFreeGuidance, {"auto_guidance_layers": [0], "dropout": 1.0}
+    for guider in (plain(guidance_scale=4.0), plain(guidance_scale=1.0), THEIRS.AutoGuidance(**layers), None):
+        kind = "Flux2KleinModularPipeline" if guider is None else "Flux2KleinBaseModularPipeline"
+        pipe = modular.like(kind, pipelines.flux2_klein())
+        if guider is not None:
+            pipe.update_components(guider=guider)
         seqpar.parallelize(pipe)
         call: Any = call_of(pipe.transformer)
         sizes.append(call.mesh.cfg.size)

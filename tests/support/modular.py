@@ -41,6 +41,27 @@ def processor(tokens: Any) -> Any:
     return ENCODERS.LlavaProcessor(image_processor=pixels, tokenizer=tokens, chat_template=tokens.chat_template)
 
 
+def anima() -> Any:
+    transformer = THEIRS.CosmosTransformer3DModel(
+        **{**sizes(12, 16, out_channels=16), "text_embed_dim": WIDTH, "adaln_lora_dim": 16, "patch_size": (1, 2, 2)},
+        **{"concat_padding_mask": False, "extra_pos_embed_type": None},  # without torchvision
+    )
+    conditioner = THEIRS.AnimaTextConditioner(
+        **{"source_dim": WIDTH, "target_dim": WIDTH, "model_dim": WIDTH, "num_layers": 1, "num_attention_heads": 2},
+        **{"target_vocab_size": COUNT + 4, "min_sequence_length": 16},
+    )
+    return of_blocks(
+        "AnimaModularPipeline",
+        text_encoder=qwen3(2, 2),
+        tokenizer=words(),
+        t5_tokenizer=words(),
+        text_conditioner=random_weights(conditioner, 3),
+        vae=pipelines.qwen_image_vae(),
+        transformer=random_weights(transformer, 4),
+        scheduler=pipelines.flow(),
+    )
+
+
 def minimax_h3() -> Any:
     """Return MiniMax-H3: 124 frames of 32 x 32 pixels are 592 tokens, their sound 414."""
     stages = {"block_out_channels": (8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}

@@ -118,6 +118,39 @@ def cogvideox() -> Any:
     return quiet(THEIRS.CogVideoXPipeline(**parts, transformer=random_weights(transformer, 4), scheduler=scheduler))
 
 
+def auraflow() -> Any:
+    """Return an AuraFlow pipeline, which doubles the batch for guidance."""
+    transformer = THEIRS.AuraFlowTransformer2DModel(
+        **{"sample_size": 16, "pos_embed_max_size": 64, "num_mmdit_layers": 1, "num_single_dit_layers": 1},
+        **{"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "caption_projection_dim": HEADS * HEAD_DIM},
+        joint_attention_dim=WIDTH,
+    )
+    parts = {"tokenizer": tokenizer(16), "text_encoder": t5(3, "UMT5"), "vae": decoder(1), "scheduler": flow()}
+    return quiet(THEIRS.AuraFlowPipeline(**parts, transformer=random_weights(transformer, 4)))
+
+
+def ovis_image() -> Any:
+    """Return an Ovis-Image pipeline without a text encoder, which names the two calls of a step."""
+    transformer = THEIRS.OvisImageTransformer2DModel(
+        **sizes(HEAD_DIM, 16, num_single_layers=1, joint_attention_dim=WIDTH, axes_dims_rope=(2, 2, 4)), out_channels=16
+    )
+    parts = {"vae": decoder(1), "text_encoder": None, "tokenizer": None, "scheduler": flow()}
+    return quiet(THEIRS.OvisImagePipeline(**parts, transformer=random_weights(transformer, 4)))
+
+
+def kandinsky5() -> Any:
+    """Return a Kandinsky 5 pipeline of images without text encoders, which makes two calls a step without names."""
+    transformer = THEIRS.Kandinsky5Transformer3DModel(
+        **{"in_text_dim": WIDTH, "in_text_dim2": 16, "model_dim": 48, "ff_dim": 64, "axes_dims": (4, 6, 6)},
+        **{"time_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2},
+    )
+    parts = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    models = {"vae": decoder(1), "transformer": random_weights(transformer, 4)}
+    pipe = quiet(THEIRS.Kandinsky5T2IPipeline(**parts, **models, scheduler=flow()))
+    pipe.resolutions = [(48, 80)]
+    return pipe
+
+
 def sd3() -> Any:
     """Return a Stable Diffusion 3 pipeline with its three text encoders and dual attention."""
     transformer = THEIRS.SD3Transformer2DModel(

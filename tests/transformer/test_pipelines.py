@@ -117,6 +117,16 @@ HUNYUAN = {
     **{f"{name}prompt_embeds_2": random((1, 6, 8), seed) for seed, name in enumerate(("", "negative_"), 2)},
     **{f"{name}prompt_embeds_mask_2": torch.zeros(1, 6, dtype=torch.int64) for name in ("", "negative_")},
 }
+OVIS = {name: x for name, x in EMBEDDED.items() if not name.endswith("mask")}
+KANDINSKY = {
+    f"{name}{what}": value
+    for seed, name in enumerate(("", "negative_"))
+    for what, value in {
+        "prompt_embeds_qwen": random((1, 7 - seed, pipelines.WIDTH), seed),
+        "prompt_embeds_clip": random((1, 16), 2 + seed),
+        "prompt_cu_seqlens": torch.tensor([0, 7 - seed]),
+    }.items()
+}
 FLUX_EMBEDDED = {
     "prompt_embeds": random((2, 9, pipelines.WIDTH), 3),
     "pooled_prompt_embeds": random((2, pipelines.WIDTH), 4),
@@ -159,6 +169,9 @@ OTHERS = {
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
     "krea 2": Case(pipelines.krea2, {**LAYERS, "guidance_scale": 3.0}, prompt=None),
     "hunyuan-video 1.5": Case(pipelines.hunyuan_video15, {**HUNYUAN, "num_frames": 5}, prompt=None),
+    "auraflow": Case(pipelines.auraflow, {**SHORT, "negative_prompt": "blurry"}, output="pt"),
+    "ovis-image": Case(pipelines.ovis_image, {**OVIS, "negative_prompt": None}, prompt=None, output="pt"),
+    "kandinsky 5": Case(pipelines.kandinsky5, KANDINSKY, prompt=None),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
     ),

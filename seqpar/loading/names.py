@@ -55,7 +55,7 @@ RANDOM_MODELS = {name: RandomModel(name, *fields) for name, fields in _find.RAND
 # a pipeline's parts, without files of other formats at the top of many repositories
 DOWNLOADED = [
     *("model_index.json", "modular_model_index.json", "config.json", "diffusion_pytorch_model*"),
-    *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
+    *("transformer/*", "transformer_2/*", "unconditional_transformer/*", "unet/*", "vae/*", "scheduler/*"),
     *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
     *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
     *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),

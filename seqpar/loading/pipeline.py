@@ -85,14 +85,14 @@ def load_pipeline(
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
         weights = _weights(parts, dtype, mesh, eight)
-        late = [name for name in weights if (encoded or park) and name.startswith("transformer")]
+        late = [name for name in weights if (encoded or park) and name in TRANSFORMERS]
         coming = _begin({name: x for name, x in weights.items() if name not in late}, mesh, reader, team, size)
 
         # while weights come, models are built
         def build() -> dict[str, Any]:
             with context(fails):
                 models = {name: part.empty(dtype) for name, part in weights.items()}
-                for name in (name for name in models if name.startswith("transformer")):
+                for name in (name for name in models if name in TRANSFORMERS):
                     look(models[name])
             return models
 

@@ -138,6 +138,25 @@ def ovis_image() -> Any:
     return quiet(THEIRS.OvisImagePipeline(**parts, transformer=random_weights(transformer, 4)))
 
 
+def ideogram4() -> Any:
+    """Return an Ideogram 4 pipeline whose texts are random numbers; a second transformer computes the other branch."""
+    sizes_of_both = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "num_layers": 2, "in_channels": 16}
+    config = {**sizes_of_both, "intermediate_size": 24, "adaln_dim": 16, "llm_features_dim": WIDTH}
+    models = [THEIRS.Ideogram4Transformer2DModel(**config, mrope_section=(2, 1, 1)) for _ in range(2)]
+    vae = THEIRS.AutoencoderKLFlux2(**STAGES, block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4)
+    names = ("transformer", "unconditional_transformer")
+    both = {name: random_weights(model, seed) for seed, (name, model) in enumerate(zip(names, models, strict=True), 4)}
+    parts = {"scheduler": flow(), "vae": random_weights(vae, 1), "text_encoder": None, "tokenizer": None}
+    pipe = quiet(THEIRS.Ideogram4Pipeline(**parts, **both))
+
+    def encoded(prompt: str, grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device) -> Any:
+        ids = pipe._prepare_ids([7], grid_h, grid_w, max_sequence_length, device)
+        return random((1, max_sequence_length + grid_h * grid_w, WIDTH), 3, device), *ids
+
+    pipe.encode_prompt = encoded
+    return pipe
+
+
 def kandinsky5() -> Any:
     """Return a Kandinsky 5 pipeline of images without text encoders, which makes two calls a step without names."""
     transformer = THEIRS.Kandinsky5Transformer3DModel(

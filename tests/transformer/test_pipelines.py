@@ -171,6 +171,7 @@ OTHERS = {
     "hunyuan-video 1.5": Case(pipelines.hunyuan_video15, {**HUNYUAN, "num_frames": 5}, prompt=None),
     "auraflow": Case(pipelines.auraflow, {**SHORT, "negative_prompt": "blurry"}, output="pt"),
     "ovis-image": Case(pipelines.ovis_image, {**OVIS, "negative_prompt": None}, prompt=None, output="pt"),
+    "ideogram 4": Case(pipelines.ideogram4, {**SHORT, "guidance_scale": 3.0, "guidance_schedule": None}, output="pt"),
     "kandinsky 5": Case(pipelines.kandinsky5, KANDINSKY, prompt=None),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
@@ -222,7 +223,7 @@ LAYOUTS = [
     *((2, 2, tuple(group)) for group in (FLUX, SD3, PIXARTS, WAN)),
     *((2, 2, (name,)) for name in OTHERS),
     (3, 1, ("flux", "flux, true guidance")),
-    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image", *LTX)),
+    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image", "ideogram 4", *LTX)),
     (2, 2, ("ltx-2",)),
     (4, 2, ("flux, true guidance",)),
     (4, 2, ("sd3",)),

@@ -301,7 +301,7 @@ def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> Non
         (compiled, {}, r"the transformer is compiled\. Load the model without torch\.compile"),
         (sharing, {}, r"a pipeline that shares it \(from_pipe\) can be called as it is"),
         (pipelines.decoder(0), {}, "got AutoencoderKL, which has no known cuts of its tokens"),
-        ({}, {}, "without transformer or transformer_2 or transformer_ref, expected a diffusers"),
+        ({}, {}, "or transformer_2 or transformer_ref or unconditional_transformer, expected a diffusers"),
         (pipe.transformer, {"strategy": "other"}, "got strategy 'other', expected one of"),
         (pipelines.sd3(), {"cfg": 1}, "got cfg=1, expected True or False"),
     ]

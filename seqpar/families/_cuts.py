@@ -65,6 +65,19 @@ class GatherTokens:
     after_prefix: bool = False
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """What a submodule computes for groups of neighbouring tokens with a row each, as frames of a video are.
+
+    tokens: its input with a rank's tokens (B, l, E), which gets zeros up to whole groups; of its output they are left
+    out. rows: its input with a row for each group along dim 1, which loses those of groups without a token of the rank.
+    """
+
+    stream: str
+    tokens: str
+    rows: str
+
+
 Cutting = CutTokens | CutJoined | tuple[CutTokens | None, ...]
 """One cut for all tensors of a value, or one for each element of a tuple or list (None: it stays whole)."""
 
@@ -75,13 +88,14 @@ class Boundary:
 
     inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
     tensor that is no tuple has index 0. numbers: inputs that the transformer makes on the host, of one number; they are
-    made on the device, because no CUDA graph could copy them there.
+    made on the device, because no CUDA graph could copy them there. grouped: what reads tokens by groups.
     """
 
     inputs: Mapping[str, Cutting] = field(default_factory=dict)
     outputs: Mapping[int, Cutting] = field(default_factory=dict)
     gathers: Mapping[int, GatherTokens] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    grouped: Grouped | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,8 @@ def check(module: nn.Module, cuts: Cuts) -> None:
             check_joined(module, cuts, wrapped=True)  # where a wrapper hides all of them, it says which
             submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in (*place.inputs, *place.numbers)]
+    grouped = [(path, place.grouped) for path, place in cuts.places.items() if place.grouped]
+    named += [(path, name) for path, group in grouped for name in (group.tokens, group.rows)]
     for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one) and (path or parameters(one)):

@@ -23,4 +23,5 @@ REFUSED: Mapping[str, str] = {
     "SanaWMTransformer3DModel": LINEAR,
     "Transformer2DModel": PART,
     "TransformerTemporalModel": REGROUPS,
+    "WanAnimate2Transformer3DModel": MASKS,
 }

@@ -1,4 +1,4 @@
-"""Wan 2.1, 2.2 and VACE: video transformers whose blocks attend to the video, then to a text and a picture's features.
+"""Wan 2.1, 2.2, VACE and Animate: blocks attend to the video, then to a text and a picture's features.
 
 Faster than diffusers' own block, whose norms and gates are separate fp32 passes. Norm,
 modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, Input
 from seqpar.families._cross import CROSS_EIGHT, constant, crossed_work, finished, tabled, to_whole
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Grouped
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work
@@ -50,11 +50,19 @@ def _wan_vace() -> Cuts:
     return Cuts({**wan.places, **places}, {**wan.attention, "vace_blocks.*.attn1": ALONE}, local=local)
 
 
+def _wan_animate() -> Cuts:
+    """Return cuts of the tokens, which read the motion of a face in their frame besides."""
+    wan = _wan()
+    places = {"face_adapter.*": Boundary(grouped=Grouped("image", "hidden_states", "encoder_hidden_states"))}
+    return replace(wan, places={**wan.places, **places}, local=(*wan.local, "face_adapter.*"))
+
+
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
 PICTURE = 257  # tokens of these features
 CUTS = {
     "WanTransformer3DModel": _wan(),
     "WanVACETransformer3DModel": _wan_vace(),
+    "WanAnimateTransformer3DModel": _wan_animate(),
     "ChronoEditTransformer3DModel": replace(_wan(), calls_twice=True),
 }
 
@@ -186,8 +194,8 @@ BLOCKS = {
 def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     """Return the planner's `Work` for diffusers' config; text: the number of text tokens.
 
-    A picture's features are counted as if they were tokens of the text. VACE's own blocks have one more product, which
-    adds to the video, and the first of them has another one.
+    A picture's features are counted as if they were tokens of the text, and Animate's faces are not counted. VACE's own
+    blocks have one more product, which adds to the video, and the first of them has another one.
     """
     frames, rows, columns = config["patch_size"]
     keys = text + (PICTURE if config.get("added_kv_proj_dim") else 0)
@@ -202,7 +210,15 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     return replace(alike, blocks=(first, others, blocks))
 
 
-WORK = {"WanTransformer3DModel": work, "WanVACETransformer3DModel": work}
+WORK = dict.fromkeys(("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"), work)
+ANIMATE = {
+    "inject_face_latents_blocks": 1,
+    "motion_encoder_size": 8,
+    "motion_style_dim": 12,
+    "motion_dim": 4,
+    "motion_encoder_dim": 8,
+    "face_encoder_hidden_dim": 6,
+}
 TINY = {
     "WanVACETransformer3DModel": Tiny(
         {"vace_layers": [0, 1]},
@@ -210,5 +226,14 @@ TINY = {
             "control_hidden_states": random(2, config["vace_in_channels"], 3, 6, 10),
             "control_hidden_states_scale": torch.tensor([0.7, 1.2], dtype=torch.float64),
         },
-    )
+    ),
+    # 5 frames of 15 tokens, and 13 of a face
+    "WanAnimateTransformer3DModel": Tiny(
+        {**ANIMATE, "motion_encoder_channel_sizes": {"8": 6, "4": 6}},
+        lambda config, random: {
+            "hidden_states": random(2, config["in_channels"], 5, 6, 10),
+            "pose_hidden_states": random(2, config["latent_channels"], 4, 6, 10),
+            "face_pixel_values": random(2, 3, 13, 8, 8),
+        },
+    ),
 }

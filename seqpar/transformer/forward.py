@@ -138,6 +138,15 @@ class CallState:
         parts = zip(x.split(totals, dim=cut.dim), shares, strict=True)
         return torch.cat([part.narrow(cut.dim, own.start, own.stop - own.start) for part, own in parts], cut.dim)
 
+    def groups(self, stream: str, count: int) -> tuple[slice, tuple[int, int]]:
+        """Return which groups this rank's tokens are in, and how many other tokens of these are before and after."""
+        total, rank = self.lengths.get(stream, 0), self.axis.rank
+        if total % count or not total:
+            raise ValueError(f"got {count} rows for groups of {total} tokens of {stream}, expected groups of one size")
+        own, size = Shard(total, self.axis.size).slice(rank), total // count
+        first, last = own.start // size, -(-own.stop // size)
+        return slice(first, last), (own.start - first * size, last * size - own.stop)
+
     def why_of_one(self, streams: Sequence[str]) -> str | None:
         """Return why streams of which no tensor was cut cannot be split, if one with a single token was met."""
         lone = (name for name in streams if self.active and name in self.of_one and name not in self.lengths)

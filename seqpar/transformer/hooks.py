@@ -72,9 +72,13 @@ class ShardHook(ModelHook):
     def __init__(self, state: CallState, place: Boundary, path: str, module: nn.Module) -> None:
         super().__init__()
         self.state, self._place, self._path = state, place, path
-        names = parameters(module) if place.inputs or place.numbers else []
+        names = parameters(module) if place.inputs or place.numbers or place.grouped else []
         changes = [(name, partial(shard, state, how=how)) for name, how in place.inputs.items()]
         changes += [(name, partial(on_device, state)) for name in place.numbers]
+        self._missing = (0, 0)  # the numbers of tokens before and after this rank's in their groups
+        if place.grouped:
+            of = place.grouped
+            changes += [(of.rows, partial(self._of_groups, of.stream)), (of.tokens, self._filled)]
         self._inputs = tuple((name, names.index(name), change) for name, change in changes)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,7 +90,20 @@ class ShardHook(ModelHook):
                 changed[index] = change(changed[index])
         return tuple(changed), kwargs
 
+    def _of_groups(self, stream: str, rows: Tensor) -> Tensor:
+        self._missing = (0, 0)
+        if not self.state.active:
+            return rows
+        groups, self._missing = self.state.groups(stream, rows.shape[1])
+        return rows[:, groups]
+
+    def _filled(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, *self._missing)) if any(self._missing) else x
+
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if any(self._missing):
+            before, after = self._missing
+            output = output[:, before : output.shape[1] - after]
         if not self._place.outputs and not self._place.gathers:
             return output
         alone = isinstance(output, Tensor)

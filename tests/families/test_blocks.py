@@ -140,7 +140,10 @@ def rms(got: Outputs, wanted: Outputs) -> float:
 
 
 # models whose blocks compute as those of another model of their class do
-ALIKE = ("flux_controlnet", "flux_fill", "qwen_layered", "sd3_controlnet", "wan_like_lengths", "chronoedit")
+ALIKE = (
+    *("flux_controlnet", "flux_fill", "qwen_layered", "sd3_controlnet", "wan_like_lengths"),
+    *("chronoedit", "wananimate"),
+)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.3 and Krea 2 round to fp32

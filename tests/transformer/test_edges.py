@@ -466,6 +466,10 @@ def first_two(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **{name: given[name][:, :2] for name in ("hidden_states", "img_ids")}}
 
 
+def few_frames(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "face_pixel_values": given["face_pixel_values"][:, :, :9]}
+
+
 # model, whether by diffusers' plan, its arguments -> the message
 REFUSED: list[tuple[str, bool, Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     ("flux2", False, lambda x: {**x, "kv_cache_mode": "extract"}, "kv_cache_mode of Flux2Transformer2DModel is not"),
@@ -475,6 +479,7 @@ REFUSED: list[tuple[str, bool, Callable[[dict[str, Any]], dict[str, Any]], str]]
     ("hunyuan", False, few, "got 2 tokens of text for 3 ranks"),
     ("flux2", True, few, "got 2 tokens of text for 3 ranks"),
     ("ltx2", False, lambda x: {**x, **by_token(x)}, "expected a row of keys per batch row"),
+    ("wananimate", False, few_frames, "got 4 rows for groups of 75 tokens of image, expected groups of one size"),
 ]
 
 

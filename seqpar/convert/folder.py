@@ -20,7 +20,7 @@ from seqpar.families._find import stored_in_8_bits
 from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.checkpoint import Checkpoint
 from seqpar.loading.folder import QUANTIZATION, check_single, parts_of_folder
-from seqpar.loading.parts import CONFIG, INDEX, NAMES
+from seqpar.loading.parts import CONFIG, INDEX, NAMES, index_of
 from seqpar.loading.scaled import MARK, SCALE, STANDS_FOR
 from seqpar.loading.single_file import as_diffusers
 from seqpar.loop.models.dit import LEARNED
@@ -74,7 +74,7 @@ def convert(
     if precision is not None:
         _convert_to_8_bits(source, target, dtype)
         return
-    if (source / "model_index.json").is_file() or (source / "config.json").is_file():
+    if index_of(source) is not None or (source / "config.json").is_file():
         raise ValueError(f"{source} is a folder of diffusers; seqpar loads it as it is")
     files = {} if consolidated.parts_of(source) else _unidiffuser(source)
     parts = list(_unidiffuser_parts(files)) if len(files) > 1 else [_single(files.get("unet", source), heads)]
@@ -103,7 +103,7 @@ def convert(
 def _convert_to_8_bits(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     if dtype not in (None, STANDS_FOR):
         raise ValueError(f"--precision fp8 rounds weights in bf16; leave --dtype out, got {dtype}")
-    if not (source / INDEX).is_file():
+    if index_of(source) is None:
         raise ValueError(f"{source} has no {INDEX}; --precision fp8 converts folders of diffusers' pipelines")
     fitted = {name: x for name, x in parts_of_folder(source).fitted.items() if name in NAMES}
     for name, model in fitted.items():

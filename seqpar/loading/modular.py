@@ -7,9 +7,9 @@ on the pipeline's blocks, and on the workflow that they are cut down to.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import diffusers
 from diffusers.utils import logging
@@ -43,6 +43,25 @@ def without_parts(kind: Any, index: Mapping[str, Any], workflow: str | None, par
             pipe = kind(modular_config_dict={**index, BLOCKS: name or kind.default_blocks_name}, workflow=workflow)
         pipe.update_components(**parts)
     return pipe
+
+
+class OtherWorkflows:
+    """In the place of a transformer that only other workflows need: says so where they read it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        names = " or ".join(f"workflow={name!r}" for name in self._names)
+        raise AttributeError(f"{OWN} is not loaded; load the pipeline by seqpar.load(..., {names}) for these inputs")
+
+
+def name_missing(pipe: Any) -> None:
+    """Put an `OtherWorkflows` in the place of a transformer that was not loaded."""
+    if OWN in pipe.components and getattr(pipe, OWN) is None:
+        blocks = pipe.blocks
+        names = [x for x in blocks.available_workflows if OWN in blocks.get_workflow(x).component_names]
+        setattr(pipe, OWN, OtherWorkflows(names))
 
 
 def of_workflow(kind: Any, index: Mapping[str, Any], workflow: str | None, folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from seqpar.loading.checkpoint import WEIGHTS, Checkpoint, Fitted
 from seqpar.loading.encoders import begin_encoders, encode_first, name_encoders, no_collection
 from seqpar.loading.errors import BROKEN, context
 from seqpar.loading.folder import PipelineParts, class_of, vae_keys
-from seqpar.loading.modular import without_parts
+from seqpar.loading.modular import name_missing, without_parts
 from seqpar.loading.names import building, no_bars
 from seqpar.loading.parking import Parking, WeightLayout
 from seqpar.loading.parts import NAMES as TRANSFORMERS
@@ -142,7 +142,9 @@ def _of_blocks(parts: PipelineParts, kind: Any, dtype: torch.dtype, models: dict
             of: Any = class_of(*part)
             options = {"dtype": dtype} if hasattr(of, "forward") else {}
             loaded[name] = of.from_pretrained(parts.places[name], **options)
-    return without_parts(kind, parts.index, parts.workflow, loaded)
+    pipe = without_parts(kind, parts.index, parts.workflow, loaded)
+    name_missing(pipe)
+    return pipe
 
 
 def _say(mesh: Mesh, line: str) -> None:

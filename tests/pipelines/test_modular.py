@@ -19,7 +19,9 @@ from PIL import Image
 import seqpar
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
+from seqpar.convert.folder import convert
 from seqpar.families._modular import OUTPUTS, hide_bars
+from seqpar.loading.folder import parts_of_folder
 from seqpar.loading.parts import MODULAR
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer.parallelize import call_of
@@ -221,6 +223,26 @@ def by_default(rank: int, world: int, device: torch.device) -> list[int]:
         sizes.append(call.mesh.cfg.size)
         seqpar.release(pipe)
     return sizes
+
+
+def test_inputs_of_a_workflow_that_is_not_loaded_are_refused(folders: Callable[[str], Path]) -> None:
+    pipe = seqpar.load(folders("minimax_h3"), dtype=torch.float32, mesh=Mesh.single())
+    with pytest.raises(AttributeError, match=r"transformer_ref is not loaded; load .*\(..., workflow='ref2va'\) for"):
+        made(pipe, ROWS["minimax_h3, references"])
+    made(pipe, ROWS["minimax_h3"])
+    seqpar.release(pipe)
+
+
+def test_a_folder_is_converted_to_8_bits(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder of diffusers; seqpar loads it as it is"):
+        convert(folders("minimax_h3"), tmp_path / "x")
+    convert(folders("minimax_h3"), tmp_path / "x", precision="fp8")
+    before, after = (
+        parts_of_folder(x).fitted["transformer"].checkpoint for x in (folders("minimax_h3"), tmp_path / "x")
+    )
+    assert before.raw is None
+    assert after.raw is not None
+    assert after.shapes == before.shapes
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> float:

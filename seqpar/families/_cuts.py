@@ -376,7 +376,6 @@ IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
 OUT = Boundary(gathers={0: GatherTokens("image")})
 TEXT_IMAGE, IMAGE_TEXT = Joint(("text", "image")), Joint(("image", "text"))
 ALONE = Joint(("image",))
-BETWEEN = "residuals that are added between blocks would have to be split as the blocks' tokens are"
 
 
 def reads_lengths(module: Any) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 
 
 def _cosmos() -> Cuts:
     rows, of_token = CutTokens("image", dim=0), CutTokens("image", dims=3)
-    each = {"embedded_timestep": of_token, "temb": of_token, "image_rotary_emb": rows, "extra_pos_emb": IMAGE}
+    each = {"embedded_timestep": of_token, "temb": of_token, "image_rotary_emb": rows}
+    each |= dict.fromkeys(("extra_pos_emb", "controlnet_residual"), IMAGE)
     places = {
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
         "transformer_blocks.*": Boundary(inputs=each),
         "transformer_blocks.-1": OUT,
     }
-    refused, local = {"block_controlnet_hidden_states": BETWEEN}, ("transformer_blocks.*.attn2",)
-    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, refused=refused, local=local)
+    return Cuts(places, {"transformer_blocks.*.attn1": ALONE}, local=("transformer_blocks.*.attn2",))
 
 
 CUTS = {"CosmosTransformer3DModel": _cosmos()}
@@ -28,7 +28,12 @@ TINY = {
             "max_size": (8, 16, 16),
             "text_embed_dim": 24,
             "extra_pos_embed_type": None,
+            "controlnet_block_every_n": 2,
         },
-        lambda config, random: {"hidden_states": random(2, config["in_channels"], 3, 6, 10), "fps": 24},
+        lambda config, random: {
+            "hidden_states": random(2, config["in_channels"], 3, 6, 10),
+            "fps": 24,
+            "block_controlnet_hidden_states": [random(2, 45, 36)],
+        },
     )
 }

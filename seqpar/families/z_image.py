@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
-from seqpar.families._cuts import ALONE, BETWEEN, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import by_head, modulations
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
@@ -29,16 +29,17 @@ from seqpar.types.facts import Blocks, Work
 def _z_image() -> Cuts:
     joint = CutTokens("text and image")
     places = {
+        "": Boundary(inputs={"controlnet_block_samples": joint}),
         "noise_refiner.*": Boundary(inputs={"freqs_cis": IMAGE, "noise_mask": IMAGE}),
         "noise_refiner.0": Boundary(inputs={"x": IMAGE}),
         "noise_refiner.-1": OUT,
         "layers.*": Boundary(inputs={"freqs_cis": joint, "noise_mask": joint}),
         "layers.0": Boundary(inputs={"x": joint}),
-        "layers.-1": Boundary(gathers={0: GatherTokens(joint.stream)}),
+        "all_final_layer.*": Boundary(inputs={"noise_mask": joint}, gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attention": ALONE, "layers.*.attention": Joint((joint.stream,))}
     local = ("context_refiner.*.attention",)
-    return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN}, local=local)
+    return Cuts(places, both, local=local)
 
 
 CUTS = {"ZImageTransformer2DModel": _z_image()}

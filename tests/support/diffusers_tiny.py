@@ -219,6 +219,11 @@ def z_image(batch: int) -> Inputs:
     }
 
 
+def of_pairs(batch: int) -> dict[int, Tensor]:
+    """Return residuals that are added to pictures and captions after the second block."""
+    return {1: random((batch, 96, 60), 11)}
+
+
 def minimax_h3(batch: int) -> Inputs:
     """Return a call of MiniMax-H3: one packed sequence of 7 tokens of text, 5 of sound and 15 of video, in turn."""
     order, places = torch.randperm(27, generator=torch.Generator().manual_seed(5)), torch.arange(27)
@@ -454,6 +459,9 @@ MODELS = {
     "flux3_reference": Tiny("Flux3Transformer2DModel", {**FLUX3, "flow_map": True}, FLUX3_REFERENCE, batch=3),
     "qwen": Tiny("QwenImageTransformer2DModel", QWEN, QWEN_CALL, batch=1),
     "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, QWEN_MASKED),
+    "qwen_controlnet": Tiny(
+        "QwenImageTransformer2DModel", QWEN, but(QWEN_CALL, controlnet_block_samples=residuals(80, 1))
+    ),
     "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, QWEN_EDIT),
     "qwen_layered": Tiny(
         "QwenImageTransformer2DModel",
@@ -508,6 +516,7 @@ MODELS = {
     "dit": Tiny("DiTTransformer2DModel", sizes(8, 4, sample_size=6, num_embeds_ada_norm=10), DIT_CALL),
     "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, LUMINA2_CALL),
     "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
+    "z_image_controlnet": Tiny("ZImageTransformer2DModel", Z_IMAGE, but(z_image, controlnet_block_samples=of_pairs)),
     "mochi": Tiny(
         "MochiTransformer3DModel",
         sizes(8, 4, pooled_projection_dim=16, text_embed_dim=24, time_embed_dim=16, max_sequence_length=9),

@@ -16,6 +16,7 @@ from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 HEADS = 3  # not divisible by two ranks
+HEAD_DIM = 32  # wider heads become as narrow
 WIDE = 512  # wider streams and hidden layers become narrow
 NARROW = 64
 BATCH, TEXT = 2, 7
@@ -44,20 +45,27 @@ class Tiny:
 
 
 def scaled(kind: type) -> dict[str, Any]:
-    """Return a class's default config with two layers of each kind, `HEADS` heads, and narrow streams."""
-    defaults = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
+    """Return a class's default config with two layers of each kind, `HEADS` narrow heads, and narrow streams."""
+    defaults: dict[str, Any] = {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
     numbers = {name: value for name, value in defaults.items() if type(value) is int}
     all_heads = {name: value for name, value in numbers.items() if name.endswith("heads")}
+    head_dim = numbers.get("attention_head_dim", HEAD_DIM)
+    narrower = head_dim // HEAD_DIM if head_dim % HEAD_DIM == 0 else 1
     config = dict[str, Any]()
+    for name, value in defaults.items():  # channels of a head that turn with each axis
+        if "axes_dim" in name and isinstance(value, (tuple, list)) and sum(value) == head_dim:
+            config[name] = type(value)(channels // narrower for channels in value)
     for name, value in numbers.items():
         if name in all_heads:  # groups of heads of keys and values stay groups
             is_grouped = ("kv" in name or "key_value" in name) and list(all_heads.values()).count(value) == 1
             config[name] = 1 if is_grouped else HEADS
+        elif name.endswith("attention_head_dim"):
+            config[name] = value // narrower
         elif "layers" in name or name.endswith("blocks"):
             config[name] = min(value, 2)
         elif value > WIDE and any(word in name for word in ("dim", "channels", "size")):
             heads = next((count for count in all_heads.values() if value % count == 0), None)
-            config[name] = NARROW if heads is None else HEADS * value // heads
+            config[name] = NARROW if heads is None else HEADS * value // heads // narrower
     return config
 
 

@@ -16,6 +16,6 @@ CUTS = {"AuraFlowTransformer2DModel": Cuts(PLACES, dict.fromkeys(BLOCKS_OF_BOTH,
 PIPELINES = Pipelines(sigmas="AuraFlow")
 TINY = {
     "AuraFlowTransformer2DModel": Tiny(
-        {"caption_projection_dim": 768}, lambda config, random: {"hidden_states": random(2, 4, 6, 10)}
+        {"caption_projection_dim": 96}, lambda config, random: {"hidden_states": random(2, 4, 6, 10)}
     )
 }

@@ -173,4 +173,4 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"MiniMaxH3Transformer3DModel": work}
-TINY = {"MiniMaxH3Transformer3DModel": Tiny(inputs=_inputs)}
+TINY = {"MiniMaxH3Transformer3DModel": Tiny({"rope_freq_dim": 4}, _inputs)}

@@ -175,10 +175,11 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 WORK = {"ZImageTransformer2DModel": work}
 TINY = {
     "ZImageTransformer2DModel": Tiny(
-        inputs=lambda config, random: {
+        {"dim": 96, "axes_dims": [8, 12, 12]},
+        lambda config, random: {
             "x": [random(config["in_channels"], 1, 6, 10) for _ in range(2)],
             "t": torch.tensor([0.3, 0.7], dtype=torch.float64),
             "cap_feats": [random(tokens, config["cap_feat_dim"]) for tokens in (5, 35)],
-        }
+        },
     )
 }

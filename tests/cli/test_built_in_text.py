@@ -90,7 +90,7 @@ def cached(rank: int, world: int, device: torch.device, args: Args, cache: Path)
 
 @pytest.mark.usefixtures("no_gpu")
 def test_8_bits_change_little_and_no_request_or_rank_changes_their_calibration(ranks: Pool, tmp_path: Path) -> None:
-    args = Args(prompt=(FROG,), steps=4, seed=3, dtype="fp32", out=tmp_path / "x.png")
+    args = Args(prompt=(FROG,), steps=2, seed=3, dtype="fp32", out=tmp_path / "x.png")
     run(args)
     wide, eight = pixels(args.out), replace(args, precision="fp8")
     pictures, calibrations, caches = list[np.ndarray](), list[bytes](), [tmp_path / name for name in ("one", "two")]

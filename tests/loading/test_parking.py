@@ -19,6 +19,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
 from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.serve.ranks.checked import FittingLoras, loras_in
+from seqpar.transformer import calibration
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.parallelize import call_of
 from tests.cli.runs import shown
@@ -27,7 +28,8 @@ from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.slow
-ASKED: dict[str, Any] = {"num_inference_steps": 4, "height": 32, "width": 32, "num_frames": 5, "output_type": "latent"}
+SMALL = {"height": 32, "width": 32, "num_frames": 5}
+ASKED: dict[str, Any] = {**SMALL, "num_inference_steps": 2, "output_type": "latent"}
 EXPERTS = ("transformer", "transformer_2")
 
 
@@ -53,6 +55,7 @@ def loaded(folder: Path, cache: Path, **options: Any) -> Any:
     """Return a pipeline that is calibrated anew, whose large weights are read straight into their places."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "SMALL", 1 << 10)
+        patch.setattr(calibration, "SIZES", SMALL)
         patch.setenv("SEQPAR_CACHE", str(cache / str(options.get("park", False))))
         return seqpar.load(folder, **options)
 
@@ -104,7 +107,7 @@ def test_parked_weights_have_the_same_bits(
 
 def job(folder: Path, precision: Any, park: bool) -> Any:
     dtype = torch.float32 if precision is None else torch.bfloat16
-    request = GenerationRequest(str(folder), dtype, prompts=("x",), steps=4, precision=precision, park=park)
+    request = GenerationRequest(str(folder), dtype, prompts=("x",), steps=2, precision=precision, park=park)
     return Source.locate(folder).check(request)
 
 
@@ -114,7 +117,9 @@ def switched(
     mesh, asked = mesh_of(device, ulysses=world), job(folder, precision, park)
     pipe = asked.load_pipeline(mesh)
     merging = lora_files.switched(pipe, FittingLoras.of(asked, loras_in(loras)).by_name, mesh)
-    seqpar.parallelize(pipe, mesh, precision=precision)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "SIZES", SMALL)
+        seqpar.parallelize(pipe, mesh, precision=precision)
     made = [latents(pipe)]
     pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))
     for wanted in (pair, (("low@transformer_2", 0.5),), (("high@transformer", 0.5),), (), pair):

@@ -84,7 +84,7 @@ def job_of(video: bool) -> DiffusersJob:
     request = GenerationRequest("a pipeline", torch.float32, prompts=("a", "b"))
     source, load = Source(PipelineParts(Path(), {}, {}, None, None)), SimpleNamespace(images=2)
     planned: Any = {"work": None, "load": load, "channels": 4, "pixels": None, "exact": True}
-    return DiffusersJob(kind, source, request, arguments, Guidance(1.0), None, **planned)
+    return DiffusersJob(kind, source, request, arguments, Guidance(1.0), None, None, **planned)
 
 
 @pytest.mark.parametrize("video", [False, True])
@@ -92,7 +92,9 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     made = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
     job, pipe = job_of(video), lambda **_: SimpleNamespace(images=made, frames=made[:, None])
     want = made[:, None] if video else (255 * made).round().astype("uint8")
-    assert all(np.array_equal(np.asarray(one), x) for one, x in zip(job.make(pipe, Events(), ONE), want, strict=True))
+    results, sounds = job.make(pipe, Events(), ONE)
+    assert all(np.array_equal(np.asarray(one), x) for one, x in zip(results, want, strict=True))
+    assert not sounds
     made[1, 2, 3, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
         job.make(pipe, Events(), ONE)
@@ -112,7 +114,7 @@ class Pipe:
 
 def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped() -> None:
     job, pipe = job_of(video=False), Pipe(1e30)
-    assert len(job.make(pipe, Events(), ONE)) == 2
+    assert len(job.make(pipe, Events(), ONE)[0]) == 2
     assert vars(pipe.vae) == {}
     for value in (float("inf"), float("-inf")):
         pipe = Pipe(value)

@@ -79,7 +79,7 @@ def test_a_decoder_of_nan_ends_a_run_without_a_file(tmp_path: Path, monkeypatch:
 def job_of(video: bool) -> DiffusersJob:
     """Return the work of a pipeline that makes two pictures or videos."""
     call = (lambda self, num_frames: None) if video else (lambda self: None)
-    kind = SimpleNamespace(__call__=call, __name__="APipeline")
+    kind = type("APipeline", (), {"__call__": call})
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     request = GenerationRequest("a pipeline", torch.float32, prompts=("a", "b"))
     source, load = Source(PipelineParts(Path(), {}, {}, None, None)), SimpleNamespace(images=2)

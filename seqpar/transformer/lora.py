@@ -324,25 +324,22 @@ class Merging:
         paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
         self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
         self._owners = {path: _owner(module, path) for path in paths}
-        self._sources = {path: source for path in paths if (source := self._source(path, keeps)) is not None}
+        self._sources = dict[str, Callable[[], Tensor]]()
+        self._kept = dict[str, tuple[Tensor, Tensor | None]]()
+        for path in self._in_turns(paths):
+            (owner, name), layer = self._owners[path], self._layers[path]
+            bring(owner)
+            weight, seat = layer.weight.detach(), seat_of(owner) if keeps else None
+            source = weight.source if isinstance(weight, Weight8) else seat and partial(seat.original, f"{name}.weight")
+            if source is not None:
+                self._sources[path], weight = source, weight.new_empty(0)
+            if keeps:
+                kept = weight.to(weight.device if seat is None else "cpu", copy=True)
+                self._kept[path] = kept, None if layer.bias is None else layer.bias.detach().clone()
         if keeps and mesh is not None and self._sources:
             self._sources |= hold({path: self._layers[path].weight for path in self._sources}, self._sources, mesh)
-        self._kept = dict[str, tuple[Tensor, Tensor | None]]()
-        for path in self._in_turns(paths) if keeps else ():
-            bring(self._owners[path][0])
-            layer = self._layers[path]
-            bias = None if layer.bias is None else layer.bias.detach().clone()
-            weight = layer.weight.detach()
-            self._kept[path] = weight.new_empty(0) if path in self._sources else weight.clone(), bias
-        self.merged: Wanted = ()
+        self.merged: Wanted | None = ()  # None after an error
         self._written: tuple[str, ...] = ()  # the LoRAs whose layers may not be as they were, also after an error
-
-    def _source(self, path: str, keeps: bool) -> Callable[[], Tensor] | None:
-        weight, (owner, name) = self._layers[path].weight, self._owners[path]
-        if isinstance(weight, Weight8):
-            return weight.source
-        seat = seat_of(owner) if keeps else None
-        return None if seat is None else partial(seat.original, f"{name}.weight")
 
     def _in_turns(self, paths: Iterable[str]) -> list[str]:
         # the second transformer first: the next run begins with the other one
@@ -358,9 +355,9 @@ class Merging:
             known = ", ".join(self._terms) or "none: the model was loaded without"
             raise ValueError(f"got the LoRA {unknown[0]}, expected one of {known}")
         names = tuple(dict.fromkeys(name for name, _ in wanted))
-        if wanted == self.merged and names == self._written:
+        if wanted == self.merged:
             return False
-        self._written = tuple(dict.fromkeys((*self._written, *names)))
+        self.merged, self._written = None, tuple(dict.fromkeys((*self._written, *names)))
         paths = self._in_turns(path for name in self._written for path in self._terms[name])
         coming = arriving([(self._layers[path].weight, x) for path in paths if (x := self._sources.get(path))])
         for path in paths:
@@ -369,7 +366,7 @@ class Merging:
             own, own_bias = self._kept.get(path, (layer.weight, layer.bias))
             terms = [(self._terms[name][path], scale) for name, scale in wanted if path in self._terms[name]]
             source = self._sources.get(path)
-            own = own if source is None else next(coming)
+            own = own.to(layer.weight.device) if source is None else next(coming)
             weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
             layer.weight.copy_(weight)
             if source is not None and isinstance(layer.weight, Weight8):  # a GEMM may keep its dtype

@@ -12,9 +12,11 @@ from torch import Tensor
 
 import seqpar
 from seqpar.cli.args import Args
+from seqpar.convert.folder import convert
 from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading import reading
-from seqpar.loading.parking import ENCODERS, Parking, WeightLayout, bytes_on, seat_of
+from seqpar.loading.lora import Lora, parse
+from seqpar.loading.parking import ENCODERS, Parking, WeightLayout, bring, bytes_on, seat_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
 from seqpar.pipelines.protocol import GenerationRequest
@@ -105,9 +107,10 @@ def test_parked_weights_have_the_same_bits(
         assert swaps == ([4, 4, 4] if rank == 0 else [2, 2, 2])
 
 
-def job(folder: Path, precision: Any, park: bool) -> Any:
+def job(folder: Path, precision: Any, park: bool, *loras: Lora) -> Any:
     dtype = torch.float32 if precision is None else torch.bfloat16
-    request = GenerationRequest(str(folder), dtype, prompts=("x",), steps=2, precision=precision, park=park)
+    more: Any = {"prompts": ("x",), "steps": 2, "precision": precision, "park": park, "loras": loras}
+    request = GenerationRequest(str(folder), dtype, **more)
     return Source.locate(folder).check(request)
 
 
@@ -129,20 +132,41 @@ def switched(
     return made
 
 
-@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize(("precision", "stored"), [(None, False), ("fp8", False), ("fp8", True)])
 def test_loras_of_a_parked_transformer_are_switched(
-    cpu_ranks: Pool, wan: Path, tmp_path: Path, precision: str | None
+    cpu_ranks: Pool, wan: Path, tmp_path: Path, precision: str | None, stored: bool
 ) -> None:
     from tests.cli.loras import of_wan, written
 
-    written(tmp_path, {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2)})
-    whole, ours = (cpu_ranks.run(2, switched, wan, tmp_path, precision, park) for park in (False, True))
+    loras, folder = tmp_path / "loras", tmp_path / "eight" if stored else wan
+    loras.mkdir()
+    written(loras, {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2)})
+    if stored:
+        convert(wan, folder, dtype=torch.bfloat16, precision="fp8")
+    whole, ours = (cpu_ranks.run(2, switched, folder, loras, precision, park) for park in (False, True))
     for theirs, made in zip(whole, ours, strict=True):
         assert all(map(torch.equal, theirs, made))
         assert torch.equal(made[1], made[5])
         assert torch.equal(made[0], made[4])
         assert len({float(x.double().sum()) for x in made}) == 4
     assert job(wan, precision, False).load.parameters == 2 * job(wan, precision, True).load.parameters
+
+
+def test_loras_are_merged_into_parked_weights(wan: Path, tmp_path: Path) -> None:
+    from tests.cli.loras import of_wan, written
+
+    written(tmp_path, {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2)})
+    loras = [parse(f"{tmp_path}/{name}") for name in ("high.safetensors@transformer", "low.safetensors@transformer_2")]
+    made = list[list[Tensor]]()
+    for park in (False, True):
+        pipe = job(wan, "fp8", park, *loras).load_pipeline(Mesh.single())
+        made.append([])
+        for name in EXPERTS:
+            bring(module := getattr(pipe, name))
+            weights = [x for x in module.parameters() if isinstance(x, Weight8)]
+            made[-1] += [y for x in weights for y in (x.wide(), x.original())]  # centres have products with both
+    assert len(made[0]) == 80
+    assert all(map(torch.equal, *made))
 
 
 READS: dict[str, Callable[[Any], object]] = {

@@ -445,15 +445,18 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
     assert torch.equal(latents(pipe), before)
 
 
-def test_a_switch_that_fails_is_undone_by_the_next(flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", [(), (("a", 0.5),)])
+def test_a_switch_that_fails_is_undone_by_the_next(flux: Path, monkeypatch: pytest.MonkeyPatch, wanted: Any) -> None:
     pipe = load(flux)
-    merging, before = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True), latents(pipe)
+    merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True)
+    merging.switch(wanted)
+    before = latents(pipe)
     monkeypatch.setattr(Weight8, "came_from", fails)
     with pytest.raises(OSError, match="no memory"):
         merging.switch((("a", 1.0),))
     monkeypatch.undo()
     assert not torch.equal(latents(pipe), before)
-    assert merging.switch(())
+    assert merging.switch(wanted)
     assert torch.equal(latents(pipe), before)
 
 

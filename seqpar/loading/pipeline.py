@@ -292,15 +292,17 @@ def _parking(
     """
     sizes = {name: part.layout.size for name, part in transformers.items()}
     turns = [name for name, size in sizes.items() if size == max(sizes.values())]
+    encoders = encoders if turns else {}  # they lie in a transformer's place
     parts, left = [*(turns if len(turns) > 1 else ()), *encoders], list[str]()
     if len(turns) < 2:
         left.append(f"{' and '.join(sizes) or 'transformers'}, because there are no two of one size that ranks read")
     if not encoders:
-        why = "they leave memory before transformers come" if encoded else everywhere or "ranks read none"
+        none = "ranks read none" if turns else "ranks read no transformer in whose place they could be"
+        why = "they leave memory before transformers come" if encoded else everywhere or none
         left.append(f"text encoders, because {why}")
     said = [f"parked while not in use: {', '.join(parts)}"] if parts else []
     _say(mesh, "; ".join([*said, *([f"not parked: {'; '.join(left)}"] if left else [])]))
-    if not parts or not turns:
+    if not parts:
         return None
     modules = [encoder.module for encoder in encoders.values()]
     return mesh.on_all_ranks(lambda: Parking(mesh.device, max(sizes.values()), modules))

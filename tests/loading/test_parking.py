@@ -202,6 +202,11 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
     job(wan, None, True).load_pipeline(Mesh.single(), (lambda pipe: latents(pipe),))
     said = "use: transformer, transformer_2; not parked: text encoders, because they leave memory before transformers"
     assert capsys.readouterr().out.count(said) == 1
+    (tmp_path / "transformer" / "own.py").write_text("")  # a program, so that diffusers loads it
+    assert seat_of(seqpar.load(tmp_path, dtype=torch.float32, park=True).transformer) is None
+    said = capsys.readouterr().out
+    assert "because ranks read no transformer in whose place they could be" in said
+    assert "parked while" not in said
 
 
 def test_the_command_verifies_parked_weights(cpu_ranks: Pool, wan: Path, tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def held(rank: int, world: int, device: torch.device, small: bool) -> tuple[int,
     with pytest.MonkeyPatch.context() as patch:
         if small and rank == 0:
             patch.setattr(originals.os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-        functions = originals.hold(weights, {name: weight.source for name, weight in weights.items()}, mesh)
+        functions = originals.hold(weights, {name: partial(source, int(name)) for name in weights}, mesh)
     once = len(reads)
     return once, [functions[name]().clone() for name in weights]
 

@@ -142,7 +142,7 @@ def rms(got: Outputs, wanted: Outputs) -> float:
 # models whose blocks compute as those of another model of their class do
 ALIKE = (
     *("flux_controlnet", "flux_fill", "qwen_layered", "sd3_controlnet", "wan_like_lengths"),
-    *("chronoedit", "wananimate"),
+    *("chronoedit", "wananimate", "qwen_controlnet", "z_image_controlnet"),
 )
 
 

@@ -278,6 +278,23 @@ def z_image() -> Any:
     return quiet(THEIRS.ZImagePipeline(**parts, transformer=random_weights(transformer, 5)))
 
 
+def qwen_image_controlnet() -> Any:
+    """Return a Qwen-Image pipeline whose two blocks get the residual of a ControlNet of one block."""
+    pipe = qwen_image()
+    net = random_weights(THEIRS.QwenImageControlNetModel.from_transformer(pipe.transformer, 1, HEAD_DIM, HEADS), 6)
+    return quiet(THEIRS.QwenImageControlNetPipeline(**pipe.components, controlnet=net))
+
+
+def z_image_controlnet() -> Any:
+    """Return a Z-Image pipeline with a ControlNet, which shares the transformer's layers before its blocks."""
+    net = THEIRS.ZImageControlNetModel(
+        **{"control_layers_places": [0, 1], "control_refiner_layers_places": [0], "control_in_dim": 4},
+        **{"add_control_noise_refiner": "control_noise_refiner", "dim": HEADS * HEAD_DIM, "n_refiner_layers": 1},
+        **{"n_heads": HEADS, "n_kv_heads": HEADS},
+    )
+    return quiet(THEIRS.ZImageControlNetPipeline(**z_image().components, controlnet=random_weights(net, 6)))
+
+
 def krea2() -> Any:
     """Return a Krea 2 pipeline without a text encoder, for prompts that are given as layers of embeddings."""
     text = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 20, "hidden_dim": WIDTH}

@@ -79,6 +79,7 @@ PARTLY = {
     "ltx2": 1 / 2,
     "ltx2_3": 0.6673,
     "z_image": 8 / 11,
+    "z_image_controlnet": 8 / 11,
 }
 
 

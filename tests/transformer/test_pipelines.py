@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +174,9 @@ OTHERS = {
     "ovis-image": Case(pipelines.ovis_image, {**OVIS, "negative_prompt": None}, prompt=None, output="pt"),
     "ideogram 4": Case(pipelines.ideogram4, {**SHORT, "guidance_scale": 3.0, "guidance_schedule": None}, output="pt"),
     "kandinsky 5": Case(pipelines.kandinsky5, KANDINSKY, prompt=None),
+    "qwen-image, ControlNet": Case(
+        pipelines.qwen_image_controlnet, {**EMBEDDED, "true_cfg_scale": 3.0, "control_image": PICTURE}, prompt=None
+    ),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
     ),
@@ -224,6 +228,7 @@ LAYOUTS = [
     *((2, 2, (name,)) for name in OTHERS),
     (3, 1, ("flux", "flux, true guidance")),
     *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image", "ideogram 4", *LTX)),
+    *((world, cfg, ("qwen-image, ControlNet",)) for world, cfg in ((3, 1), (4, 2), (1, 1))),
     (2, 2, ("ltx-2",)),
     (4, 2, ("flux, true guidance",)),
     (4, 2, ("sd3",)),
@@ -237,6 +242,41 @@ def test_calls_of_a_pipeline_make_diffusers_pictures(ranks: Pool, world: int, cf
         for name, pictures in zip(names, calls, strict=True):
             if rank == 0 or CASES[name].output == "pt":  # latents that are not decoded stay a rank's own
                 assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE, name
+
+
+def controlled(pipe: Any, scale: float = 0.75) -> Tensor:
+    """Return one evaluation of Z-Image with a ControlNet, which its pipeline does in fp32 alone."""
+    latents, texts = ([moved(random(size, i), pipe.device) for i in range(2)] for size in ((4, 1, 10, 6), (9, 32)))
+    times = latents[0].new_tensor([0.3, 0.7])
+    with StayDouble(), torch.no_grad():
+        samples = pipe.controlnet(latents, times, texts, latents[::-1], conditioning_scale=scale)
+        return torch.stack(pipe.transformer(latents, times, texts, controlnet_block_samples=samples)[0])
+
+
+def controlled_on_ranks(rank: int, world: int, device: torch.device, cfg: int) -> Tensor:
+    """Return the second evaluation."""
+    pipe = seqpar.parallelize(pipelines.z_image_controlnet(), make_mesh(device, cfg=cfg))
+    in_double(pipe.transformer)
+    return [controlled(pipe) for _ in range(2)][1]
+
+
+@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (2, 1), (3, 1), (4, 2)])
+def test_a_controlnet_that_shares_layers_with_the_transformer(ranks: Pool, world: int, cfg: int) -> None:
+    pipe = pipelines.z_image_controlnet().to(ranks.device)
+    wanted = controlled(pipe)
+    assert (wanted - controlled(pipe, 0)).abs().max() > VISIBLE
+    for got in ranks.run(world, controlled_on_ranks, cfg):
+        assert (got - wanted).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [pipelines.qwen_image_controlnet, pipelines.z_image_controlnet])
+def test_a_folder_with_a_controlnet_is_loaded(tmp_path: Path, make: Callable[[], Any]) -> None:
+    pipe = make().to(torch.float32)
+    pipe.register_modules(text_encoder=pipelines.t5(1).float(), tokenizer=pipelines.tokenizer(16))
+    pipe.save_pretrained(tmp_path)
+    loaded = seqpar.load(tmp_path, dtype=torch.float32, mesh=Mesh.single())
+    weights = [dict(x.controlnet.named_parameters()) for x in (loaded, pipe)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def refused(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor] | str:

@@ -20,7 +20,7 @@ from tests.support.sharded import CPU, raised
 from tests.transformer.test_pipelines import CASES
 
 PROMPTS = ("a cat", "two dogs")
-SIZE: Any = {"height": 32, "width": 32, "num_inference_steps": 2}
+SIZE: Any = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16}
 PROBED = 1  # prompts of a probe, here
 GAIN = 2.0  # dB over all in 8 bits
 

@@ -43,7 +43,7 @@ ROUNDED = 1e-6
 # how the classes begin whose blocks have functions
 KINDS = (
     *("Chroma", "CogVideoX", "Flux", "HunyuanVideo", "Krea2", "LTX"),
-    *("MiniMaxH3", "QwenImage", "SD3", "Wan", "ZImage"),
+    *("MiniMaxH3", "QwenImageT", "SD3", "Wan", "ZImage"),
 )
 FUSED = [name for name, tiny in MODELS.items() if tiny.kind.startswith(KINDS) and tiny.splits]
 # whose blocks join a text of any length: that of FLUX.3 and Krea 2 attends to itself, too, and CogVideoX 2B has the

@@ -31,7 +31,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.slow
 SMALL = {"height": 32, "width": 32, "num_frames": 5}
-ASKED: dict[str, Any] = {**SMALL, "num_inference_steps": 2, "output_type": "latent"}
+ASKED: dict[str, Any] = {**SMALL, "num_inference_steps": 2, "max_sequence_length": 16, "output_type": "latent"}
 EXPERTS = ("transformer", "transformer_2")
 
 

@@ -53,13 +53,14 @@ class Row:
     park: bool = False
 
 
+SHORT: Mapping[str, Callable[[], Any]] = {"max_sequence_length": lambda: 32}  # tokens of a text
 ROWS = {
-    **{
-        name: Row(name) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "qwen_image", "z_image", "anima")
-    },
+    **{name: Row(name, SHORT) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "z_image", "anima")},
+    "qwen_image": Row("qwen_image"),
     "flux3": Row("flux3", {"max_new_tokens": lambda: 4}),
     "krea2": Row("krea2", {"max_sequence_length": lambda: 16}),
-    **{f"{name}, image": Row(name, {"image": picture}) for name in ("flux2_klein", "qwen_image")},
+    "flux2_klein, image": Row("flux2_klein", {"image": picture, **SHORT}),
+    "qwen_image, image": Row("qwen_image", {"image": picture}),
     **{name: Row(name, {"num_frames": lambda: 5}) for name in ("wan", "wan22", "ltx")},
     "ltx2": Row("ltx2", {"num_frames": lambda: 9, "max_sequence_length": lambda: 16}),
     "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),

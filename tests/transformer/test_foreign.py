@@ -66,9 +66,12 @@ class Answer:
     matters: float
 
 
-def truths_of(case: Case, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the outputs of the unchanged transformer and of the changed one in one process."""
-    unchanged = tuple(x.to(device) for x in truth(case.model, device.type))
+Truths = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""The outputs of the unchanged transformer and of the changed one in one process."""
+
+
+def truths_of(case: Case, kind: str) -> Truths:
+    device, unchanged = torch.device(kind), truth(case.model, kind)
     if case.refused == COMPILED:
         return unchanged, unchanged
     tiny = MODELS[case.model]
@@ -77,12 +80,12 @@ def truths_of(case: Case, device: torch.device) -> tuple[tuple[Tensor, ...], tup
     return unchanged, tiny.whole(other, {**tiny.arguments(device), **case.more(device)})
 
 
-def attempted(case: Case, early: bool, mesh: Mesh, truths: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> Answer:
+def attempted(case: Case, early: bool, mesh: Mesh, truths: Truths) -> Answer:
     """Return what comes of a case that is there before `parallelize`, or from the second call on."""
     tiny, device = MODELS[case.model], mesh.device
     plain, arguments = tiny.arguments(device), {**tiny.arguments(device), **case.more(device)}
     module, errors = tiny.build().to(device), list[float]()
-    unchanged, expected = truths
+    unchanged, expected = (tuple(x.to(device) for x in of) for of in truths)
 
     def work() -> None:
         if early:
@@ -103,10 +106,9 @@ def attempted(case: Case, early: bool, mesh: Mesh, truths: tuple[tuple[Tensor, .
     return Answer(message, errors, error(expected, unchanged))
 
 
-def tried(rank: int, world: int, device: torch.device, names: tuple[str, ...]) -> dict[tuple[str, bool], Answer]:
+def tried(rank: int, world: int, device: torch.device, every: dict[str, Truths]) -> dict[tuple[str, bool], Answer]:
     mesh, answers = mesh_for("ulysses", world, device), dict[tuple[str, bool], Answer]()
-    for name in names:
-        truths = truths_of(CASES[name], device)
+    for name, truths in every.items():
         answers |= {(name, early): attempted(CASES[name], early, mesh, truths) for early in (True, False)}
     return answers
 
@@ -116,7 +118,7 @@ WORLDS = [(2 + index % 2, name) for index, name in enumerate(CASES)]
 
 @pytest.mark.parametrize(("world", "name"), WORLDS)
 def test_users_code_is_right_or_refused_on_every_rank(ranks: Pool, world: int, name: str) -> None:
-    first, *others = ranks.run(world, tried, (name,))
+    first, *others = ranks.run(world, tried, {name: truths_of(CASES[name], ranks.device)})
     words = (CASES[name].refused or NOTHING).split("|")
     for (_, early), answer in first.items():
         assert all(other[name, early].message == answer.message for other in others)
@@ -133,7 +135,8 @@ SAME = {"torch's", "twice", "fresh"}  # these compute what diffusers' own do
 def test_on_one_rank_nothing_is_split_and_all_is_right(ranks: Pool) -> None:
     refused = (name for name, case in CASES.items() if case.refused and "wrapper" not in case.refused)
     names = [name for name in refused if CASES[name].refused != COMPILED]
-    (answers,) = ranks.run(1, tried, (*names, "skips scores of z_image", "skips a block of hunyuan"))
+    names += ["skips scores of z_image", "skips a block of hunyuan"]
+    (answers,) = ranks.run(1, tried, {name: truths_of(CASES[name], ranks.device) for name in names})
     for which, answer in answers.items():
         assert answer.message == NOTHING, which
         assert max(answer.errors) < TOLERANCE, which

@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "a LoRA in 8 bits is added to weights that were rounded before",
         "seqpar/transformer/lora.py",
-        "own = own if source is None else next(coming)",
-        "own = own",
+        "own = own.to(layer.weight.device) if source is None else next(coming)",
+        "own = own.to(layer.weight.device)",
         "tests/transformer/test_weight8.py::test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace",
         "what is merged and taken off again adds up",
     ),

@@ -48,9 +48,7 @@ UNPAIRED = _joined("UNPAIRED")
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
-    one_prompt=("Flux3", "MiniMaxH3"),
-    reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"),
-    sigmas="DreamLite|MotifVideo|NucleusMoE",
+    reads_layers=("JoyImageEditPipeline", "JoyImageEditPlusPipeline"), sigmas="DreamLite|MotifVideo|NucleusMoE"
 )
 PIPELINES = (OTHERS, *(file.PIPELINES for file in FILES.values() if hasattr(file, "PIPELINES")))
 # in the names of pipelines that make nothing without a picture, though their calls have a default for it

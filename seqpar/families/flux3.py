@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.families import Pipelines
 from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next, rounding_for
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, branch, by_head, following, pairs
@@ -46,6 +47,7 @@ def _flux3() -> Cuts:
     return Cuts({"": root, "proj_out": OUT}, attention)
 
 
+PIPELINES = Pipelines(one_prompt=("Flux3",))
 CUTS = {"Flux3Transformer2DModel": _flux3()}
 TEXT = 512  # tokens to which the pipeline pads a text
 LAYERS = {

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_minimax_h3 import MINIMAX_H3_MODALITY_NUM, MiniMaxH3TransformerOutput
 from torch import Tensor
 
+from seqpar.families import Pipelines
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._double import Rows, entered, following, modulations
@@ -78,6 +79,7 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"MiniMaxH3Transformer3DModel": _minimax_h3()}
+PIPELINES = Pipelines(one_prompt=("MiniMaxH3",))
 UNGUIDED = ("MiniMaxH3Transformer3DModel",)  # guidance is distilled
 LAYERS = {
     "modulation": ("adaln_proj.linear",),

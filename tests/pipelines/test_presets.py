@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -115,15 +116,15 @@ def called(pipe: Any, arguments: dict[str, Any]) -> Calls:
     """Return the calls of a pipeline's transformers: name, batch rows, and the scheduler's timestep."""
     calls: Calls = []
 
-    def look(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    def look(name: str, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         x: Any = kwargs.get("hidden_states", args[0] if args else None)
         calls.append((name, len(x), float(pipe.scheduler.timesteps[pipe.scheduler.step_index or 0])))
 
-    hooks = []
-    for name in ("transformer", "transformer_2"):
-        if (model := getattr(pipe, name, None)) is not None:
-            hook = lambda module, args, kwargs, name=name: look(name, args, kwargs)  # noqa: E731
-            hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+    hooks = [
+        model.register_forward_pre_hook(partial(look, name), with_kwargs=True)
+        for name in ("transformer", "transformer_2")
+        if (model := getattr(pipe, name, None)) is not None
+    ]
     output = "latent" if "ltx2" in type(pipe).__module__ else "np"
     pipelines.quiet(pipe)(**arguments, generator=pipelines.seeded(3), output_type=output)
     for hook in hooks:

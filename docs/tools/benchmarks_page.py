@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks/index.md from the result lines beside it, one table a model, newest first; and README's table.
+"""Writes docs/benchmarks/index.md from the result lines beside it: a chart, a table of peers, a table per model.
 
 python -m docs.tools.benchmarks_page --write
 """
@@ -19,20 +19,55 @@ PAGE = FOLDER / "index.md"
 BENCHES = ("calls", "scale")
 INTRODUCTION = """# Benchmarks
 
-One table a model, newest first, made from the result lines (`.jsonl`) beside the pages by
-`python -m docs.tools.benchmarks_page --write`. Times are medians in milliseconds, in bf16 with random weights: of a
+<picture>
+<source media="(max-width: 600px) and (prefers-color-scheme: dark)" srcset="../pictures/speed-narrow-dark.svg">
+<source media="(max-width: 600px)" srcset="../pictures/speed-narrow-light.svg">
+<source media="(prefers-color-scheme: dark)" srcset="../pictures/speed-wide-dark.svg">
+<img src="../pictures/speed-wide-light.svg" alt="Seconds of denoising of four models on 1, 2 and 4 GPUs">
+</picture>
+
+A bar is the measured time of a call times the calls of a run, without text encoders and VAE, with random weights of the
+released sizes. Bars of seqpar and a peer in bf16 are of one machine and day. *SGLang was not run: its bars are
+[its own figures](#published-by-others), which include the scheduler's steps. Start-up,
+memory and serving are on the pages of each date ([list](#all-pages)).
+
+"""
+TABLES = """## By model
+
+One table per model, newest first. Times are medians in milliseconds, in bf16 with random weights: of a
 call of the transformer for models of diffusers, of a step with guidance for DiT and Large-DiT.
 
 - *Other* is the fastest of diffusers' own engine, plain Ulysses and cache-dit in the same file of lines;
   where its run was another one on another machine of the same kind, the page says so.
 - *x ceiling* is our time over that of a rank's products by cuBLAS and its attention alone.
 - Times of different dates or kinds of GPUs do not compare; their ratios do. An empty cell was not measured.
-- "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once a run, outside of a call.
+- "modulation from a table": FLUX.1's own loop, until November 24, computed modulation once per run, outside of a call.
 - A date leads to its page, which also says what lost. A command is that of the commit on the page.
 """
-README = FOLDER.parents[1] / "README.md"
-BEGIN, END = "<!-- speed: python -m docs.tools.benchmarks_page --write -->\n", "<!-- end of speed -->"
-# README's models; Chroma is left out, as its peers run without a CUDA graph and so at the speed of the host
+PEERS = """## Beside other engines, on two GPUs
+
+Milliseconds per transformer call, bf16, random weights of the released sizes. The best peer is the fastest run of
+diffusers' context parallelism or cache-dit, with compiled blocks in a CUDA graph, in the same file of lines. For
+HunyuanVideo and Krea 2, seqpar skips the padding of the prompt, which the peers compute. Guided: both branches of
+guidance, seqpar's on one GPU each. SGLang, vLLM-Omni and xDiT were not run.
+
+"""
+OTHERS = """## Published by others
+
+Not measured here: other machines, prompts and versions than ours. SGLang's CI compares its runs with these values.
+
+| engine | model | GPUs | steps | denoising, s | what |
+| --- | --- | --- | ---: | ---: | --- |
+"""
+AGAIN = """## Measure again
+
+Each table lists the commands that made its lines; `launch/bench.py COMMAND --help` has their flags. They print lines of
+JSON, which a page's `.jsonl` collects; then `python -m docs.tools.benchmarks_page --write` and
+`python -m docs.tools.speed_chart --write` update this page and the chart.
+
+"""
+PUBLISHED = FOLDER / "published.jsonl"
+# models of the table of peers; Chroma is left out: its peers run without a CUDA graph, at the speed of the host
 TITLES = {
     "cogvideox-5b": "CogVideoX-5B",
     "flux.1-dev": "FLUX.1-dev",
@@ -116,17 +151,29 @@ def newest(pattern: str) -> list[Path]:
 
 
 def page() -> str:
+    """Return the page of all lines."""
     models = defaultdict[str, list[Row]](list)
     for path in newest("*.jsonl"):
         for model, added in rows(path).items():
             models[model] += sorted(added, key=lambda row: (row.work, row.gpus))
-    parts = [INTRODUCTION, *(_section(model, of) for model, of in _newest_first(models))]
+    tables = [TABLES, *(_section(model, of) for model, of in _newest_first(models))]
     pages = [(path.name, _title(path)) for path in newest("2*.md")]
-    return "\n".join([*parts, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
+    head = INTRODUCTION + PEERS + speed() + "\n" + OTHERS + published() + "\n" + AGAIN
+    return "\n".join([head, *tables, "## All pages\n", *(f"- [{title}]({name})" for name, title in pages)]) + "\n"
+
+
+def published() -> str:
+    """Return a row for each figure of other projects."""
+    found = map(json.loads, PUBLISHED.read_text(encoding="utf-8").splitlines())
+    return "".join(
+        f"| {line['engine']} | {line['model']} | {line['gpus']} x {line['gpu']} | {line['steps']} | "
+        f"{line['denoising_s']:.4g} | [{line['what']}]({line['source']}) |\n"
+        for line in found
+    )
 
 
 def speed() -> str:
-    """Return README's table: each work's last run on two GPUs beside a peer in a CUDA graph, largest gain first."""
+    """Return the table of peers: each work's last run on two GPUs beside a peer in a CUDA graph, largest gain first."""
     newest_of = dict[tuple[str, str], Row]()
     for path in newest("*.jsonl"):
         for model, of in rows(path).items():
@@ -154,16 +201,11 @@ def _speed_row(gain: float, title: str, row: Row) -> str:
         f"{title}, guided" if branches else title,
         tokens.removesuffix(" tokens"),
         row.gpu,
-        f"[{day:%b} {day.day}](docs/benchmarks/{_page_of(row.file)})",
+        f"[{day:%b} {day.day}]({_page_of(row.file)})",
         row.other["case"]["way"].split()[0],
         *(peer, ours, f"{gain:.2f}", f"{row.ceiling:.2f}"),
     )
     return f"| {' | '.join(cells)} |\n"
-
-
-def with_speed(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{speed()}\n{END}{rest.partition(END)[2]}"
 
 
 def _newest_first(models: Mapping[str, list[Row]]) -> list[tuple[str, list[Row]]]:
@@ -206,6 +248,5 @@ def _title(path: Path) -> str:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         PAGE.write_text(page(), encoding="utf-8")
-        README.write_text(with_speed(README.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(page())

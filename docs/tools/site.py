@@ -12,7 +12,7 @@ from posixpath import normpath, relpath
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\"))(?![a-z]+:)([^)#\s\"]+)(?=[)#\"])")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\")|(?<= srcset=\"))(?![a-z]+:)([^)#\s\"]+)(?=[)#\"])")
 SHOWN = {".py": "python", ".sh": "bash", ".yml": "yaml", ".toml": "toml"}
 
 

@@ -13,12 +13,12 @@ takes minutes on one GPU:
 """
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from _emoji import GlyphBank, draw_batch, load_bank, render_font
 from _networks import (
     NULL_CLASS,
@@ -37,6 +37,8 @@ from _networks import (
 from _training import Average, Clock, Pool, compiled, fit, save_grid
 from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 from torch import Tensor
+
+from seqpar.types.flags import chosen
 
 
 @dataclass(frozen=True)
@@ -203,4 +205,4 @@ def main(config: Render | Train) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Render | Train))
+    main(chosen({"render": Render, "train": Train}, sys.argv[1:], "train_builtin.py"))

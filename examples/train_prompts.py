@@ -18,13 +18,13 @@ prompts, those of held-out pairs, and pictures to look at.
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-import tyro
 from _flux import GUIDED, STYLED, Parts, add_lora, flow_loss, guided_loss, save_lora
 from _judge import Judge, expected, judge_loss
 from _networks import centre_latents, decode, encode, vae_loss
@@ -35,6 +35,8 @@ from _training import Average, Clock, Pool, compiled, fit, masters_of
 from diffusers import AutoencoderKL
 from safetensors.torch import save_model
 from torch import Tensor
+
+from seqpar.types.flags import parsed
 
 VAE = Path(__file__).parents[1] / "seqpar_demo" / "emoji-dit" / "vae"
 RATES = {"base": 1.0, "guide": 0.6, "lora": 0.15}  # learning rates beside that of the base
@@ -176,4 +178,4 @@ def main(config: Train) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Train))
+    main(parsed(Train, sys.argv[1:], "train_prompts.py"))

@@ -21,14 +21,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Union
-
-import tyro
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
 from launch.benches import calls, compare, decode, exchange, faults, latency, loading, measure, serve, soak, steps
 from seqpar.cli.exits import guarded
+from seqpar.types.flags import chosen
 
 # flags of a bench -> the function that runs it
 BENCHES: dict[type, Callable[[Any], None]] = {
@@ -53,8 +52,7 @@ def main() -> None:
 
 
 def run(rank: int) -> None:
-    benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (a union of a tuple has no other form)
-    args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
+    args = chosen({kind.__name__.lower(): kind for kind in BENCHES}, sys.argv[1:], "launch/bench.py", shows=rank == 0)
     check(args)
     BENCHES[type(args)](args)
 

@@ -58,7 +58,7 @@ def test_an_old_argument_names_its_successor(function: Any, argument: str, succe
     ("words", "message"),
     [
         *((f"{name} --heads=4", f"--heads was removed; use {HEADS}") for name in ("sample", "plan", "profile")),
-        ("convert a b --heads 16 --dtyp fp16", "Unrecognized options: --dtyp, fp16; did you mean --dtype?"),
+        ("convert a b --heads 16 --dtyp fp16", "--dtyp is not a flag of seqpar convert; did you mean --dtype?"),
     ],
 )
 def test_an_old_flag_names_its_successor(words: str, message: str) -> None:

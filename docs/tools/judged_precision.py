@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from diffusers import AutoencoderKL
 from safetensors.torch import load_model, save_model
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 import seqpar
 from seqpar.loading.names import NAMES
 from seqpar.transformer.parallelize import computed_by
+from seqpar.types.flags import parsed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -130,4 +130,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags))
+    main(parsed(Flags, sys.argv[1:], "judged_precision"))

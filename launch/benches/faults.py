@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 
 from launch.benches.fault_job import Job, Outcome, Signal, Started, by_command, by_torchrun, carried_out
 from launch.benches.planted import Plant
 from launch.benches.timing import append, command, environment
 from seqpar.transports import _contract
+from seqpar.types.flags import Flag
 
 MORE_S = 5.0  # every process is gone this long after its deadline
 CONTINUED_S = 10.0
@@ -170,7 +170,7 @@ class Faults:
     """Seconds for which a rank is stopped that goes on."""
     again: bool = True
     """Run a job without a fault at once after jobs whose processes were killed."""
-    caches: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+    caches: Annotated[tuple[tuple[str, str], ...], Flag(hidden=True)] = ()
     """Environment of the jobs: folders of caches that they share."""
     out: Path | None = None
     """Append JSON lines here."""

@@ -1,4 +1,4 @@
-"""The flags of `seqpar sample` and `seqpar plan`. Nothing is checked here: see `seqpar/cli/job.py`."""
+"""The flags of commands, whose strings are their help. Nothing is checked here: see `seqpar/cli/job.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 import seqpar.attention
+from seqpar.types.flags import Flag
 from seqpar.types.plugins import plugins
 
 Dtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
@@ -19,30 +18,29 @@ HOW, NAMED = "How attention is sharded", "A named strategy gets all ranks."
 class Options:
     """Flags of `sample` and `plan`: a command can be planned before it runs."""
 
-    model: str = "builtin"
-    """"builtin" (images of classes; with --prompt "builtin-text", images of prompts), a diffusers folder, a file such
-    as flux1-dev.safetensors in its pipeline's folder (docs/formats), a hub id, or one of random weights
-    (dit-xl/2, random:FLUX.1-dev)."""
-    classes: tuple[str, ...] = ()
-    """Class names or numbers, for models of classes [the first 12]."""
+    model: Annotated[str, Flag("NAME")] = "builtin"
+    """Hub id, diffusers folder, a file such as flux1-dev.safetensors in its pipeline's folder (docs/formats), builtin
+    (with --prompt builtin-text), or random weights (dit-xl/2, random:FLUX.1-dev)."""
+    classes: Annotated[tuple[str, ...], Flag("CLASS")] = ()
+    """Class names or numbers [the first 12]."""
     prompt: tuple[str, ...] = ()
     """Prompts; one image or video per prompt."""
-    lora: tuple[str, ...] = ()
+    lora: Annotated[tuple[str, ...], Flag("FILE")] = ()
     """LoRA files (.safetensors), each FILE[:SCALE][@TRANSFORMER], such as style.safetensors:0.8. With the two
     transformers of Wan 2.2, name one for each file (high.safetensors@transformer low.safetensors@transformer_2) unless
     the file's name has high or low noise. "outline" comes with builtin-text."""
     negative_prompt: str | None = None
     """Negative prompt; requires classifier-free guidance (FLUX: --true-guidance)."""
-    image: tuple[str, ...] = ()
+    image: Annotated[tuple[str, ...], Flag("FILE")] = ()
     """Input images (PNG, JPEG, WebP) for edit and image-to-video models; some take several. Text-to-image models run
     image-to-image with --strength."""
     strength: float | None = None
-    """Image-to-image strength, 0 to 1; earlier steps are skipped. Default: the pipeline's."""
+    """Image-to-image strength, 0 to 1; earlier steps are skipped [the pipeline's]."""
     repeat: int = 1
     """Images per class or prompt."""
     steps: int | None = None
     """Number of denoising steps [25]."""
-    preset: str | None = None
+    preset: Annotated[str | None, Flag("NAME")] = None
     """How a distilled model or LoRA is sampled, in place of --steps and --scheduler, such as lightning-4 (docs/models).
     A wrong name lists those of the model."""
     guidance: float | None = None
@@ -54,27 +52,27 @@ class Options:
     """Guide only the first channels (original DiT: 3) [all, as in diffusers]."""
     eta: float | None = None
     """Noise of DDIM and similar schedulers: 0 is deterministic, 1 is DDPM [the scheduler's; DDIM: 0, TCD: 0.3]."""
-    respacing: str | None = None
+    respacing: Annotated[str | None, Flag("SPEC")] = None
     """Timesteps of DDIM and DDPM as in the original DiT's code, in place of --steps: 250, ddim25, or one number per
     equal section, such as 10,20,30."""
-    scheduler: str | None = None
-    """Class name of a diffusers scheduler [the model's]. DDPMScheduler uses the variances that a DiT predicts."""
+    scheduler: Annotated[str | None, Flag("NAME")] = None
+    """Class name of a diffusers scheduler; DDPMScheduler uses the variances that a DiT predicts [the model's]."""
     seed: int = 0
     """Noise seed, independent of the number of ranks."""
     frames: int | None = None
     """Number of frames, for video models [the pipeline's]."""
     fps: int | None = None
     """Frames per second of videos [the pipeline's, or 16]."""
-    size: str | None = None
-    """Size in pixels, 256 or 256x384 (height x width) [the model's training size]."""
-    mesh: str = "auto"
+    size: Annotated[str | None, Flag("HxW")] = None
+    """Size in pixels, height x width, such as 256x384, or 256 for a square [the model's training size]."""
+    mesh: Annotated[str, Flag("SPEC")] = "auto"
     """auto (lowest latency), throughput (most images per second: may use the data axis), or axes such as
     cfg=2,ulysses=2 (data, cfg, ring, ulysses); the planner chooses the others."""
-    strategy: Annotated[str, tyro.conf.arg(help=f"{HOW}: {', '.join(plugins(seqpar.attention))}. {NAMED}")] = "auto"
-    local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
+    strategy: Annotated[str, Flag("NAME", text=f"{HOW}: {', '.join(plugins(seqpar.attention))}. {NAMED}")] = "auto"
+    local: Annotated[str, Flag("NAME", name="local-attention", alias="--local")] = "auto"
     """Attention on one device: flash, sdpa, wide (head dims over 256), reference, fp8 (8 bits on Hopper, which changes
-    the results and is not faster yet: docs/precision.md). (torchrun on Python 3.11 reads --local as its own flag.)"""
-    transport: str = "auto"
+    the results: docs/precision.md). (torchrun on Python 3.11 reads --local as its own flag.)"""
+    transport: Annotated[str, Flag("NAME")] = "auto"
     """Data transfer between ranks: peer (writes into other GPUs' memory, one machine) or collective (NCCL, gloo); auto
     is peer where all GPUs can access each other's memory."""
     vae: Literal["auto", "strips", "pictures", "tiled"] = "auto"
@@ -167,11 +165,11 @@ class VerifyArgs(StartFlags, Options):
 class ReplicaArgs(StartFlags):
     """The ranks of a server; `seqpar serve` starts them."""
 
-    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    models: Annotated[tuple[str, ...], Flag("MODEL", positional=True)] = ()
     """Models to serve, each as --model of `seqpar sample`."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each."""
-    warm: tuple[str, ...] = ()
+    warm: Annotated[tuple[str, ...], Flag("SIZE")] = ()
     """Sizes, WIDTHxHEIGHT or auto, that models run before the ranks are ready."""
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bf16 on GPUs, fp32 on CPUs."""
@@ -193,12 +191,33 @@ class ReplicaArgs(StartFlags):
 class ConvertArgs:
     """Convert a published checkpoint to diffusers format (safetensors)."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, Flag("SOURCE", positional=True)]
     """File or folder as its authors publish it (docs/formats)."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, Flag("FOLDER", positional=True)]
     """Folder to write; it must not exist."""
     heads: int | None = None
     """Attention heads; only for original checkpoints of unreleased sizes, which do not store them."""
-    dtype: Annotated[Literal["same", "fp32", "bf16", "fp16"], tyro.conf.arg(help="Data type to write")] = "same"
+    dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Dtype to write."""
     precision: Literal["fp8"] | None = None
     """fp8: copy the folder of a diffusers pipeline with the weights of its transformer's blocks in 8 bits."""
+
+
+COMMANDS: dict[str, type] = {
+    "sample": Args,
+    "plan": PlanArgs,
+    "profile": ProfileArgs,
+    "verify": VerifyArgs,
+    "convert": ConvertArgs,
+    "replica": ReplicaArgs,
+}
+# title of a part of the help -> its flags; the help of a command begins with flags that are in none
+GROUPS = {
+    "What to make": ("prompt", "negative_prompt", "image", "strength", "size", "frames", "fps", "seed", "repeat"),
+    "Model": ("model", "lora", "steps", "preset", "guidance", "true_guidance", "scheduler", "eta"),
+    "Models of classes (DiT, Large-DiT)": ("classes", "guidance_channels", "respacing"),
+    "How to split": ("gpus", "ranks", "hosts", "mesh", "strategy", "transport", "local", "vae"),
+    "Precision": ("dtype", "precision", "min_psnr", "exact", "verify"),
+    "Output": ("out", "profile_out", "profile_steps"),
+    "Advanced": ("park", "first_deadline_s", "deadline_s", "dry_run"),
+}

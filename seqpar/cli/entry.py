@@ -1,14 +1,16 @@
-"""The `seqpar` command: help, version and unknown commands without torch, which all commands but `serve` import."""
+"""The `seqpar` command: helps, the version and invalid words without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from seqpar import __version__
+from seqpar.cli import args
 from seqpar.cli.signals import Handler, leaves, quick_exit, take
+from seqpar.types.flags import near, parsed
 
 SERVE = "serve"
 COMMANDS = {
@@ -19,7 +21,6 @@ COMMANDS = {
     "verify": "Compare all strategies and data types with one rank",
     "convert": "Convert a published checkpoint to diffusers format",
 }
-INTERNAL = ("replica",)  # the ranks of a server
 RENAMED = {"fidelity": "verify"}
 HELP = f"""usage: seqpar COMMAND [options]
 
@@ -34,15 +35,15 @@ options:
 
 examples:
   seqpar sample --prompt "a green frog on white"
-  seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox"
-  seqpar serve black-forest-labs/FLUX.1-dev --gpus 2"""
+  seqpar sample --gpus 2 --model Qwen/Qwen-Image --prompt "a red fox"
+  seqpar serve Qwen/Qwen-Image --gpus 2"""
 MISTAKE = 2
 
 
 def main() -> None:
     """Run the command that the first word names, and exit with its code."""
     words = sys.argv[1:]
-    if not words or words[0] not in (*COMMANDS, *INTERNAL):
+    if not words or words[0] not in (*COMMANDS, *args.COMMANDS):
         raise SystemExit(_without_command(words))
     take(Handler("leave", leaves()))  # imports take seconds
     if words[0] == SERVE:
@@ -52,6 +53,14 @@ def main() -> None:
         if code == MISTAKE:  # nothing has started
             raise SystemExit(code)
         quick_exit(code)
+    if "RANK" not in os.environ:  # a rank reports errors to the process that started it
+        try:
+            parsed(args.COMMANDS[words[0]], words[1:], f"seqpar {words[0]}", args.GROUPS)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(MISTAKE) from None
+        except BrokenPipeError:  # of `seqpar sample --help | head`
+            os._exit(128 + signal.SIGPIPE)
     from seqpar.cli.main import main as other
 
     other()
@@ -66,9 +75,8 @@ def _without_command(words: Sequence[str]) -> int:
     elif words[0] in RENAMED:
         text, code = f"error: seqpar {words[0]} is now seqpar {RENAMED[words[0]]}", MISTAKE
     elif words[0] not in ("-h", "--help"):
-        near = get_close_matches(words[0], COMMANDS, 1)
-        fix = f"did you mean {near[0]}?" if near else "seqpar --help lists the commands"
-        text, code = f"error: {words[0][:60]!r} is not a command; {fix}", MISTAKE
+        fix = near(words[0], COMMANDS) or "; seqpar --help lists the commands"
+        text, code = f"error: {words[0][:60]!r} is not a command{fix}", MISTAKE
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr if code else sys.stdout)
     return code

@@ -9,24 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
 
-import tyro
-
-from seqpar.cli.args import Args, ConvertArgs, PlanArgs, ProfileArgs, ReplicaArgs, VerifyArgs
+from seqpar.cli.args import COMMANDS, GROUPS, Args, ConvertArgs, PlanArgs, ProfileArgs, ReplicaArgs, VerifyArgs
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 from seqpar.cli.signals import at_once, quick_exit
 from seqpar.mesh import mesh as meshes
 from seqpar.mesh.watch import Deadlines
 from seqpar.types.flags import parsed
-
-Sample = Annotated[Args, tyro.conf.subcommand("sample")]
-Profile = Annotated[ProfileArgs, tyro.conf.subcommand("profile")]
-Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
-Verify = Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
-Convert = Annotated[ConvertArgs, tyro.conf.subcommand("convert")]
-Replica = Annotated[ReplicaArgs, tyro.conf.subcommand("replica")]
 
 
 def main() -> None:
@@ -40,9 +30,8 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Profile | Plan | Verify | Convert | Replica
     args: Args | ProfileArgs | PlanArgs | VerifyArgs | ConvertArgs | ReplicaArgs
-    args = parsed(commands, words, "seqpar", shows=rank == 0)
+    args = parsed(COMMANDS[words[0]], words[1:], f"seqpar {words[0]}", GROUPS, shows=rank == 0)
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
     if isinstance(args, ConvertArgs):
         with at_once():

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tyro
 
 from seqpar.cli.args import Args
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
 from seqpar.loading import names
 from seqpar.loop.blueprint import Blueprint
+from seqpar.types.flags import parsed
 from tests.cli.processes import seqpar
 from tests.cli.runs import parameters, pixels, shown
 from tests.support.meshes import EXACT
@@ -23,7 +23,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def dry(*flags: str) -> None:
-    run(tyro.cli(Args, args=["--dry-run", *flags]))
+    run(parsed(Args, ["--dry-run", *flags], "plan"))
 
 
 @pytest.mark.usefixtures("no_gpu")

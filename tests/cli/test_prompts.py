@@ -11,11 +11,11 @@ from typing import Any
 import av
 import pytest
 import torch
-import tyro
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.loading.names import RANDOM_MODELS
+from seqpar.types.flags import parsed
 from tests.cli.runs import SAME, parameters, pixels, shown, theirs
 from tests.support.pool import Pool
 
@@ -28,7 +28,7 @@ def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = folders("flux")
-    args = tyro.cli(Args, args=["--model", str(folder), *FLAGS, "--out", str(tmp_path / "two.png")])
+    args = parsed(Args, ["--model", str(folder), *FLAGS, "--out", str(tmp_path / "two.png")], "sample")
     (out, bars), nothing = ranks.run(2, shown, replace(args, mesh="ulysses=2"))
     for text in (
         "mesh      ulysses 2 (2 x CPU, gloo)" if ranks.device == "cpu" else "mesh      ulysses 2 (2 x ",
@@ -100,7 +100,7 @@ def test_a_random_model_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Pa
 
 def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, out = folders("sd3"), tmp_path / "x.png"
-    args = tyro.cli(Args, args=["--model", str(folder), *FLAGS, "--negative-prompt", "blurry", "--guidance", "3"])
+    args = parsed(Args, ["--model", str(folder), *FLAGS, "--negative-prompt", "blurry", "--guidance", "3"], "sample")
     (told, bars), other = ranks.run(2, shown, replace(args, out=out))
     assert "in StableDiffusion3Pipeline, guidance 3\n" in told
     assert "ms per step" in told

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 import yaml
 
 from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.gate import OPEN
 from seqpar.serve.api.telemetry import Metrics
+from seqpar.types.flags import parsed
 from tests.support.front import ROOT
 
 FILES = ROOT / "examples" / "deploy"
@@ -27,7 +27,7 @@ KUBERNETES = "1.31"
 
 
 def served(words: list[str]) -> ServeArgs:
-    args = tyro.cli(ServeArgs, args=words)
+    args = parsed(ServeArgs, words, "serve")
     assert args.host != "0.0.0.0" or args.keys is not None
     return args
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 from selenium.common.exceptions import JavascriptException
 from selenium.webdriver import Chrome, Keys
 
 from seqpar.cli.args import Args
 from seqpar.serve.api.app import PAGE
 from seqpar.serve.api.gate import GENERATIONS
+from seqpar.types.flags import parsed
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
 from tests.support.fake_replica import pixels_of
@@ -155,7 +155,7 @@ def test_the_lines_to_copy_make_the_same_image(page: Page, tmp_path: Path) -> No
     subcommand, *words = shell.stdout.split("\0")[:-1]
     loras = ("/folder/style.safetensors:1",)
     expected = Args("toy", prompt=(ODD,), size="24x40", seed=7, guidance=1.5, lora=loras, ranks=2)
-    assert (subcommand, tyro.cli(Args, args=words)) == ("sample", expected)
+    assert (subcommand, parsed(Args, words, "sample")) == ("sample", expected)
 
 
 def test_a_waiting_request_shows_its_position(page: Page, front: Running) -> None:

@@ -141,7 +141,7 @@ def share_device() -> None:
     gloo: Any = dist.ProcessGroupGloo
     own, devices = gloo.__init__, [gloo.create_default_device()]
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **new: bool) -> None:  # of torch 2.15
         options = gloo._Options()
         options._devices, options._timeout = devices, timeout
         own(self, store, rank, size, options)

@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from seqpar.types.flags import parsed
+from seqpar.types.flags import Flag, parsed
 
 EXTRA = ("fastapi", "uvicorn", "multipart", "prometheus_client")
 FAILURE, MISTAKE = 1, 2
@@ -27,18 +25,27 @@ NAME = re.compile(r"[A-Za-z0-9]{1,32}")
 LEAST = dict.fromkeys(("gpus", "ranks", "queue", "connections", "restarts"), 1)
 LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "keep_s", "keep_bytes", "stuck_s"), 0)
 
+GROUPS = {
+    "GPUs": ("gpus", "ranks"),
+    "Network": ("host", "port", "keys", "connections"),
+    "Models": ("loras", "warm", "precision", "min_psnr", "park"),
+    "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
+    "Results": ("keep_s", "keep_bytes", "jobs"),
+    "Advanced": ("name", "show_prompts", "restarts", "stuck_s"),
+}
+
 
 @dataclass(frozen=True)
 class ServeArgs:
     """Start an OpenAI-compatible server for images and videos."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("builtin", "builtin-text")
-    """Models to serve, each as --model of `seqpar sample`."""
+    models: Annotated[tuple[str, ...], Flag("MODEL", positional=True)] = ("builtin", "builtin-text")
+    """Models to serve, each as --model of `seqpar sample` [builtin builtin-text]."""
     gpus: int | None = None
     """GPUs of this machine to use, one process each."""
     ranks: int | None = None
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, Flag("ADDRESS")] = "127.0.0.1"
     """Address to listen at. Addresses that other machines can reach require --keys."""
     port: int = 8000
     """Port to listen at; 0 takes a free one, which the log names."""
@@ -47,9 +54,9 @@ class ServeArgs:
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit. Requests use
     NAME@TRANSFORMER where a model has several transformers."""
-    warm: tuple[str, ...] = ()
-    """Sizes, WIDTHxHEIGHT or auto, that each model runs before it is ready, if it takes them. Other sizes work too; the
-    first image of a size takes longer."""
+    warm: Annotated[tuple[str, ...], Flag("WxH")] = ()
+    """Sizes, width x height or auto, that each model runs before it is ready, if it takes them. Other sizes work too;
+    the first image of a size takes longer."""
     precision: Literal["fp8"] | None = None
     """fp8: most GEMMs of all models compute in 8 bits, as --precision of `seqpar sample`."""
     min_psnr: float | None = None
@@ -73,7 +80,7 @@ class ServeArgs:
     """Maximum bytes of all result files; the oldest are deleted first."""
     jobs: Path | None = None
     """Folder for result files and records of finished jobs, which every server that mounts it can read."""
-    name: str | None = None
+    name: Annotated[str | None, Flag("NAME")] = None
     """Name of this server, with which ids of its jobs begin; random by default."""
     show_prompts: bool = False
     """Write prompts to the log."""
@@ -115,7 +122,7 @@ def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:
     """
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     try:
-        args = parsed(ServeArgs, words, "seqpar serve", __doc__)
+        args = parsed(ServeArgs, words, "seqpar serve", GROUPS)
         if missing:
             raise ValueError(f"serving requires {', '.join(missing)}: pip install -e '.[serve]' in a clone")
         # imported when the extra is known to be installed

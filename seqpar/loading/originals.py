@@ -1,4 +1,4 @@
-"""Weights as they are in their files, in memory that all ranks of a host share: of those in 8 bits or parked.
+"""Weights before a LoRA, in memory that all ranks of a host share: of those that are stored in 8 bits or parked.
 
 A switch of LoRAs adds to the weights of the files, and reading those through the page cache takes ten times as long as
 copying them from page-locked memory. Each rank reads its part of them once.
@@ -18,6 +18,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading.placing import Team
 from seqpar.mesh.mesh import Mesh
 
@@ -26,39 +27,42 @@ ALIGNED = 256  # bytes
 
 
 def hold(
-    weights: Mapping[str, Tensor], sources: Mapping[str, Callable[[], Tensor]], mesh: Mesh
-) -> Mapping[str, Callable[[], Tensor]]:
-    """Return functions that return these weights as their sources do, from memory of the host. Collective.
+    like: Mapping[str, Tensor], sources: Mapping[str, Callable[[], Tensor]], mesh: Mesh
+) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that return these weights as their sources do now, from memory of the host. Collective.
 
-    weights: of layers that were loaded from files, the same on every rank. sources: return them as they are in their
-    files. Where the host's shared memory is too small these are read each time; rank 0 prints it. Raises ValueError
-    alike on all ranks if a file does not load.
+    like: tensors like what the sources return, the same on every rank. A `Weight8` may change later; others are read
+    from files each time where the host's shared memory is too small; rank 0 prints it. Raises ValueError alike on
+    all ranks if a file does not load.
     """
-    like = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta") for name in sources}
-    ends = [*accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in like.values()), initial=0)]
+    parts = {name: in_memory(like[name]) for name in sources}
+    ends = [*accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for of in parts.values() for x in of), initial=0)]
     if not sources:
         return {}
     team = Team.of(mesh)
     memory = _shared(ends[-1], team, mesh)
     if memory is None:
         if mesh.is_main:
-            room = f"{SHARED} has no {ends[-1] / 2**30:.1f} GiB for them"
-            print(f"seqpar: a switch of LoRAs reads weights from their files, because {room}", flush=True)
-        return sources
+            room = f"{SHARED} has no {ends[-1] / 2**30:.1f} GiB for the weights without them"
+            print(f"seqpar: a switch of LoRAs takes longer, because {room}", flush=True)
+        eight = [name for name in sources if isinstance(like[name], Weight8)]
+        return {**sources, **{name: partial(_as_it_is, sources[name]().to("cpu", copy=True)) for name in eight}}
 
+    starts = iter(ends)
     places = {
-        name: memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-        for (name, x), start in zip(like.items(), ends, strict=False)
+        name: [memory[(at := next(starts)) : at + x.nbytes].view(x.dtype).view(x.shape) for x in of]
+        for name, of in parts.items()
     }
 
     def read() -> None:
         for name in [*sources][team.rank :: team.size]:
-            places[name].copy_(sources[name]())
+            for place, x in zip(places[name], in_memory(sources[name]()), strict=True):
+                place.copy_(x)
 
     mesh.on_all_ranks(read)
     if mesh.device.type == "cuda":
         lock(memory, mesh.device, "of the originals")
-    return {name: partial(_as_it_is, place) for name, place in places.items()}
+    return {name: partial(_as_it_is, _as(like[name], of)) for name, of in places.items()}
 
 
 def arriving(weights: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> Iterator[Tensor]:
@@ -72,19 +76,24 @@ def arriving(weights: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> Iterator
         return
     device = weights[0][0].device
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    size = max(-(-weight.numel() * weight.itemsize // ALIGNED) * ALIGNED for weight, _ in weights)
+    # of a weight in its dtype, or in 8 bits with scales
+    sizes = (weight.numel() * weight.itemsize + 4 * len(weight) for weight, _ in weights)
+    size = (max(sizes) // ALIGNED + 2) * ALIGNED
     buffers = torch.empty(2, size, dtype=torch.uint8, device=device)
     consumed = [main.record_event()] * 2  # after which a buffer may be written
     copied = consumed.copy()
 
     def copy(number: int) -> Tensor:
-        weight, source = weights[number]
-        buffer = buffers[number % 2, : weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape)
+        (weight, source), rest, places = weights[number], buffers[number % 2], list[Tensor]()
         with torch.cuda.stream(side):  # a source may compute on the GPU
             side.wait_event(consumed[number % 2])
-            buffer.copy_(source(), non_blocking=True)
+            original = source()
+            original = original if isinstance(original, Weight8) else original.to(weight.dtype)
+            for x in in_memory(original):
+                places.append(rest[: x.nbytes].view(x.dtype).view(x.shape).copy_(x, non_blocking=True))
+                rest = rest[-(-x.nbytes // ALIGNED) * ALIGNED :]
             copied[number % 2] = side.record_event()
-        return buffer
+        return _as(original, places)
 
     try:
         following = copy(0)
@@ -101,6 +110,11 @@ def arriving(weights: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> Iterator
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _as(weight: Tensor, places: Sequence[Tensor]) -> Tensor:
+    # a weight like this one in other memory
+    return Weight8(places[0], places[1], weight.dtype) if isinstance(weight, Weight8) else places[0]
 
 
 def _shared(size: int, team: Team, mesh: Mesh) -> Tensor | None:

@@ -322,7 +322,18 @@ class DiffusersJob:
     def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
         if self.random is not None:
             raise ValueError(NO_LORA)
-        return lora_files.check_switched(lora, self.kind, self.source.parts.models)
+        parts = self.source.parts
+        changed = lora_files.check_switched(lora, self.kind, parts.models)
+        if self.request.park and parts.other_transformers:
+            return {placed: dict.fromkeys(layers, 0) for placed, layers in changed.items()}
+        eight = set[str]()
+        if self.request.precision is not None:
+            for name, model in {parts.main: parts.transformer, **parts.other_transformers}.items():
+                eight |= {f"{name}.{path}" for path in stored_in_8_bits(model)}
+        return {
+            placed: {path: 0 if f"{path}.weight" in eight else size for path, size in layers.items()}
+            for placed, layers in changed.items()
+        }
 
     def load_pipeline(
         self, mesh: Mesh, encode: Sequence[Callable[[Any], object]] = (), look: Callable[[Any], object] = id

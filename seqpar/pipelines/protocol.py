@@ -225,7 +225,10 @@ class Job(Protocol):
         ...
 
     def lora_layers(self, lora: Lora) -> dict[Lora, dict[str, int]]:
-        """Return what a LoRA changes (`seqpar.transformer.lora.check_switched`); ValueError if it does not fit."""
+        """Return what a LoRA changes, as `seqpar.transformer.lora.check_switched`; ValueError if it does not fit.
+
+        Layers whose weights without LoRAs are kept in memory of the host (in 8 bits, or parked) count as 0.
+        """
         ...
 
     def load_model(

@@ -62,7 +62,7 @@ def merge(pipe: Any, loras: Sequence[Lora]) -> str | None:
             reasons.append(str(reason))
             continue
         model.unload_lora()
-        Merging(model, every, keeps=False).switch(tuple(scales.items()))
+        Merging(model, every).switch(tuple(scales.items()))
     return "; ".join(reasons) or None
 
 
@@ -74,7 +74,7 @@ def switched(pipe: Any, loras: Mapping[str, Lora], mesh: Mesh) -> Merging:
         model = getattr(pipe, lora.part)
         every[name] = {f"{lora.part}.{path}": term for path, term in terms_of(model, adapter(1)).items()}
         model.unload_lora()
-    return Merging(pipe, every, keeps=True, mesh=mesh)
+    return Merging(pipe, every, mesh)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -314,30 +314,35 @@ class Merging:
     """The LoRAs of a transformer, of which any are merged into its weights.
 
     module: the transformer; or a pipeline, if paths begin with the names of its transformers. terms: name of a LoRA ->
-    what it adds. keeps: whether the weights without LoRAs are kept beside the merged ones, in one room for the layers
-    of all LoRAs, so that others can be merged later; of those that are stored in 8 bits or parked, in memory of the
-    host. mesh: of all ranks, which share that memory; None reads them from their files at each switch.
+    what it adds. mesh: of all ranks, which keep the weights without LoRAs beside the merged ones, in one room for the
+    layers of all LoRAs, so that others can be merged later; those that are stored in 8 bits or parked in memory of the
+    host, which they share. None keeps nothing, for one switch.
     """
 
-    def __init__(self, module: Any, terms: Mapping[str, Terms], keeps: bool, mesh: Mesh | None = None) -> None:
+    def __init__(self, module: Any, terms: Mapping[str, Terms], mesh: Mesh | None = None) -> None:
         self._terms = terms
         paths = dict.fromkeys(path for of_lora in terms.values() for path in of_lora)
         self._layers: dict[str, Any] = {path: layer_at(module, path) for path in paths}
         self._owners = {path: _owner(module, path) for path in paths}
-        self._sources = dict[str, Callable[[], Tensor]]()
+        self._sources, like = dict[str, Callable[[], Tensor]](), dict[str, Tensor]()
         self._kept = dict[str, tuple[Tensor, Tensor | None]]()
         for path in self._in_turns(paths):
             (owner, name), layer = self._owners[path], self._layers[path]
             bring(owner)
-            weight, seat = layer.weight.detach(), seat_of(owner) if keeps else None
-            source = weight.source if isinstance(weight, Weight8) else seat and partial(seat.original, f"{name}.weight")
+            weight = layer.weight.detach()
+            like[path] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            source = weight.source if (eight := isinstance(weight, Weight8)) else None
+            if source is None and mesh is not None:
+                if eight:  # its file has these 8 bits alone
+                    source, like[path] = partial(_in_place, owner, layer), weight
+                elif (seat := seat_of(owner)) is not None:
+                    source = partial(seat.original, f"{name}.weight")
             if source is not None:
                 self._sources[path], weight = source, weight.new_empty(0)
-            if keeps:
-                kept = weight.to(weight.device if seat is None else "cpu", copy=True)
-                self._kept[path] = kept, None if layer.bias is None else layer.bias.detach().clone()
-        if keeps and mesh is not None and self._sources:
-            self._sources |= hold({path: self._layers[path].weight for path in self._sources}, self._sources, mesh)
+            if mesh is not None:
+                self._kept[path] = weight.clone(), None if layer.bias is None else layer.bias.detach().clone()
+        if mesh is not None:
+            self._sources = hold(like, self._sources, mesh)
         self.merged: Wanted | None = ()  # None after an error
         self._written: tuple[str, ...] = ()  # the LoRAs whose layers may not be as they were, also after an error
 
@@ -370,7 +375,8 @@ class Merging:
             weight, bias = with_terms(own, own_bias, terms) if terms else (own, None)
             layer.weight.copy_(weight)
             if source is not None and isinstance(layer.weight, Weight8):  # a GEMM may keep its dtype
-                layer.weight.came_from(partial(_merged, source, own.device, terms) if terms else source, not terms)
+                before = partial(_merged, source, own.device, terms) if terms else source
+                layer.weight.came_from(None if isinstance(own, Weight8) else before, not terms)
             if own_bias is not None:
                 layer.bias.copy_(own_bias if bias is None else bias)
         self.merged, self._written = wanted, names
@@ -383,6 +389,11 @@ def _owner(module: Any, path: str) -> tuple[nn.Module, str]:
         return module, path
     part, _, inner = path.partition(".")
     return getattr(module, part), inner
+
+
+def _in_place(owner: nn.Module, layer: Any) -> Tensor:
+    bring(owner)
+    return layer.weight.detach()
 
 
 def _merged(source: Callable[[], Tensor], device: torch.device, terms: Sequence[tuple[LoraTerm, float]]) -> Tensor:

@@ -119,7 +119,10 @@ def switched(
 ) -> list[Tensor]:
     mesh, asked = mesh_of(device, ulysses=world), job(folder, precision, park)
     pipe = asked.load_pipeline(mesh)
-    merging = lora_files.switched(pipe, FittingLoras.of(asked, loras_in(loras)).by_name, mesh)
+    fitting = FittingLoras.of(asked, loras_in(loras))
+    merging = lora_files.switched(pipe, fitting.by_name, mesh)
+    assert sum(own.numel() for own, _ in merging._kept.values()) == fitting.weights  # on the GPU
+    assert (fitting.weights == 0) == (park or precision is not None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "SIZES", SMALL)
         seqpar.parallelize(pipe, mesh, precision=precision)

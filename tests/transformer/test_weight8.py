@@ -24,7 +24,7 @@ from seqpar.convert.folder import convert
 from seqpar.families._find import stored_in_8_bits
 from seqpar.kernels import weight8
 from seqpar.kernels.rows8 import rounded
-from seqpar.kernels.weight8 import Weight8
+from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading import originals, reading
 from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights
@@ -322,23 +322,27 @@ def terms(module: nn.Module, seed: int, paths: tuple[str, ...]) -> dict[str, Lor
 PATHS = ("transformer_blocks.0.attn.to_k", "single_transformer_blocks.0.proj_out", "transformer_blocks.0.norm1.linear")
 
 
-@pytest.mark.parametrize("mesh", [None, Mesh.single()], ids=["from files", "from memory"])
-def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(flux: Path, mesh: Mesh | None) -> None:
+@pytest.mark.parametrize("small", [True, False], ids=["from files", "from memory"])
+def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(
+    flux: Path, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    if small:
+        monkeypatch.setattr(originals, "_shared", lambda *_: None)
     pipe = load(flux)
     module, fresh, picture = pipe.transformer, bits_of(pipe.transformer), latents(pipe)
     loras = {name: terms(module, seed, PATHS[start:]) for name, seed, start in (("a", 0, 0), ("b", 9, 1))}
-    merging = Merging(module, loras, keeps=True, mesh=mesh)
+    merging = Merging(module, loras, Mesh.single())
     seen = dict[tuple[str, ...], Tensor]()
     for names in (("a",), ("b",), ("a", "b"), ("a",)):
         merging.switch(tuple((name, 0.8) for name in names))
         seen.setdefault(names, got := latents(pipe))
         assert torch.equal(got, seen[names])
         wanted = tuple((name, 0.8) for name in names)
-        plain = beside(flux, pipe, lambda model, wanted=wanted: Merging(model, loras, keeps=False).switch(wanted))
+        plain = beside(flux, pipe, lambda model, wanted=wanted: Merging(model, loras).switch(wanted))
         assert torch.equal(latents(plain), got), names  # also the centre's products, of these weights
     assert len({float(x.double().sum()) for x in seen.values()}) == 3
     for_good = load(flux)  # as --lora merges them
-    Merging(for_good.transformer, loras, keeps=False).switch((("a", 0.8), ("b", 0.8)))
+    Merging(for_good.transformer, loras).switch((("a", 0.8), ("b", 0.8)))
     assert torch.equal(latents(for_good), seen["a", "b"])
     merging.switch(())
     assert equal(bits_of(module), fresh)
@@ -352,13 +356,18 @@ def held(rank: int, world: int, device: torch.device, small: bool) -> tuple[int,
         reads.append(number)
         return numbers(5 + number, 32, seed=number)
 
-    weights = {f"{n}": Weight8.of(numbers(5 + n, 32, seed=n), partial(source, n)) for n in range(5)}
+    like: dict[str, Tensor] = {f"{n}": torch.empty(5 + n, 32, device="meta") for n in range(5)}
+    eight = like["8 bits"] = Weight8.of(numbers(7, 32, seed=7))
+    sources = {f"{n}": partial(source, n) for n in range(5)} | {"8 bits": lambda: eight}
     with pytest.MonkeyPatch.context() as patch:
         if small and rank == 0:
             patch.setattr(originals.os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-        functions = originals.hold(weights, {name: partial(source, int(name)) for name in weights}, mesh)
-    once = len(reads)
-    return once, [functions[name]().clone() for name in weights]
+        functions = originals.hold(like, sources, mesh)
+    once, before = len(reads), eight.clone()
+    eight.mul_(-3)
+    got = functions["8 bits"]()
+    assert all(map(torch.equal, in_memory(got), in_memory(before)))
+    return once, [functions[f"{n}"]().clone() for n in range(5)]
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -428,7 +437,7 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
     pipe = load(flux)
     module, known = pipe.transformer, fused_of(pipe).calibration
     seqpar.release(pipe)
-    merging = Merging(module, {"a": terms(module, 0, PATHS)}, keeps=True)
+    merging = Merging(module, {"a": terms(module, 0, PATHS)}, Mesh.single())
     rough = frozenset({"transformer_blocks.0, image qkv"})
     made = Calibration(known.means, known.products, known.fast, rough)
     seqpar.parallelize(pipe, precision="fp8", calibrate={"transformer": made}, mesh=Mesh.single())
@@ -448,7 +457,7 @@ def test_gemms_that_keep_their_dtype_get_their_originals(flux: Path) -> None:
 @pytest.mark.parametrize("wanted", [(), (("a", 0.5),)])
 def test_a_switch_that_fails_is_undone_by_the_next(flux: Path, monkeypatch: pytest.MonkeyPatch, wanted: Any) -> None:
     pipe = load(flux)
-    merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True)
+    merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, Mesh.single())
     merging.switch(wanted)
     before = latents(pipe)
     monkeypatch.setattr(Weight8, "came_from", fails)
@@ -469,8 +478,8 @@ def test_files_that_have_changed_are_no_originals(flux: Path, tmp_path: Path) ->
     pipe = load(tmp_path / "flux")
     (file,) = (tmp_path / "flux" / "transformer").glob("*.safetensors")
     file.write_bytes(file.read_bytes())
-    merging = Merging(pipe.transformer, {"a": terms(pipe.transformer, 0, PATHS)}, keeps=True)
-    assert "changed while it was read" in raised(lambda: merging.switch((("a", 1.0),)))
+    loras = {"a": terms(pipe.transformer, 0, PATHS)}
+    assert "changed while it was read" in raised(lambda: Merging(pipe.transformer, loras, Mesh.single()))
 
 
 def in_8_bits(name: str) -> Any:
@@ -579,7 +588,7 @@ def test_a_folder_in_8_bits_has_the_bits_of_a_load(flux: Path, tmp_path: Path, c
 
     # LoRAs are added to these numbers, and leave no trace
     fresh, loras = bits_of(eight.transformer), {"a": terms(eight.transformer, 0, PATHS)}
-    merging = Merging(eight.transformer, loras, keeps=True, mesh=Mesh.single())
+    merging = Merging(eight.transformer, loras, Mesh.single())
     merging.switch((("a", 1.0),))
     assert not equal(bits_of(eight.transformer), fresh)
     merging.switch(())

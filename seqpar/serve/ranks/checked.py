@@ -95,9 +95,8 @@ class CheckedModel:
 
     @property
     def kept(self) -> int:
-        """Bytes of the weights without LoRAs, of which those in 8 bits and parked ones are in memory of the host."""
-        in_host = self.precision is not None or self.example.request.park
-        return 0 if in_host else self.loras.weights * self.dtype.itemsize
+        """Bytes of the weights without LoRAs that stay on the GPU."""
+        return self.loras.weights * self.dtype.itemsize
 
     def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job:
         """The checked job of a request; ValueError if it does not fit the model."""
@@ -230,7 +229,8 @@ def _shapes(default: tuple[int, int]) -> Iterator[tuple[int, int]]:
 class FittingLoras:
     """The LoRAs that fit a model. by_name: NAME, or NAME@TRANSFORMER for a model of several transformers.
 
-    weights: number of weights in all layers that any of them changes. reasons: name of another LoRA -> why not.
+    weights: number of weights in all layers that any of them changes, without those that wait in memory of the host.
+    reasons: name of another LoRA -> why not.
     """
 
     by_name: Mapping[str, Lora]

@@ -6,6 +6,7 @@ copying them from page-locked memory. Each rank reads its part of them once.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,6 +161,8 @@ def lock(memory: Tensor, device: torch.device, what: str) -> None:
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         if (error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))) != 0:
+            # torch's bindings cannot take the error back, and the next kernel would raise it
+            ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
             print(f"seqpar: memory {what} is not page-locked (CUDA error {error}): copies take longer", flush=True)
             return
         finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -36,6 +36,7 @@ from seqpar.transformer.calibration import Calibration, calibrated, matrices_of
 from seqpar.transformer.lora import LoraTerm, Merging
 from seqpar.transformer.parallelize import calls_of, computed_by
 from tests.conftest import DEVICE
+from tests.kernels.shared import gpu
 from tests.support import pipelines
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh as mesh_of
@@ -385,12 +386,23 @@ def test_originals_arrive_while_earlier_ones_are_read() -> None:
     places = [weight.pin_memory() if DEVICE != "cpu" else weight for weight in weights]
     sources: list[Callable[[], Tensor]] = [partial(x.view_as, x) for x in places]
     sources[4] = lambda: weights[4].to(DEVICE) * 1  # a source may compute on the device
+    eight = Weight8.of(weights[5])
+    sources[5], weights[5] = eight.clone, eight.wide()
     got = list[Tensor]()
     for number, original in enumerate(originals.arriving([*zip(on_device, sources, strict=True)])):
         if original.is_cuda:
             torch.cuda._sleep((number % 3) * 10_000_000)
         got.append(original.clone())
     assert [x.cpu().equal(weight) for x, weight in zip(got, weights, strict=True)] == 7 * [True]
+
+
+@gpu
+def test_gpu_a_refused_lock_leaves_no_error_to_the_next_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    device, memory = torch.device(DEVICE), torch.zeros(1 << 20, dtype=torch.uint8)
+    for _ in range(2):  # the second time it is locked already
+        originals.lock(memory, device, "of a test")
+    assert capsys.readouterr().out.count("is not page-locked") == 1
+    assert torch.ones(4, device=device).add(1).sum() == 8
 
 
 def test_adapters_of_peft_are_merged_into_what_the_files_hold(flux: Path) -> None:

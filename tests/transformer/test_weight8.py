@@ -562,13 +562,13 @@ def test_the_page_counts_these_weights(name: str) -> None:
     rows = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name}, "))
     (row,) = (line for line in rows if " + " in line.split("|")[2])
     _, _, bf16, fits, fp8, fits8, _ = (cell.strip() for cell in row.split("|"))
-    for text, weights, gpu in ((bf16, 2 * every, fits), (fp8, 2 * every - stored_, fits8)):
+    for text, weights, card in ((bf16, 2 * every, fits), (fp8, 2 * every - stored_, fits8)):
         held_, more = map(float, text.split(" + "))
         assert held_ == pytest.approx(copies * weights / 2**30, abs=0.06)
         for gpus in (1, 2, 4):
             fits_in = next(size for size in (24, 32, 48, 80) if held_ + more / gpus <= 0.95 * size)
             smaller = gpus >= FITS_32.get((name, "bf16" if text is bf16 else "fp8"), 5)
-            assert fits_in == (32 if smaller else int(gpu))
+            assert fits_in == (32 if smaller else int(card))
 
 
 # A folder in 8 bits ---------------------------------------------------------------------------------------------

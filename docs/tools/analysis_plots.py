@@ -1,4 +1,4 @@
-"""The two plots of docs/analysis.md: attention's share of a step against tokens, and ms a step against GPUs.
+"""The two plots of docs/analysis.md: attention's share of a step against tokens, and ms per step against GPUs.
 
 Curves are the planner's predictions by the defaults of an H200; points are lines of docs/benchmarks.
 
@@ -51,7 +51,7 @@ TOKENS = tuple(64 * 2 ** (step / 2) for step in range(23))
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement: attention's share of the time of a step, or ms a step; and the file whose line it is."""
+    """A measurement: attention's share of the time of a step, or ms per step; and the file whose line it is."""
 
     model: str
     tokens: int
@@ -159,7 +159,7 @@ def draw_shares() -> Any:
 
 
 def draw_times() -> Any:
-    """A panel for each work: ms a step planned, by tensor and by pipeline parallelism, with the fastest measured."""
+    """A panel for each work: ms per step planned, by tensor and by pipeline parallelism, with the fastest measured."""
     figure, panels = plt.subplots(1, len(PANELS), figsize=(13, 3.1))
     styles = {
         "planned": {"color": OURS, "label": "planned, predicted"},
@@ -175,7 +175,7 @@ def draw_times() -> Any:
         panel.set_xticks(GPUS, [str(n) for n in GPUS])
         panel.minorticks_off()
         panel.set_ylim(bottom=0, top=1.1 * panel.get_ylim()[1])
-    panels[0].set_ylabel("ms a step")
+    panels[0].set_ylabel("ms per step")
     panels[0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.tight_layout()
     return figure

@@ -83,7 +83,7 @@ def traffic(b: int, s: int, ranks: int) -> tuple[Traffic, ...]:
 
     return (
         Traffic("tensor", "4 b s d (N - 1) / N", "4", a.tensor_sent(b, s, work.width, ranks)),
-        Traffic("pipeline, once a step", "b s d", "none", a.pipeline_sent(b, s, work.width)),
+        Traffic("pipeline, once per step", "b s d", "none", a.pipeline_sent(b, s, work.width)),
         Traffic("ring", "2 b s d (N - 1) / N", "N - 1", sent("ring")),
         Traffic("gather (`kv_gather`, `kv_first`)", "2 b s d (N - 1) / N", "1", sent("kv_gather")),
         Traffic("Ulysses", "4 b s d (N - 1) / N²", "2", sent("ulysses")),
@@ -155,12 +155,12 @@ def notes_table() -> str:
     rows = (
         (weights, "`R / M`", f"{old.ridge:.0f}; today {ridges[0]:.0f} to {ridges[-1]:.0f}"),
         ("a further token in the batch costs 1 % of the time", "`M / R`", f"{1 / old.ridge:.1%}"),
-        ("beside a model of 52 B, 4 A100s of 40 GB hold about 8000 tokens", "`4 L d` bytes a token", room),
+        ("beside a model of 52 B, 4 A100s of 40 GB hold about 8000 tokens", "`4 L d` bytes per token", room),
         (f"attention is the main part from about 3K tokens on (d = {D})", "`s = 2 d`", whole),
         ("(not in the notes) attention without its projections has the FLOPs of the MLP", "`s = 4 d`", crossing(2)),
         ("(not in the notes) it has the FLOPs of all products", "`s = 6 d`", crossing(3)),
     )
-    return table(("the notes say", "formula", "what comes out"), rows)
+    return table(("the notes say", "formula", "result"), rows)
 
 
 def half_table() -> str:
@@ -190,7 +190,7 @@ def traffic_table() -> str:
         times = 1 if row.exchanges == "none" else work.layers
         worked = (f"{every[ranks][index].elements * times * load.itemsize / 1e6:,.0f}" for ranks in every)
         rows.append((row.name, f"`{row.sent}`", row.exchanges, *worked))
-    return table(("", "elements a layer", "exchanges a layer", *(f"MB a step, N = {n}" for n in every)), rows)
+    return table(("", "elements per layer", "exchanges per layer", *(f"MB per step, N = {n}" for n in every)), rows)
 
 
 def against_tensor_table() -> str:

@@ -28,7 +28,7 @@ INTRODUCTION = """# Benchmarks
 
 A bar is the measured time of a call times the calls of a run, without text encoders and VAE, with random weights of the
 released sizes. Bars of seqpar and a peer in bf16 are of one machine and day. *SGLang was not run: its bars are
-[its own figures](#published-by-others), which include the scheduler's steps. Start-up,
+[figures that it published](#published-by-others), which include the scheduler's steps. Start-up,
 memory and serving are on the pages of each date ([list](#all-pages)).
 
 """
@@ -91,7 +91,7 @@ HEAD = "| date | GPUs | work | seqpar, ms | other, ms | gain | x ceiling | comma
 
 @dataclass(frozen=True)
 class Row:
-    """The best of ours and of others for one work, in one file of lines."""
+    """The fastest line of seqpar and of a peer for one work, in one file."""
 
     file: Path
     gpus: int

@@ -23,7 +23,7 @@ QUALITY = 90
 
 
 def main() -> None:
-    """Make pictures in the page, and write what it looks like at two widths, light and dark."""
+    """Generate images in the page, and write what it looks like at two widths, light and dark."""
     flags = ("--loras", str(LORAS))
     with tempfile.TemporaryDirectory() as profile, server(("builtin-text", "builtin"), 2, flags) as (process, port, _):
         until_ready(port)

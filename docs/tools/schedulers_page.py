@@ -82,7 +82,7 @@ def _row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
     if decision.whole is not None:
         return "whole", re.sub(r" \(relative residual .*\)", "", decision.whole.split("is not traced, ")[1])
     if decision.schedule is None:
-        return "local", "1 state, 1 output; a kernel of its own"
+        return "local", "1 state, 1 output; own kernel"
     states, outputs = decision.schedule.states_SP.shape[1], decision.schedule.outputs_SQ.shape[1]
     size = next(limit for limit in ("1e-12", "1e-9", "1e-6") if decision.schedule.residual < float(limit))
     drawn = f"; {len(decision.schedule.draws)} draws of noise" if decision.schedule.draws else ""

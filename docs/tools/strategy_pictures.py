@@ -44,7 +44,7 @@ class Message:
 
 
 def around_ring(held: Held, places: int, ring: tuple[tuple[int, ...], ...]) -> Held:
-    """Return what ranks hold when everything has gone so many places around each ring."""
+    """Return what ranks hold when everything was sent so many places around each ring."""
     moved = dict[int, frozenset[Cell]]()
     for members in ring:
         for index, rank in enumerate(members):
@@ -108,7 +108,7 @@ PICTURES: dict[str, tuple[Moment, ...]] = {
 }
 LATENT = (
     Moment("Rank 0 encodes the prompt and draws the noise", {"latent": (ALL[0], *NONE[1:])}),
-    Moment("Its inputs are everyone's", {"latent": ALL}, "Broadcast, once a run"),
+    Moment("Its inputs go to all", {"latent": ALL}, "Broadcast, once a run"),
     Moment("Each keeps its own tokens; a block projects them", {"latent": TOKENS, "k v": TOKENS}),
     Moment(
         "and attends to all tokens (here by kv_gather)",

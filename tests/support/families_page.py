@@ -21,7 +21,7 @@ EDIT = "options for attention processors in a call"
 SD3 = "MLPs in chunks (`enable_forward_chunking`), options for attention processors in a call"
 LTX = "texts with a mask that differs between queries"
 LTX2 = "calls in which some pictures are perturbed and others are not, or with a mask that differs between queries"
-WAN = "ChronoEdit's, which are of a class of its own"
+WAN = "ChronoEdit's, which have another class"
 FAMILIES = (
     ("qwen_image", "Qwen-Image: 4096 + 128 tokens; Layered has its blocks", "qwen-image", EDIT),
     ("qwen_image", "Qwen-Image Edit: 4096 + 4096 of a reference + 128", "qwen-image-edit", EDIT),
@@ -50,7 +50,7 @@ FAMILIES = (
     ("minimax_h3", "MiniMax-H3, 768 x 1344: 37,296 + 414 of sound + 256", "minimax-h3", "the two of the text alone"),
     ("sd3", "SD3.5-large: 4096 + 333; SD3 and SD3.5-medium have its blocks", "sd3.5-large", SD3),
 )
-HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"
+HEAD = "| file | models | GPUs | ms per call | x ceiling | best other way | commit | diffusers' own blocks compute |"
 
 
 def table() -> str:

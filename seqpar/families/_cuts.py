@@ -121,6 +121,23 @@ class Joint:
     skipped_by: str = ""
 
 
+@dataclass(frozen=True)
+class StepBlocks:
+    """The blocks that a step cache may leave out (`seqpar.transformer.step_cache`).
+
+    lists: path of a list of blocks -> the inputs that a block's outputs replace, in the order of the outputs; the lists
+    follow each other. Where a list has one output and the one before it several, it is those joined in that order.
+    head: the number of first blocks that every step computes; threshold: of the change of their residual. text: the
+    argument of the transformer by which branches of guidance differ; time: that of the timestep.
+    """
+
+    lists: Mapping[str, tuple[str, ...]]
+    head: int = 1
+    threshold: float = 0.1
+    text: str = "encoder_hidden_states"
+    time: str = "timestep"
+
+
 def _no_reason(module: nn.Module) -> None:  # no lambda, because cuts may be pickled
     return None
 

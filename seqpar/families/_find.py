@@ -15,7 +15,7 @@ from torch import nn
 import seqpar.families
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block
-from seqpar.families._cuts import HELP, HOME, Cuts, check, from_diffusers
+from seqpar.families._cuts import HELP, HOME, Cuts, StepBlocks, check, from_diffusers
 from seqpar.families._modular import parameters_of, takes_image
 from seqpar.families._refused import REFUSED
 from seqpar.types.facts import Work
@@ -45,6 +45,7 @@ UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
 RANDOM_MODELS: dict[str, tuple[str, Any, Any]] = _merged("RANDOM_MODELS")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
 UNPAIRED = _joined("UNPAIRED")
+STEPS: dict[str, StepBlocks] = _merged("STEPS")
 FUSED = frozenset(name for name, file in FILES.items() if hasattr(file, "BLOCKS"))  # files with fused blocks
 # of models without a file here
 OTHERS = Pipelines(
@@ -74,6 +75,11 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     check(module, cuts)
     reason = _why_not(type(module)) if asked is None else None
     return cuts if reason is None else replace(cuts, why_not=lambda module: reason)
+
+
+def steps_of(module: nn.Module) -> StepBlocks | None:
+    """Return the blocks that a step cache of a transformer may leave out; None if they are not known."""
+    return next((STEPS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in STEPS), None)
 
 
 def _why_not(kind: type) -> str | None:

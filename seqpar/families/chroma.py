@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, flux
 from seqpar.families._block import Block, BlockCall, rounding_for
-from seqpar.families._cuts import Boundary, Cuts
+from seqpar.families._cuts import Boundary, Cuts, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     NAMES,
@@ -82,6 +82,14 @@ def _keys(arguments: dict[str, Any], padding: Any) -> Keys:
 
 
 CUTS = {"ChromaTransformer2DModel": _chroma()}
+STEPS = {
+    "ChromaTransformer2DModel": StepBlocks(
+        {
+            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
+            "single_transformer_blocks": ("hidden_states",),
+        }
+    )
+}
 PIPELINES = Pipelines(sigmas="Chroma")
 
 

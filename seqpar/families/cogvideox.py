@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines
 from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next
-from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import NAMES, checked, modulations, pairs
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
@@ -38,6 +38,7 @@ def _cogvideox() -> Cuts:
 
 
 CUTS = {"CogVideoXTransformer3DModel": _cogvideox()}
+STEPS = {"CogVideoXTransformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states", "encoder_hidden_states")})}
 PIPELINES = Pipelines(one_result=("CogVideoXImageToVideo",))
 TEXT_TOKENS = 226  # tokens to which the pipeline pads a text
 LAYERS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
-from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     NAMES,
@@ -50,6 +50,10 @@ def cuts_of_kin(*more: str) -> Cuts:
 
 
 CUTS = {"FluxTransformer2DModel": cuts_of_kin("controlnet_block_samples", "controlnet_single_block_samples")}
+STEPS_OF_KIN = StepBlocks(
+    dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("encoder_hidden_states", "hidden_states"))
+)
+STEPS = {"FluxTransformer2DModel": STEPS_OF_KIN}
 
 
 def _distilled(name: str, steps: int, loras: str, scale: float) -> Preset:

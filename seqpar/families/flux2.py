@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, Matrix, reads_next
-from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     NAMES,
@@ -49,6 +49,14 @@ def _flux2() -> Cuts:
 
 
 CUTS = {"Flux2Transformer2DModel": _flux2()}
+STEPS = {
+    "Flux2Transformer2DModel": StepBlocks(
+        {
+            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
+            "single_transformer_blocks": ("hidden_states",),
+        }
+    )
+}
 PIPELINES = Pipelines(
     several_images=("Flux2",),
     distilled={"Flux2Klein": "is_distilled"},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from seqpar.families import hunyuan_video
-from seqpar.families._cuts import Cuts
+from seqpar.families._cuts import Cuts, StepBlocks
 from seqpar.families._masks import Keys, Prepared, first_keys, keys_of, shorten
 from seqpar.families._tiny import TEXT, Tiny
 
@@ -43,6 +43,11 @@ def _keys(arguments: dict[str, Any], is_full: Hashable) -> Keys:
 
 
 CUTS = {"HunyuanImageTransformer2DModel": _hunyuan_image()}
+STEPS = {
+    "HunyuanImageTransformer2DModel": StepBlocks(
+        dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("hidden_states", "encoder_hidden_states"))
+    )
+}
 TINY = {
     "HunyuanImageTransformer2DModel": Tiny(
         {"text_embed_dim": 24, "text_embed_2_dim": 12, "attention_head_dim": 16, "rope_axes_dim": (8, 8)},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines
 from seqpar.families._block import Block, BlockCall, Input, reads_next, rounding_for, unrounded
-from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     PARALLEL_EIGHT,
@@ -177,6 +177,12 @@ class HunyuanVideo15Processor(MochiProcessor):
 
 ORDER = ("image", "text")  # in which attention joins them
 CUTS = {"HunyuanVideoTransformer3DModel": _hunyuan_video(), "HunyuanVideo15Transformer3DModel": _hunyuan_video15()}
+STEPS = {
+    "HunyuanVideoTransformer3DModel": StepBlocks(
+        dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("hidden_states", "encoder_hidden_states"))
+    ),
+    "HunyuanVideo15Transformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states", "encoder_hidden_states")}),
+}
 PIPELINES = Pipelines(one_result=("HunyuanVideoImageToVideo", "HunyuanVideo15ImageToVideo"))
 TEXT_TOKENS = 64  # tokens of a text: a usual prompt's, without padding
 LAYERS = {

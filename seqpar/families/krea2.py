@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines
 from seqpar.families._block import EIGHT, Block, BlockCall, reads_next, rounding_for, unrounded
-from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint
+from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import NAMES, pairs
 from seqpar.families._masks import Prepared, shorten
 from seqpar.families._tiny import Tiny
@@ -72,6 +72,7 @@ def _are_equal(rows: Tensor) -> int:
 
 
 CUTS = {"Krea2Transformer2DModel": _krea2()}
+STEPS = {"Krea2Transformer2DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
 PIPELINES = Pipelines(sigmas="Krea2")
 LAYERS = {
     "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),

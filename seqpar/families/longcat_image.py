@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.families.flux import cuts_of_kin
+from seqpar.families.flux import STEPS_OF_KIN, cuts_of_kin
 
 CUTS = {"LongCatImageTransformer2DModel": cuts_of_kin()}
+STEPS = {"LongCatImageTransformer2DModel": STEPS_OF_KIN}

@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import CROSS_EIGHT, crossed_work, finished, tabled, to_whole
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._masks import Keys, Prepared
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Work
@@ -56,6 +56,7 @@ def no_keys(arguments: dict[str, Any], note: Hashable) -> Keys:
 
 
 CUTS = {"LTXVideoTransformer3DModel": _ltx()}
+STEPS = {"LTXVideoTransformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
 PIPELINES = Pipelines(
     sigmas="LTX(ImageToVideo)?Pipeline",
     presets=(

@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.families import Pipelines, Preset, ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for, unrounded
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
-from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._tiny import Tiny
 from seqpar.families.ltx import by_head, by_vector, key_bias, no_keys, prepare_whole, why_not_of
 from seqpar.kernels.adaln import Norm, Vectors, by_token, gate_norm_modulate, norm_modulate
@@ -61,6 +61,7 @@ def _attention(name: str, path: str, *, of_itself: bool = False) -> dict[str, tu
 
 
 CUTS = {"LTX2VideoTransformer3DModel": _ltx2()}
+STEPS = {"LTX2VideoTransformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states", "audio_hidden_states")})}
 # one call of the transformer a step: none for a negative text, without some blocks, or for video and sound alone
 NO_GUIDANCE = {"guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
 PIPELINES = Pipelines(

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from seqpar.families import Pipelines
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
+from seqpar.families._cuts import (
+    ALONE,
+    IMAGE,
+    OUT,
+    Boundary,
+    Cuts,
+    CutTokens,
+    GatherTokens,
+    Joint,
+    StepBlocks,
+    reads_lengths,
+)
 from seqpar.families._tiny import Tiny
 
 
@@ -21,6 +32,7 @@ def _lumina2() -> Cuts:
 
 
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}
+STEPS = {"Lumina2Transformer2DModel": StepBlocks({"layers": ("hidden_states",)})}
 PIPELINES = Pipelines(sigmas="Lumina2Pipeline")
 TINY = {
     "Lumina2Transformer2DModel": Tiny(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
-from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint, StepBlocks
 from seqpar.families._double import Rows, entered, following, modulations
 from seqpar.families._masks import Prepared
 from seqpar.families._tiny import Tiny
@@ -79,6 +79,7 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"MiniMaxH3Transformer3DModel": _minimax_h3()}
+STEPS = {"MiniMaxH3Transformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
 PIPELINES = Pipelines(one_prompt=("MiniMaxH3",))
 UNGUIDED = ("MiniMaxH3Transformer3DModel",)  # guidance is distilled
 LAYERS = {

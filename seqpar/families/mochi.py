@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
+from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
 from seqpar.families._tiny import Tiny
 
@@ -105,6 +105,7 @@ class MochiProcessor:
 
 
 CUTS = {"MochiTransformer3DModel": _mochi()}
+STEPS = {"MochiTransformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states", "encoder_hidden_states")})}
 TINY = {
     "MochiTransformer3DModel": Tiny(
         {"max_sequence_length": 7},

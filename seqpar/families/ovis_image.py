@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from seqpar.families import Pipelines
-from seqpar.families.flux import cuts_of_kin
+from seqpar.families.flux import STEPS_OF_KIN, cuts_of_kin
 
 CUTS = {"OvisImageTransformer2DModel": cuts_of_kin()}
+STEPS = {"OvisImageTransformer2DModel": STEPS_OF_KIN}
 PIPELINES = Pipelines(sigmas="Ovis")

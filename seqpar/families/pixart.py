@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, StepBlocks
 from seqpar.families._tiny import Tiny
 
 
@@ -15,6 +15,7 @@ def _from_patches(out: str) -> Cuts:
 
 
 CUTS = {"PixArtTransformer2DModel": _from_patches("proj_out"), "DiTTransformer2DModel": _from_patches("proj_out_2")}
+STEPS = {"PixArtTransformer2DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
 TINY = {
     "PixArtTransformer2DModel": Tiny(
         {"caption_channels": 24, "sample_size": 16},

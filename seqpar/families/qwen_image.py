@@ -22,7 +22,19 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import HOME, IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, GatherTokens, Joint, reads_lengths
+from seqpar.families._cuts import (
+    HOME,
+    IMAGE,
+    OUT,
+    TEXT,
+    Boundary,
+    Cuts,
+    CutTokens,
+    GatherTokens,
+    Joint,
+    StepBlocks,
+    reads_lengths,
+)
 from seqpar.families._double import DOUBLE_EIGHT, NAMES, Rows, checked, double_work, modulations, of_both, two_streams
 from seqpar.families._masks import Keys
 from seqpar.families._tiny import Tiny
@@ -109,6 +121,7 @@ def _of_references(images: Sequence[Shape], device: torch.device) -> Tensor:
 
 
 CUTS = {"QwenImageTransformer2DModel": _qwen_image(), "QwenImage21Transformer2DModel": _qwen_image21()}
+STEPS = {"QwenImageTransformer2DModel": StepBlocks({"transformer_blocks": ("encoder_hidden_states", "hidden_states")})}
 UNPAIRED = ("QwenImage21Transformer2DModel",)  # its pipeline keeps keys of what is before the picture in caches
 ROW_LISTS = ("img_shapes", "txt_seq_lens")
 

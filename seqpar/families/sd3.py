@@ -18,7 +18,7 @@ from diffusers.models import attention_processor
 from torch import Tensor
 
 from seqpar.families._block import Block, BlockCall
-from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts
+from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts, StepBlocks
 from seqpar.families._double import DOUBLE_EIGHT, Rows, by_head, checked, double_work, entered, modulations, two_streams
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
@@ -38,6 +38,7 @@ def _sd3() -> Cuts:
 
 ORDER = ("image", "text")  # in which attention joins them
 CUTS = {"SD3Transformer2DModel": _sd3()}
+STEPS = {"SD3Transformer2DModel": StepBlocks({"transformer_blocks": ("encoder_hidden_states", "hidden_states")})}
 PAG = "its mask lets each token of the image read itself alone, by its place among all of them; draw without PAG"
 UNSPLIT = {
     attention_processor.SD3IPAdapterJointAttnProcessor2_0: (

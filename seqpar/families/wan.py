@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block, BlockCall, Input
 from seqpar.families._cross import CROSS_EIGHT, constant, crossed_work, finished, tabled, to_whole
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Grouped
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Grouped, StepBlocks
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import Norm, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.types.facts import Work
@@ -65,6 +65,7 @@ CUTS = {
     "WanAnimateTransformer3DModel": _wan_animate(),
     "ChronoEditTransformer3DModel": replace(_wan(), calls_twice=True),
 }
+STEPS = dict.fromkeys(CUTS, StepBlocks({"blocks": ("hidden_states",)}))
 
 
 def _noise(word: str) -> tuple[str, re.Pattern[str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
-from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint
+from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, StepBlocks
 from seqpar.families._double import by_head, modulations
 from seqpar.families._tiny import Tiny
 from seqpar.kernels.adaln import BranchNorm, Norm, added, gate_norm_modulate, norm_modulate
@@ -43,6 +43,7 @@ def _z_image() -> Cuts:
 
 
 CUTS = {"ZImageTransformer2DModel": _z_image()}
+STEPS = {"ZImageTransformer2DModel": StepBlocks({"layers": ("x",)}, text="cap_feats", time="t")}
 ROW_LISTS = ("x", "cap_feats")
 PIPELINES = Pipelines(
     several_images=("ZImageOmni",),

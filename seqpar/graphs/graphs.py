@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,16 +25,79 @@ from seqpar.mesh.watch import Calls
 WARM_UP = 2  # runs before capture, because libraries load, tune and allocate in their first calls
 
 
+Runs = Callable[[], bool]
+"""Whether a part of a step is replayed; asked when the parts before it are queued."""
+
+
+class Recording:
+    """The CUDA graphs of one step, in order: a context in which kernels are captured, and which `cut` divides.
+
+    They share memory, so that a part may read what those before it have left, but no part that may be left out.
+    pool: a handle of that memory (`torch.cuda.graph_pool_handle`).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool, self._parts = pool, list[tuple[torch.cuda.CUDAGraph, Runs | None]]()
+        self._open: ExitStack | None = None
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the step runs to warm up, before it is captured."""
+        return not self._parts
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def __enter__(self) -> Self:
+        self._begin(None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        # a failing capture does not restore the current stream, which the outer context does
+        assert self._open is not None
+        ended, self._open = self._open, None
+        ended.__exit__(*error)
+
+    def cut(self, runs: Runs | None = None) -> None:
+        """End a part and begin the next one, which is replayed if `runs` says so (None: always)."""
+        self.__exit__(None, None, None)
+        self._begin(runs)
+
+    def _begin(self, runs: Runs | None) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._open = ExitStack()
+        self._open.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
+        # thread_local lets NCCL's watchdog thread query its events during the capture
+        self._open.enter_context(torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"))
+        self._parts.append((graph, runs))
+
+    def replay(self) -> None:
+        for graph, runs in self._parts:
+            if runs is None or runs():
+                graph.replay()
+
+    def release(self) -> None:
+        for graph, _ in self._parts:
+            graph.reset()
+
+
 class StepGraph:
     """A CUDA graph of `step()` on the current device. results: what the captured step has returned.
 
     state: all tensors that a step changes; warm-up and capture restore their values. pool: a handle of memory that
     several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there. warm_up:
-    number of runs before the capture; 0 if the step has just run as it will be captured.
+    number of runs before the capture; 0 if the step has just run as it will be captured. recording: what captures it,
+    if the step itself cuts it; in place of `pool`.
     """
 
     def __init__(
-        self, step: Callable[[], Any], state: Sequence[Tensor], pool: Any = None, warm_up: int = WARM_UP
+        self,
+        step: Callable[[], Any],
+        state: Sequence[Tensor],
+        pool: Any = None,
+        warm_up: int = WARM_UP,
+        recording: Recording | None = None,
     ) -> None:
         before = [tensor.clone() for tensor in state]
 
@@ -49,23 +112,18 @@ class StepGraph:
                 step()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        # the outer context restores the current stream, which a failing capture does not do
-        # thread_local lets NCCL's watchdog thread query its events during the capture
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        self._recording = Recording(pool) if recording is None else recording
+        with self._recording:
             self.results: Any = step()
         restore()  # a capture runs no kernels, but code that it calls may still write to the state
 
     def replay(self) -> None:
-        self._graph.replay()
+        self._recording.replay()
 
     def release(self) -> None:
         """Free the graph's memory; call this before the process group ends."""
         self.results = None
-        self._graph.reset()
+        self._recording.release()
 
 
 @cache
@@ -99,9 +157,11 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self.recording: Recording | None = None  # of the last capture; open while a call is captured
 
     def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
-        return StepGraph(work, (), self._pool, warm_up)
+        self.recording = Recording(self._pool)
+        return StepGraph(work, (), None, warm_up, self.recording)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 CALL = "call"  # the name of a rank's action in a form: ranks whose actions differ get a separate message
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
-NUMBERS = 3  # numbers that are sent with a comparison
+NUMBERS = 4  # numbers that are sent with a comparison
 
 
 def collect_on_axis(axis: Axis, value: T, kind: Any) -> list[T]:

@@ -22,16 +22,17 @@ from torch import Tensor
 
 from seqpar.families._cuts import NOTE, Boundary, forward_of
 from seqpar.graphs.deferred import plain
-from seqpar.graphs.graphs import Capture, Graphs, copied
+from seqpar.graphs.graphs import Capture, CudaCapture, Graphs, copied
 from seqpar.graphs.signature import Form, form_of
 from seqpar.loading.parking import bring
 from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
 from seqpar.transformer.foreign import is_offloaded, name_of
-from seqpar.transformer.guidance import STATE, Branches, as_dtype, cut_rows, joined_rows
+from seqpar.transformer.guidance import STATE, Branches, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
 from seqpar.transformer.masks import Preparation, keys_for
+from seqpar.transformer.step_cache import STEP
 from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
@@ -60,7 +61,9 @@ class ShardedCall:
         module, state, cuts = sharded.module, sharded.state, sharded.cuts
         self.sharded, self.state, self.mesh, self.before = sharded, state, state.mesh, dict(before or {})
         self.ends = ExitStack()  # what is undone at the release of this transformer
-        self.graphs = Graphs(self.mesh, capture, state.check)
+        self.graphs, self.steps = Graphs(self.mesh, capture, state.check), sharded.steps
+        if self.steps is not None and isinstance(capture, CudaCapture):
+            self.steps.recording = lambda: capture.recording
         self.label: str | None = None  # how the pipeline names the call that it makes now
         self.boundary: Callable[[], None] | None = None  # runs before each call (`seqpar.mesh.boundary`)
         self.check: Callable[[], None] | None = None  # raises ValueError for what no call may find
@@ -75,6 +78,7 @@ class ShardedCall:
         self.narrow: torch.dtype | None = None  # of the weights, where a pipeline keeps latents and results in fp32
         self._released: Callable[..., Any] | None = None  # the forward after the release
         self._key: Hashable = None
+        self._ordinal = 0  # which branch of guidance the last call is
         self._texts: Mapping[str, str] = {}
         self._generation, self._calls, self._changes = 0, 0, deque[int]((-SOON, -SOON), maxlen=2)
         self._reached = False
@@ -90,7 +94,7 @@ class ShardedCall:
         self._grads = torch.is_grad_enabled()
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._resetting():
             # 1. all ranks take rank 0's arguments; one small gather on the host finds ranks that differ
             call = self.computed(self.rank_0s(arguments))
 
@@ -103,6 +107,7 @@ class ShardedCall:
             else:
                 # 3. rows over data and cfg, then tokens over the sequence axis, in one CUDA graph
                 rows, splits = cut_rows(task.form, task.axes)
+                rows = self._with_step(rows, call, task)
                 with self.graphs.entered(self.compute, rows, self._generation, self._is_eager()) as compute:
                     outputs = copied(compute(rows))
 
@@ -131,6 +136,9 @@ class ShardedCall:
         sharded.fused.refuse_memory()
         state.begin()
         try:
+            number, steps = arguments.pop(STEP, None), self.steps
+            if steps is not None:
+                steps.begin(number, arguments)
             note = arguments.pop(NOTE, None)
             state.masks, state.padding, state.prefix, is_whole = keys_for(sharded.cuts, arguments, note)
             state.active = not is_whole
@@ -145,6 +153,8 @@ class ShardedCall:
                 outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)  # Kandinsky's is alone
         finally:
             state.active = False
+            if self.steps is not None:
+                self.steps.end()
         return outputs if self.narrow is None else as_dtype(outputs, torch.float32)
 
     # 1. Rank 0's arguments ----------------------------------------------------------------------------------------
@@ -169,7 +179,8 @@ class ShardedCall:
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
         shown[CALL] = f"calls {type(self.sharded.module).__name__}"
         numbers = self._preparation.read(form) if self.mesh.is_main else 0
-        numbers = self._compare({**shapes(form.tensors), **shown}, key, numbers)
+        ordinal = 0 if self.steps is None else self.steps.ordinal(self.label, self.steps.text_of(arguments))
+        numbers, self._ordinal = self._compare({**shapes(form.tensors), **shown}, key, numbers, ordinal)
         if gradients:
             raise ValueError(f"{gradients[0]} requires grad, but parallelize supports inference only. Detach it")
         device = self.mesh.device
@@ -218,15 +229,19 @@ class ShardedCall:
             return error
         return key
 
-    def _compare(self, form: Mapping[str, object], key: Hashable, numbers: int = 0) -> int:
+    def _compare(
+        self, form: Mapping[str, object], key: Hashable, numbers: int = 0, ordinal: int = 0
+    ) -> tuple[int, int]:
         """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
 
-        key: what `_followed` returned. numbers: what `Preparation.read` returned; rank 0's are returned.
+        key: what `_followed` returned. numbers: what `Preparation.read` returned. ordinal: which branch of guidance the
+        call is (`StepCaching.ordinal`). Rank 0's are returned.
         """
         is_first, waits = self._key is None, self._guidance.waiting
         moved = waits and not isinstance(key, ValueError) and self.sharded.version() != self._guidance.version
-        per_rank = compared(self.mesh, form, [moved or key != self._key, self.sharded.fused.lacks_memory, numbers])
-        ends = any(lacks for _, lacks, _ in per_rank)
+        changes, lacks_memory = moved or key != self._key, self.sharded.fused.lacks_memory
+        per_rank = compared(self.mesh, form, [changes, lacks_memory, numbers, ordinal])
+        ends = any(lacks for _, lacks, *_ in per_rank)
         if ends or any(changed for changed, *_ in per_rank):
             self.mesh.on_all_ranks(lambda: _raise(key))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
@@ -238,7 +253,7 @@ class ShardedCall:
             self.sharded.end_copies()
             key = self._followed()
         self._key = key
-        return per_rank[0][-1]
+        return per_rank[0][2], per_rank[0][3]
 
     def _refuse_change(self) -> None:
         # if the module is no longer as it was when a call was deferred, the same ValueError on all ranks
@@ -281,6 +296,29 @@ class ShardedCall:
             rows, splits = cut_rows(task.form, task.axes)
             outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager())
             return self._guidance.results(task, joined_rows(outputs, splits))
+
+    def _with_step(self, rows: Form, call: Form, task: Task) -> Form:
+        # the rows, with the number of the buffers of a step cache
+        if self.steps is None or not self.steps.has(call.whole):
+            return rows
+        first = None if task.first is None or task.first.arguments is None else task.first.arguments.kind
+        kind = call.kind and (first, call.kind, tuple(axis.name for axis in task.axes))
+        number = self.steps.enter(kind, 0 if task.first is not None else self._ordinal)
+        return form_of(rows.whole | {STEP: number})
+
+    @contextmanager
+    def _resetting(self) -> Iterator[None]:
+        # after an error, no step of the next run reuses anything of this one
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """Begin a run: a step cache reuses nothing of the calls before."""
+        if self.steps is not None:
+            self.steps.reset()
 
     def _is_eager(self) -> bool:
         # a replay would not run third-party hooks, or soon be invalid

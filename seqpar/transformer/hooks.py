@@ -35,10 +35,12 @@ from seqpar.transformer.changes import Changes
 from seqpar.transformer.foreign import ForeignCode, own_forward, refuse, refuse_compiled, refuse_late
 from seqpar.transformer.forward import CallState
 from seqpar.transformer.internals import hooks_on, is_hooked, is_outermost, register_innermost, unregister
+from seqpar.transformer.step_cache import StepCache, StepCaching
 from seqpar.types.protocols import Qkv8
 
 OURS = "seqpar"  # the names of our hooks begin with it
 ATTENTION = f"{OURS} attention"  # the name of the hook of an attention module that joins the ranks
+STEPS = f"{OURS} step cache"  # the name of the hook of a block that a step cache may leave out
 FUSED = f"{OURS} computes"  # the name of the hook that computes a block by a function of `seqpar.families`
 
 
@@ -125,8 +127,8 @@ class ShardedModule:
 
     native: whether functions of `seqpar.families` may compute its blocks. calibration: of GEMMs in 8 bits. attention:
     how attention modules are rounded to 8 bits, by path. forward: computes a call from its arguments by their names.
-    takes_note: whether that is a function of the family, which takes `NOTE`. Raises ValueError, the same on every rank,
-    if the tokens cannot be split.
+    takes_note: whether that is a function of the family, which takes `NOTE`. cache: leaves out blocks of similar steps.
+    Raises ValueError, the same on every rank, if the tokens cannot be split.
     """
 
     def __init__(
@@ -138,10 +140,12 @@ class ShardedModule:
         native: bool = False,
         calibration: Calibration | None = None,
         attention: Mapping[str, Qkv8] | None = None,
+        cache: StepCache | None = None,
     ) -> None:
         self._eight = dict(attention or {})
         self.module, self.cuts, self._native = module, cuts, native
         self.state, self._changes = CallState(mesh, plan), Changes(module)
+        self.steps = None if cache is None else StepCaching(cache, module, self.state)
         self.forward: Callable[..., Any] = own_forward(module)
         self.takes_note, self._theirs = False, None
         self._followed: Hashable = None  # the changes up to which the module was followed
@@ -181,7 +185,8 @@ class ShardedModule:
         """Return what must be equal on all ranks, as it was at the last `key`: what computes, and adapters."""
         count = self.attentions_in_8_bits if self.state.eight else 0
         attention = f", {count} of {len(self._attention)} attentions in 8 bits" if count else ""
-        return {"computation": self.fused.text() + attention, **self._changes.texts()}
+        cache = "" if self.steps is None else f", step cache {self.steps.options}"
+        return {"computation": self.fused.text() + attention + cache, **self._changes.texts()}
 
     @property
     def attentions_in_8_bits(self) -> int:
@@ -277,7 +282,10 @@ class ShardedModule:
         # skips a block, ours would not cut and gather the tokens that pass the block by. The inputs of the transformer
         # itself are cut before its forward.
         places = [(part, path) for path in self.cuts.places if path for part in submodules(self.module, path)]
-        inner = [*((part, ATTENTION) for part in self._attention), *((block, FUSED) for block in self.fused.hooks)]
+        steps = {} if self.steps is None else self.steps.hooks(self.module)
+        hooks: tuple[tuple[Mapping[nn.Module, Any], str], ...]
+        hooks = ((self._attention, ATTENTION), (steps, STEPS), (self.fused.hooks, FUSED))  # from the outside
+        inner = [(part, name) for inside, name in hooks for part in inside]
         wanted = [(ref(part), name) for part, name in (*((part, f"{OURS} {path}") for part, path in places), *inner)]
         in_place = wanted == self._hooked and all(is_outermost(part, OURS) for part, _ in places)
         if in_place and all(is_hooked(part) for part, _ in inner):
@@ -286,8 +294,7 @@ class ShardedModule:
         for part, path in places:
             hook = ShardHook(self.state, self.cuts.places[path], path, part)
             HookRegistry.check_if_exists_or_initialize(part).register_hook(hook, f"{OURS} {path}")
-        inside: Mapping[nn.Module, AttentionHook] | Mapping[nn.Module, Any]
-        for inside, name in ((self._attention, ATTENTION), (self.fused.hooks, FUSED)):
+        for inside, name in hooks:
             for part, hook in inside.items():
                 register_innermost(part, hook, name)
         self._hooked += wanted

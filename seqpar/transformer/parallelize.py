@@ -41,6 +41,7 @@ from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
+from seqpar.transformer.step_cache import StepCache, completed, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import VaeMode
@@ -178,6 +179,7 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     calls = [call for _, call in calls_of(pipe)]
     for call in calls:
         call.boundary = boundary
+        call.reset()
     parts = [part for name, part in pipe.components.items() if name.startswith(ENCODERS)]
     handles = [part.register_forward_pre_hook(lambda *_: boundary()) for part in parts if isinstance(part, nn.Module)]
     try:
@@ -185,6 +187,7 @@ def passing(pipe: Any, boundary: Callable[[], None]) -> Iterator[None]:
     finally:
         for call in calls:
             call.boundary = None
+            call.reset()
         for handle in handles:
             handle.remove()
 
@@ -199,7 +202,8 @@ CHANGING = (
     *("load_state_dict", "train", "to"),
 )
 # attributes of a parallelized transformer
-INSTALLED = ("forward", "__reduce_ex__", "cache_context", REFRESHES, *CHANGING)
+RESETS = "_reset_stateful_cache"  # the method by which diffusers' pipelines end a run of their transformers' caches
+INSTALLED = ("forward", "__reduce_ex__", "cache_context", RESETS, REFRESHES, *CHANGING)
 
 
 @successors
@@ -218,6 +222,7 @@ def parallelize(
     calibrate: Callable[[], object] | Mapping[str, Calibration] | None = None,
     min_psnr: float | None = None,
     budget_steps: int | None = None,
+    cache: StepCache | str | None = None,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -233,6 +238,8 @@ def parallelize(
     fixed prompts, which takes seconds once a model.
     min_psnr: in dB, keeps the GEMMs in the weights' dtype that `seqpar.keep_budget` or `seqpar verify` found for it and
     budget_steps steps (None: the pipeline's own number) of the pipeline's scheduler; without a result a ValueError.
+    cache: leaves most blocks of similar steps out, with an error (docs/caching.md): "dbcache" or "taylorseer", maybe
+    with options ("dbcache:threshold=0.2,head=2"), or `seqpar.StepCache`.
     Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     names: Any = {"strategy": strategy, "local": local, "transport": transport}
@@ -252,14 +259,19 @@ def parallelize(
         if min_psnr is not None and isinstance(calibrate, Mapping):
             raise ValueError("got min_psnr= with a calibration, expected None or a function for calibrate=")
         budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
+        steps = step_cache(cache)
         where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
         if is_modular(pipe_or_transformer) and calls_twice(pipe_or_transformer):  # whose two calls have no names
             where = {name: replace(of, calls_twice=True) for name, of in where.items()}
+        if steps is not None:
+            for module in modules.values():
+                completed(steps, module)
         return own, preferences, modules, where, budget
 
     own, preferences, modules, where, budget = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
-    how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget}
+    cache = step_cache(cache)
+    how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget, "cache": cache}
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, **how})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
@@ -274,7 +286,8 @@ def parallelize(
         made = calibrated(handle.mesh, pipe_or_transformer, modules, calibrate, precision is not None, is_lossy(local))
         return made if budget is None else budgeted(handle.mesh, made, budget)
 
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations, precision is not None)
+    gemms = precision is not None
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations, gemms, cache)
 
     # calls in place of the forwards
     for module in sharded:
@@ -419,12 +432,21 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
+    resets: Any = getattr(module, RESETS, None)
+
+    def reset(*args: Any, **kwargs: Any) -> None:
+        call.reset()
+        if resets is not None:
+            resets(*args, **kwargs)
+
     # a hook, because it is called where users have replaced the forward, too
     call.ends.callback(module.register_forward_hook(call.check_reached).remove)
     ours: dict[str, Any] = {name: settling(getattr(module, name)) for name in CHANGING if hasattr(module, name)}
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
+    if call.steps is not None:
+        ours[RESETS] = reset
     call.ends.callback(call.stand_aside, before.get("forward"))
     call.ends.callback(sharing.attach(module, ours))
     return call
@@ -439,6 +461,7 @@ def _sharded(
     native: bool,
     calibrate: Callable[[], Mapping[str, Calibration]],
     gemms: bool,
+    cache: StepCache | None = None,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
@@ -459,7 +482,8 @@ def _sharded(
             known = calibrations.get(name)
             rounds = {} if known is None else known.attention
             bring(module)
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known if gemms else None, rounds))
+            known = known if gemms else None
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, cache))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())
             raise ValueError(f'local="{plan.local.name}" computes no attention of {kinds}; leave it out')

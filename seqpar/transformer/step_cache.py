@@ -1,0 +1,489 @@
+"""`StepCaching`: leaves out most blocks of a step whose first blocks change the latents little, and reuses residuals.
+
+A step of a transformer with a step cache has four parts:
+
+    head    the first blocks are computed. How much they change the latents is compared with the last computed step.
+    rest    if that differs much: the other blocks are computed, and what they add (their residual) is kept.
+    reuse   otherwise: kept residuals are added, or extrapolated to this step.
+    tail    the last blocks and the output layers are computed.
+
+Each part is a CUDA graph of its own. Between head and rest the host reads 32 bytes and decides. All ranks read the same
+sums, in fixed point over all tokens, so that they decide alike however tokens are split (`kernels/step_cache.py`).
+The first branch of guidance decides for the others; each branch has residuals of its own.
+State of an earlier run is never reused: `reset` starts a run, and without it a text that changed, or a timestep that
+does not continue the last ones, does.
+Source: the idea of DBCache (cache-dit) and FirstBlockCache (ParaAttention); TaylorSeer, arXiv 2503.06923.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from diffusers.hooks.hooks import ModelHook
+from torch import Tensor, nn
+
+from seqpar.families._cuts import StepBlocks, parameters, submodules
+from seqpar.families._find import steps_of
+from seqpar.graphs.graphs import Recording
+from seqpar.kernels.step_cache import RESIDUALS, add_change, extrapolate
+from seqpar.mesh.mesh import Axis
+from seqpar.transformer.forward import CallState
+from seqpar.types.arguments import check_kind
+
+STEP = "seqpar_step"  # an argument besides the transformer's own: which buffers a call uses
+KINDS = 4  # kinds of calls that keep buffers: of the two branches of two sizes
+BRANCHES = 8  # of guidance, each with its text; more are computed whole
+NAMES: Mapping[str, Mapping[str, int]] = {"dbcache": {"order": 0}, "taylorseer": {"order": 1}}
+
+
+@dataclass(frozen=True)
+class StepCache:
+    """Which steps are computed.
+
+    threshold: the change of the first blocks' residual, relative to its size, up to which a step reuses the others'.
+    head: the number of first blocks that every step computes. None: the family's own for both. back: of last blocks.
+    warmup: the first steps of each transformer that are computed. most: the most steps in a row that are not computed.
+    order: residuals are those of the last computed step (0), or extrapolated from 2 or 3 computed steps (1, 2).
+    mask: "1" for each step that is computed and "0" for each other one, in place of the change; later steps decide by
+    the change again. Raises ValueError for a number that no cache can have.
+    """
+
+    threshold: float | None = None
+    head: int | None = None
+    back: int = 0
+    warmup: int = 4
+    most: int = 3
+    order: int = 0
+    mask: str = ""
+
+    def __post_init__(self) -> None:
+        for name, least in (("head", 1), ("back", 0), ("warmup", 1), ("most", 1), ("order", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"got {name} {value!r} of a step cache, expected {least} or more")
+        if self.order >= RESIDUALS:
+            raise ValueError(f"got order {self.order} of a step cache, expected 0, 1 or 2")
+        if self.threshold is not None and not (0 <= float(self.threshold) < float("inf")):
+            raise ValueError(f"got threshold {self.threshold} of a step cache, expected 0 or more")
+        if set(self.mask) - {"0", "1"}:
+            raise ValueError(f"got mask {self.mask!r} of a step cache, expected 1 (computed) and 0 for each step")
+
+    @staticmethod
+    def of(text: str) -> StepCache:
+        """Return the cache that a text names: "dbcache", or "taylorseer:threshold=0.2,head=2"."""
+        name, _, options = text.partition(":")
+        if name not in NAMES:
+            raise ValueError(f"got step cache {name!r}, expected {' or '.join(NAMES)}, as in dbcache:threshold=0.1")
+        kinds: dict[str, Callable[[str], Any]] = {x.name: int for x in fields(StepCache)}
+        kinds |= {"threshold": float, "mask": str}
+        given: dict[str, Any] = dict(NAMES[name])
+        for option in options.split(",") if options else ():
+            key, _, value = option.partition("=")
+            try:
+                given[key] = kinds[key](value)
+            except (KeyError, ValueError):
+                known = ", ".join(kinds)
+                raise ValueError(
+                    f"got {option!r} for a step cache, expected NAME=NUMBER with a name of {known}"
+                ) from None
+        return StepCache(**given)
+
+    def __str__(self) -> str:
+        name = "taylorseer" if self.order else "dbcache"
+        shown = (x.name for x in fields(self) if getattr(self, x.name) != x.default)
+        options = ",".join(f"{key}={getattr(self, key)}" for key in shown if (name, key) != ("taylorseer", "order"))
+        return f"{name}:{options}" if options else name
+
+
+@dataclass
+class Step:
+    """A step of a run: whether it was computed, and the change of its first blocks (None in the first step)."""
+
+    computed: bool
+    change: float | None
+
+
+@dataclass
+class _Branch:
+    """Buffers of one kind of call of one branch, and which steps they hold. `computed`: step numbers, newest first."""
+
+    number: int
+    seen: Tensor  # bits of the text, added up
+    sums: Tensor
+    host: Tensor
+    weights_J: Tensor
+    before_BlE: Tensor | None = None
+    present: list[bool] = field(default_factory=list[bool])  # which outputs of the last block are no None
+    residuals: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
+    computed: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])  # the first and the last timestep
+
+    def restart(self) -> None:
+        self.computed.clear()
+        self.times.clear()
+
+    def continues(self, time: float) -> bool:
+        """Return whether a timestep goes on in the direction of those before."""
+        first, last = (self.times[0], self.times[-1]) if self.times else (time, None)
+        return last is None or (time != last and (last - first) * (time - last) >= 0)
+
+
+def step_cache(value: StepCache | str | None) -> StepCache | None:
+    """Return the step cache of an argument `cache=`; ValueError for another value."""
+    check_kind("cache", value, StepCache, str, type(None), expected="the name of a step cache, or seqpar.StepCache")
+    return StepCache.of(value) if isinstance(value, str) else value
+
+
+def completed(options: StepCache, module: nn.Module) -> tuple[StepCache, StepBlocks]:
+    """Return options with the family's defaults, and its blocks; ValueError for a transformer without a step cache."""
+    of, name = steps_of(module), type(module).__name__
+    if of is None:
+        raise ValueError(f"{name} has no step cache: what its blocks pass on to each other is not known")
+    head, threshold = options.head or of.head, of.threshold if options.threshold is None else options.threshold
+    options = replace(options, head=head, threshold=threshold)
+    _blocks(options, of, module)
+    return options, of
+
+
+def _blocks(options: StepCache, of: StepBlocks, module: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    blocks = [(part, names) for path, names in of.lists.items() for part in submodules(module, f"{path}.*?")]
+    head = options.head or of.head
+    if head + options.back >= len(blocks):
+        raise ValueError(
+            f"got a step cache that computes {head} blocks at the head and {options.back} at the back in every step, "
+            f"which leaves none of the {len(blocks)} blocks of {type(module).__name__}; use fewer"
+        )
+    if blocks[head][1] != blocks[0][1]:
+        raise ValueError(f"got head={head} of a step cache, expected fewer: the first blocks must be of one kind")
+    return blocks
+
+
+class StepCaching:
+    """The step cache of one transformer. recording: what captures its calls as CUDA graphs now, if anything does.
+
+    Raises ValueError where the transformer has too few blocks, or blocks that are not known.
+    """
+
+    def __init__(self, options: StepCache, module: nn.Module, state: CallState) -> None:
+        self.options, of = completed(options, module)
+        self._of, self._state = of, state
+        self.recording: Callable[[], Recording | None] = lambda: None
+        self.on, self.log = True, list[Step]()  # the steps of the run
+        self._branches = OrderedDict[Hashable, list[_Branch | None]]()
+        self._made = 0  # how many branches have had buffers
+        self._ordinals = dict[Hashable, int]()
+        self._now: _Branch | None = None
+        self._decided: bool | None = None  # whether this call computes; None before it is decided
+        self._skips = False
+        self._run: _Run | None = None
+
+    # Between calls ------------------------------------------------------------------------------------------------
+
+    def hooks(self, module: nn.Module) -> Mapping[nn.Module, StepHook]:
+        """Return the hooks of all blocks of the module as it is now; ValueError if there are too few."""
+        blocks, head = _blocks(self.options, self._of, module), self.options.head or 0
+        last = len(blocks) - 1 - self.options.back
+        return {
+            part: StepHook(self, names, index == 0, index == head, head <= index <= last, index == last)
+            for index, (part, names) in enumerate(blocks)
+        }
+
+    def reset(self) -> None:
+        """Start a run: nothing of earlier calls is reused."""
+        for branches in self._branches.values():
+            for branch in branches:
+                if branch is not None:
+                    branch.restart()
+        self._ordinals.clear()
+        self.log = []
+
+    def ordinal(self, label: str | None, text: Tensor | None) -> int:
+        """Return which branch of guidance a call is, by the name that its pipeline gives it, or by its text's memory.
+
+        A text in the memory of another one has the buffers of that branch, but other bits, and is computed.
+        """
+        key = label if label is not None else None if text is None else (text.data_ptr(), tuple(text.shape))
+        return self._ordinals.setdefault(key, min(len(self._ordinals), BRANCHES - 1))
+
+    def text_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Return the text of a call, by which branches are told apart."""
+        text = arguments.get(self._of.text)
+        text = text[0] if isinstance(text, (list, tuple)) and text else text
+        return text if isinstance(text, Tensor) else None
+
+    def enter(self, kind: Hashable, ordinal: int) -> int | None:
+        """Return the number of the buffers that the next call uses (`STEP`); None if a call of this kind has none.
+
+        kind: equal on all ranks for calls whose ranks compute the same shapes as before.
+        """
+        if kind is None:
+            return None
+        if kind not in self._branches:
+            while len(self._branches) >= KINDS:
+                self._branches.popitem(last=False)
+            self._branches[kind] = [None] * BRANCHES
+        self._branches.move_to_end(kind)
+        branches, device = self._branches[kind], self._state.mesh.device
+        if (branch := branches[ordinal]) is None:
+            self._made += 1
+            host = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+            integers: Any = {"dtype": torch.int64, "device": device}
+            weights = torch.eye(self.options.order + 1, dtype=torch.float64, device=device)[0]
+            made = self._made * BRANCHES + ordinal
+            branch = _Branch(made, torch.zeros(1, **integers), torch.zeros(2, **integers), host, weights)
+            branches[ordinal] = branch
+        self._now, self._decided = branch, None
+        return branch.number
+
+    def has(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a call of these arguments can leave blocks out."""
+        return self.on and self._of.time in arguments
+
+    # In a call ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _rehearses(self) -> bool:
+        # whether this run only warms up for a capture: it computes all and keeps nothing
+        recording = self.recording()
+        return recording is not None and recording.is_rehearsal
+
+    def begin(self, number: int | None, arguments: Mapping[str, Any]) -> None:
+        """Begin a call's computation. number: what `enter` returned; None computes all blocks. arguments: whole."""
+        branch, self._run, self._skips = self._now, None, False
+        if number is None or branch is None or branch.number != number:
+            return
+        text, time = self.text_of(arguments), arguments[self._of.time]
+        bits = _bits(text) if text is not None else branch.seen.new_zeros(1)
+        now = torch.as_tensor(time, device=branch.seen.device).double().max().reshape(1).view(torch.int64)
+        self._run = _Run(branch, (bits != branch.seen).long(), bits, now)
+
+    def end(self) -> None:
+        self._run = None
+
+    def starts(self, x_BlE: Tensor) -> None:
+        """Take the latents before the first block."""
+        if self._run is not None:
+            self._run.start_BlE = x_BlE
+
+    def compares(self, streams: Mapping[str, Tensor], latents: Tensor) -> None:
+        """End the head: compare its residual with the last computed step's. streams: inputs of the next block."""
+        run = self._run
+        if run is None:
+            return
+        branch, rehearses = run.branch, self._rehearses
+        run.streams, run.made = streams, dict(self._state.made)
+        assert run.start_BlE is not None
+        before = branch.before_BlE
+        if before is None:
+            before = branch.before_BlE = torch.zeros_like(latents, memory_format=torch.contiguous_format)
+        branch.sums.zero_()
+        add_change(_three(latents), _three(run.start_BlE), _three(before), branch.sums)
+        local = torch.cat([branch.sums, run.changed])
+        for axis in _axes(self._state):
+            local = self._state.exchanges.gathered("step cache", axis, local[None]).sum(0)
+        if rehearses:
+            return
+        branch.seen.copy_(run.bits)
+        branch.host.copy_(torch.cat([local, run.time]), non_blocking=True)
+        if (recording := self._recording()) is not None:
+            recording.cut(self._computes)
+        else:
+            self._skips = not self._computes()
+        if not self._skips:
+            torch.sub(latents, run.start_BlE, out=before)
+
+    def ends(self, results: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
+        """End the rest: keep its residual, or return what kept ones make. results: None if it was left out."""
+        run, state = self._run, self._state
+        assert run is not None
+        branch = run.branch
+        state.handed.clear()  # what blocks left for the next ones is not kept
+        state.made = run.made
+        if results is None:
+            made = [torch.empty_like(x) for x in branch.residuals[0]]
+            self._reuse(run, made)
+            kept = iter(made)
+            return [next(kept) if is_there else None for is_there in branch.present]
+        outputs = [x for x in results if x is not None]
+        if not branch.residuals:
+            branch.present = [x is not None for x in results]
+            for _ in range(self.options.order + 1):
+                branch.residuals.append([torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in outputs])
+            self._reuse(run, [torch.empty_like(x) for x in outputs])  # a kernel cannot be compiled in a capture
+            self._say(branch)
+        if self._rehearses:
+            return results
+        for later, earlier in zip(branch.residuals[:0:-1], branch.residuals[-2::-1], strict=True):
+            for x, of in zip(later, earlier, strict=True):
+                x.copy_(of)
+        for piece, out, residual in self._pieces(run, outputs, branch.residuals[0]):
+            torch.sub(out, piece, out=residual)
+        if (recording := self._recording()) is not None:
+            recording.cut(lambda: not self._decided)
+            self._reuse(run, outputs)
+            recording.cut()
+        return results
+
+    def _pieces(
+        self, run: _Run, outputs: Sequence[Tensor], residuals: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        # (stream before, output, residual) of each stream; one output may be several streams, joined in their order
+        given, present = list(run.streams.values()), run.branch.present
+        if len(given) == len(present):
+            given = [x for x, is_there in zip(given, present, strict=True) if is_there]
+            return list(zip(given, outputs, residuals, strict=True))
+        sizes = [x.shape[1] for x in given]
+        return list(zip(given, outputs[0].split(sizes, 1), residuals[0].split(sizes, 1), strict=True))
+
+    def _reuse(self, run: _Run, outputs: Sequence[Tensor]) -> None:
+        by_age = [self._pieces(run, outputs, residuals) for residuals in run.branch.residuals]
+        for same in zip(*by_age, strict=True):
+            residuals = [_three(residual) for *_, residual in same]
+            extrapolate(_three(same[0][0]), residuals, run.branch.weights_J, _three(same[0][1]))
+
+    def _recording(self) -> Recording | None:
+        recording = self.recording()
+        return recording if recording is not None and recording.is_open else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether a call is computed that may leave blocks out."""
+        return self._run is not None
+
+    @property
+    def skips(self) -> bool:
+        """Whether this call leaves them out."""
+        return self._run is not None and self._skips
+
+    # Decision -----------------------------------------------------------------------------------------------------
+
+    def _computes(self) -> bool:
+        # waits for the head, and decides; all ranks read the same numbers
+        branch = self._now
+        assert branch is not None
+        changed_by, size, texts, time = self._read(branch)
+        leads, at = branch.number % BRANCHES == 0, len(self.log) - 1
+        if texts or not branch.continues(time):  # another run, which nothing has announced
+            branch.restart()
+            if leads:
+                for one in (one for branches in self._branches.values() for one in branches if one is not None):
+                    one.restart()
+                self.log = []
+        branch.times = [*branch.times[:1], time]
+        if leads:
+            at = len(self.log)
+            computes = self._decides(branch, at, changed_by, size)
+            self.log.append(Step(computes, changed_by / size if branch.computed and size else None))
+        else:
+            # as the first branch in this step, if the residual is of the step whose residual that one has
+            lead = next((number for number in range(at - 1, -1, -1) if self.log[number].computed), None)
+            computes = at < 0 or self.log[at].computed or branch.computed[:1] != [lead]
+        if computes:
+            branch.computed = [max(at, 0), *branch.computed][: self.options.order + 1]
+        else:
+            self._weigh(branch, at)
+        self._decided = computes
+        return computes
+
+    def _decides(self, branch: _Branch, at: int, changed_by: int, size: int) -> bool:
+        options = self.options
+        if not branch.computed:
+            return True
+        if at < len(options.mask):
+            return options.mask[at] == "1"
+        if at < options.warmup or at - branch.computed[0] > options.most:
+            return True
+        assert options.threshold is not None
+        return not changed_by <= options.threshold * size
+
+    def _weigh(self, branch: _Branch, at: int) -> None:
+        # weights of the polynomial through the residuals of computed steps; those that are not there count nothing
+        if self.options.order == 0:
+            return
+        steps, weights = branch.computed, [0.0] * (self.options.order + 1)
+        for index, step in enumerate(steps):
+            weights[index] = 1.0
+            for other in steps:
+                weights[index] *= (at - other) / (step - other) if other != step else 1.0
+        branch.weights_J.copy_(torch.tensor(weights, dtype=torch.float64))
+
+    def _read(self, branch: _Branch) -> tuple[int, int, int, float]:
+        if branch.seen.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            watch = self._state.mesh.world.watch
+            while not event.query() and (watch is None or watch.failed is None):
+                pass  # a pause would be longer than the wait
+        changed_by, size, texts, _ = branch.host.tolist()
+        return changed_by, size, texts, branch.host[3:].view(torch.float64).item()
+
+    def _say(self, branch: _Branch) -> None:
+        kept = [branch.before_BlE, *(x for residuals in branch.residuals for x in residuals)]
+        count = sum(x.numel() * x.element_size() for x in kept if x is not None)
+        self._state.say(f"step cache {self.options}: {count / 1e9:.2f} GB on rank 0 for each branch of a size")
+
+
+@dataclass
+class _Run:
+    """A call while it is computed. changed: whether its text has other bits than in the last call of its branch."""
+
+    branch: _Branch
+    changed: Tensor
+    bits: Tensor
+    time: Tensor
+    start_BlE: Tensor | None = None
+    streams: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    made: dict[Hashable, tuple[object, Any]] = field(default_factory=dict[Hashable, tuple[object, Any]])
+
+
+class StepHook(ModelHook):
+    """A block of a transformer with a step cache. names: the inputs that its outputs replace, in order."""
+
+    def __init__(
+        self, cache: StepCaching, names: tuple[str, ...], starts: bool, compares: bool, may_skip: bool, ends: bool
+    ) -> None:
+        super().__init__()
+        self._cache, self._names = cache, names
+        self._starts, self._compares, self._may_skip, self._ends = starts, compares, may_skip, ends
+
+    def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns, or its inputs if it is left out."""
+        cache = self._cache
+        if not cache.runs or not (self._starts or self._may_skip):
+            return own(*args, **kwargs)
+        given = dict(zip(parameters(module), args, strict=False)) | kwargs
+        streams = {name: given[name] for name in self._names}
+        latents = streams.get("hidden_states", streams[self._names[0]])
+        if self._starts:
+            cache.starts(latents)
+        if self._compares:
+            cache.compares(streams, latents)
+        if not self._may_skip:
+            return own(*args, **kwargs)
+        if cache.skips:
+            passed = cache.ends(None) if self._ends else list(streams.values())
+            return tuple(passed) if len(passed) > 1 else passed[0]
+        out = own(*args, **kwargs)
+        if not self._ends:
+            return out
+        outputs = cache.ends(list(out) if isinstance(out, tuple) else [out])
+        return tuple(outputs) if isinstance(out, tuple) else outputs[0]
+
+
+def _three(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x[None] if x.dim() == 2 else x.flatten(1, -2)
+
+
+def _axes(state: CallState) -> list[Axis]:
+    mesh = state.mesh
+    return [axis for axis in (mesh.sequence, mesh.cfg, mesh.data) if axis.size > 1]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, added up, (1,) int64."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()]).sum(dtype=torch.int64).reshape(1)

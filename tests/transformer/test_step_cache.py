@@ -1,0 +1,158 @@
+# pyright cannot infer the types of diffusers' modules
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""Tests the step cache: each family's blocks, decisions that no split changes, and that no run reuses another's steps.
+
+The truth of a schedule of steps is the unchanged transformer in fp64, whose blocks are left out by a few lines here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import seqpar
+from seqpar.families._cuts import StepBlocks, parameters, submodules
+from seqpar.families._find import STEPS
+from seqpar.transformer.parallelize import call_of
+from seqpar.transformer.step_cache import StepCache
+from tests.support.diffusers_tiny import MODELS, Tiny, flat, of_family
+from tests.support.foreign import StayDouble
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+TOLERANCE = 1e-10
+KINDS = tuple(sorted(STEPS))
+MASK = "11010010"
+
+
+def tiny_of(kind: str) -> Tiny:
+    named = next((tiny for tiny in MODELS.values() if tiny.kind == kind), None)
+    return of_family(kind) if named is None else named
+
+
+class Plain:
+    """Leaves out blocks of an unchanged transformer by a mask. weights: of kept residuals, newest first, by step."""
+
+    def __init__(self, module: nn.Module, steps: StepBlocks, head: int, back: int, order: int) -> None:
+        blocks = [(part, names) for path, names in steps.lists.items() for part in submodules(module, f"{path}.*?")]
+        self.computes, self.step, self.order = True, 0, order
+        self.kept: dict[str, list[tuple[int, list[Tensor]]]] = {}
+        self.branch, self.before = "", list[Tensor]()
+        last = len(blocks) - 1 - back
+        self.joins = blocks[last][1] != blocks[0][1]
+        for index, (part, names) in enumerate(blocks[head : last + 1], head):
+            part.forward = self.wrapped(part, part.forward, names, index == head, index == last)
+
+    def wrapped(
+        self, part: nn.Module, own: Callable[..., Any], names: tuple[str, ...], first: bool, last: bool
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(parameters(part), args, strict=False)) | kwargs
+            if first:
+                self.before = [given[name] for name in names]
+            if self.computes:
+                out = own(*args, **kwargs)
+                if last:
+                    outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+                    residual = [x - y for x, y in zip(outputs, self.starts(outputs), strict=True)]
+                    kept = self.kept.setdefault(self.branch, [])
+                    kept.insert(0, (self.step, residual))
+                    del kept[self.order + 1 :]
+                return out
+            if not last:
+                return given[names[0]] if len(names) == 1 else tuple(given[name] for name in names)
+            result = self.starts(self.kept[self.branch][0][1])
+            for at, residual in self.kept[self.branch]:
+                weight = 1.0
+                for other, _ in self.kept[self.branch]:
+                    weight *= (self.step - other) / (at - other) if other != at else 1.0
+                result = [x + weight * y for x, y in zip(result, residual, strict=True)]
+            return result[0] if len(names) == 1 else (*[None] * (len(names) - len(result)), *result)
+
+        return forward
+
+    def starts(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        if len(self.before) == len(outputs):
+            return self.before
+        return [torch.cat(self.before, 1)] if self.joins else self.before[-len(outputs) :]
+
+
+def latents_of(given: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in given else "x"
+
+
+def loop(
+    tiny: Tiny,
+    module: Any,
+    device: torch.device | str,
+    steps: int = len(MASK),
+    branches: int = 2,
+    begin: Callable[[int, int], None] = lambda step, branch: None,
+    times: Sequence[float] = (),
+    shift: float = 0.0,
+) -> list[Tensor]:
+    """Return the first result of each call of a loop with guidance. shift: of the texts, by which they are others."""
+    given, made, result = tiny.arguments(device), list[Tensor](), torch.empty(0)
+    name, text, time = latents_of(given), STEPS[tiny.kind].text, STEPS[tiny.kind].time
+    latents, timestep = given[name], given[time]
+    texts = [pytree.tree_map(partial(operator.add, branch + shift), given.get(text)) for branch in range(branches)]
+    with torch.no_grad(), StayDouble():
+        for step in range(steps):
+            given[time] = timestep * (1 - 0.1 * step if not times else times[step])
+            for branch in range(branches):
+                begin(step, branch)
+                if text in given:
+                    given[text] = texts[branch]
+                named = hasattr(module, "cache_context")
+                with module.cache_context("uncond" if branch else "cond") if named else nullcontext():
+                    result = flat(module(**{**given, name: latents}, return_dict=False))[0]
+                made.append(result.clone())
+            if isinstance(latents, Tensor) and result.shape == latents.shape:
+                latents = latents - 0.05 * result
+    return made
+
+
+@cache
+def truth(kind: str, device: str, order: int, back: int, branches: int = 2) -> list[Tensor]:
+    tiny = tiny_of(kind)
+    module, steps = tiny.build().to(device), STEPS[kind]
+    plain = Plain(module, steps, steps.head, back, order)
+
+    def begin(step: int, branch: int) -> None:
+        plain.step, plain.branch, plain.computes = step, str(branch), MASK[step] == "1"
+
+    return [x.cpu() for x in loop(tiny, module, device, branches=branches, begin=begin)]
+
+
+def cached(
+    rank: int, world: int, device: torch.device, kind: str, options: StepCache, layout: dict[str, Any]
+) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
+    tiny, sizes = tiny_of(kind), {name: size for name, size in layout.items() if isinstance(size, int)}
+    module = tiny.build().to(device)
+    named = {name: value for name, value in layout.items() if isinstance(value, str)}
+    seqpar.parallelize(module, make_mesh(device, **sizes), cache=options, **named)
+    made = loop(tiny, module, device)
+    call = call_of(module)
+    assert call is not None
+    assert call.steps is not None
+    return [x.cpu() for x in made], [(step.computed, step.change) for step in call.steps.log]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_family_are_left_out(ranks: Pool, kind: str) -> None:
+    index = KINDS.index(kind)
+    world, order = (2, 3, 1, 4)[index % 4], index % 3
+    wanted = truth(kind, ranks.device, order, 0)
+    for made, log in ranks.run(world, cached, kind, StepCache(order=order, mask=MASK), {"cfg": 1}):
+        assert [computed for computed, _ in log] == [step == "1" for step in MASK]
+        errors = [float((x - y).abs().max() / y.abs().max()) for x, y in zip(made, wanted, strict=True)]
+        assert max(errors) <= TOLERANCE, errors

@@ -203,12 +203,19 @@ class ConvertArgs:
     """fp8: copy the folder of a diffusers pipeline with the weights of its transformer's blocks in 8 bits."""
 
 
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Show this machine's GPUs, links and versions, which kernels, transport and attention will be used and why, the
+    time of one matrix product and of one exchange, and what is missing."""
+
+
 COMMANDS: dict[str, type] = {
     "sample": Args,
     "plan": PlanArgs,
     "profile": ProfileArgs,
     "verify": VerifyArgs,
     "convert": ConvertArgs,
+    "doctor": DoctorArgs,
     "replica": ReplicaArgs,
 }
 # title of a part of the help -> its flags; the help of a command begins with flags that are in none

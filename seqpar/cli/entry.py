@@ -12,7 +12,7 @@ from seqpar.cli import args
 from seqpar.cli.signals import Handler, leaves, quick_exit, take
 from seqpar.types.flags import near, parsed
 
-SERVE = "serve"
+SERVE, DOCTOR = "serve", "doctor"
 COMMANDS = {
     "sample": "Generate images or videos",
     SERVE: "Start an OpenAI-compatible server",
@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Measure where step time goes, per rank",
     "verify": "Compare all strategies and data types with one rank",
     "convert": "Convert a published checkpoint to diffusers format",
+    DOCTOR: "Show GPUs, links, versions, what will be used and what is missing",
 }
 RENAMED = {"fidelity": "verify"}
 HELP = f"""usage: seqpar COMMAND [options]
@@ -61,6 +62,10 @@ def main() -> None:
             raise SystemExit(MISTAKE) from None
         except BrokenPipeError:  # of `seqpar sample --help | head`
             os._exit(128 + signal.SIGPIPE)
+    if words[0] == DOCTOR:
+        from seqpar.cli.doctor import main as doctor
+
+        quick_exit(doctor())
     from seqpar.cli.main import main as other
 
     other()

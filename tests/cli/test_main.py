@@ -39,7 +39,7 @@ def test_help_is_one_screen_with_the_commands_of_users() -> None:
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= WIDTH
     listed = re.findall(r"^  ([a-z]+) ", entry.HELP.partition("options:")[0], re.MULTILINE)
-    assert listed == ["sample", "serve", "plan", "profile", "verify", "convert"]
+    assert listed == ["sample", "serve", "plan", "profile", "verify", "convert", "doctor"]
 
 
 @pytest.mark.parametrize("name", entry.COMMANDS)

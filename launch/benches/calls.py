@@ -10,10 +10,11 @@ CUDA graph, without the GEMMs of the modulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -38,12 +39,14 @@ from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.timing import graphed
 from seqpar.families._find import CUTS, WORK
+from seqpar.families._find import STEPS as STEPS_OF
 from seqpar.families._masks import JOINED
 from seqpar.loop.loop import digest
 from seqpar.mesh import exact
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
 from seqpar.transformer.calibration import Precision
+from seqpar.transformer.step_cache import StepCache
 from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
@@ -79,6 +82,8 @@ class Calls(Flags):
     precision: Precision | None = None
     """Time our fused blocks in this precision beside the weights' own, in place of diffusers' modules; peers with
     torchao's layers in 8 bits, compiled and in a graph."""
+    cache: str | None = None
+    """Time our fused blocks also with this step cache, as dbcache:head=4: every step computed, and every second one."""
     exact: bool = False
     """Time the exact mode (seqpar/mesh/exact.py), with a digest of each result: equal digests are equal bits."""
 
@@ -134,6 +139,8 @@ def main(args: Calls) -> None:
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"got --layers {args.layers}, expected at least 1")
     args.check()
+    if args.cache is not None:
+        StepCache.of(args.cache)
     if args.exact:
         exact.turn_on()
     device = Mesh.joined().device
@@ -163,6 +170,8 @@ def ours(case: Case) -> Iterator[Row]:
             about |= {"precision": eight} if eight is not None and eight in way else {}
             about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
             yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
+        if case.args.cache is not None:
+            yield from with_step_cache(case, strategy, case.args.cache)
     if world % 2 == 0:
         strategy, way = case.args.strategy[0], ways[0]
         name, about = f"{way}, both branches on a cfg axis", {"strategy": strategy, "launch": way, "cfg": 2}
@@ -189,9 +198,49 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
         seqpar.release(module)
 
 
-def step_of(module: Any, case: Case, names: tuple[str, ...]) -> Tensor:
+SCHEDULES = {"each step computed": "1", "every second step computed": "10"}
+
+
+def with_step_cache(case: Case, strategy: str, cache: str) -> Iterator[Row]:
+    """Yield a row for each schedule of a step cache: two steps of one call, and of two (the branches of guidance)."""
+    for schedule, mask in SCHEDULES.items():
+        for calls in (1, 2):
+            about = {"strategy": strategy, "launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
+            name = f"fused blocks, {strategy}, {cache}, {schedule}" + (", two calls a step" if calls > 1 else "")
+            options = replace(StepCache.of(cache), mask=mask)
+            ready = partial(_with_step_cache, case, strategy, options, BRANCHES[:calls])
+            yield Row("ours", name, ready, case.ceiling(strategy), about, times=2 * calls)
+
+
+STEPS = 1 << 16  # of a run; more than are timed
+
+
+@contextmanager
+def _with_step_cache(case: Case, strategy: str, options: StepCache, names: tuple[str, ...]) -> Iterator[Timed]:
+    module, alone, steps = shared_copy(case.theirs), case.mesh.sequence.size == 1, count()
+    chosen = {"local": case.wide_local, "transport": "auto" if alone else case.args.transport, "cache": options}
+    seqpar.parallelize(module, case.mesh, strategy="auto" if alone else strategy, **chosen)
+    time = STEPS_OF[case.model.theirs].time
+
+    def two_steps() -> Tensor:
+        for _ in range(2):  # each step has a timestep of its own, as in a run
+            now = case.arguments[time].float() * (1 - next(steps) / STEPS)
+            out = step_of(module, case, names, {time: now})
+        return out
+
+    try:
+        keeps = Keeps(case)
+        step = keeps(two_steps)
+        for _ in range(CALLS):
+            step()
+        yield Timed.of(step, case.mesh.device, keeps.facts)
+    finally:
+        seqpar.release(module)
+
+
+def step_of(module: Any, case: Case, names: tuple[str, ...], more: Mapping[str, Any] | None = None) -> Tensor:
     state, out = case.model.state, []
-    fresh = {**case.arguments, state: tree_map(torch.clone, case.arguments[state])}
+    fresh = {**case.arguments, **(more or {}), state: tree_map(torch.clone, case.arguments[state])}
     for name in names:
         with module.cache_context(name) if hasattr(module, "cache_context") else nullcontext():  # SD3 has no such names
             out.append(first(module(**fresh, return_dict=False)[0]))

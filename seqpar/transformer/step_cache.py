@@ -48,8 +48,8 @@ class StepCache:
     head: the number of first blocks that every step computes. None: the family's own for both. back: of last blocks.
     warmup: the first steps of each transformer that are computed. most: the most steps in a row that are not computed.
     order: residuals are those of the last computed step (0), or extrapolated from 2 or 3 computed steps (1, 2).
-    mask: "1" for each step that is computed and "0" for each other one, in place of the change; later steps decide by
-    the change again. Raises ValueError for a number that no cache can have.
+    mask: "1" for each step that is computed and "0" for each other one, in place of the change; it repeats ("10"
+    computes every second step). Raises ValueError for a number that no cache can have.
     """
 
     threshold: float | None = None
@@ -393,8 +393,8 @@ class StepCaching:
         options = self.options
         if not branch.computed:
             return True
-        if at < len(options.mask):
-            return options.mask[at] == "1"
+        if options.mask:
+            return options.mask[at % len(options.mask)] == "1"
         if at < options.warmup or at - branch.computed[0] > options.most:
             return True
         assert options.threshold is not None

@@ -21,6 +21,7 @@ NARROW = {
     "rows8": {4, 8},  # the scale of a row, and its values
     "weight8": {4},  # the scale of a row
     "narrowing": {4},  # the same
+    "extrapolate": {8},  # weights
     "merge": {4},  # log-sum-exps, one for each row of a head
     "tokens": {4},  # those of the merge among them
     "outboxes": {8},  # the table of places

@@ -41,6 +41,7 @@ from seqpar.kernels import (
     push,
     rows8,
     softmax_weights,
+    step_cache,
     weight8,
 )
 from seqpar.kernels import images as image_kernels
@@ -185,6 +186,16 @@ def launches() -> dict[str, Launch]:
         "model, unidiffuser-v1": as_on_gpus("unidiffuser-v1"),
         **{kind: partial(step_of, kind) for kind in test_steps.KINDS},
         **{f"multistep, {p} and {q}": partial(multistepped, p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))},
+        **{
+            f"change, {dtype}": partial(step_cache.launch_change, *[rows(1, 8, 3072, dtype=dtype)] * 3, sums)
+            for sums in [torch.zeros(2, dtype=torch.int64)]
+            for dtype in (BF16, FP32)
+        },
+        **{
+            f"extrapolate, {count}": partial(step_cache.launch_extrapolate, x, [x] * count, weights[:count], x)
+            for x, weights in [(rows(1, 8, 3072), torch.ones(3, dtype=torch.float64))]
+            for count in (1, 2, 3)
+        },
         "wide, 512": partial(wide, 4096, 512),
         "wide, 512, uneven": partial(wide, 4001, 512),
         "flags": lambda: flags.launch(four_ranks(), True, True),

@@ -28,8 +28,8 @@ INTRODUCTION = """# Benchmarks
 
 A bar is the measured time of a call times the calls of a run, without text encoders and VAE, with random weights of the
 released sizes. Bars of seqpar and a peer in bf16 are of one machine and day. *SGLang was not run: its bars are
-[figures that it published](#published-by-others), which include the scheduler's steps. Start-up,
-memory and serving are on the pages of each date ([list](#all-pages)).
+[figures that it published](#published-by-others), which include the scheduler's steps. [How fast on
+1 to 8 GPUs](../speed.md). Start-up, memory and serving are on the pages of each date ([list](#all-pages)).
 
 """
 TABLES = """## By model

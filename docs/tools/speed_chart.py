@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from docs.tools.benchmarks_page import FOLDER, lines, newest
@@ -52,11 +53,13 @@ class Bar:
     seconds: float
 
 
-def bars(run: Run) -> Iterator[Bar]:
-    """Yield the bars of a run: the least time of each kind in the newest file that has it.
+@cache
+def bars(run: Run) -> list[Bar]:
+    """Return the bars of a run: the least time of each kind in the newest file that has it.
 
     In bf16, seqpar and its peer come from one file if any has both: one machine, one day.
     """
+    shown = list[Bar]()
     for gpus in GPUS:
         files = [list(_of(run, gpus, path)) for path in newest("2*.jsonl")]
         bf16 = _first(files, {"ours", "peer"}) or _first(files, {"ours"})
@@ -65,7 +68,8 @@ def bars(run: Run) -> Iterator[Bar]:
         kinds |= {kind: _first(files, {kind}) for kind in ("peer8", "ours8")}
         for kind, found in kinds.items():
             if of_kind := [bar for bar in found if bar.kind == kind]:
-                yield min(of_kind, key=lambda bar: bar.seconds)
+                shown.append(min(of_kind, key=lambda bar: bar.seconds))
+    return shown
 
 
 def _first(files: list[list[Bar]], kinds: set[str]) -> list[Bar]:
@@ -125,7 +129,7 @@ def svg(theme: str, columns: tuple[tuple[int, ...], ...]) -> str:
 
 def _panel(run: Run, x: float, y: float) -> tuple[list[str], float]:
     """Draw the bars of a run, on the scale of the longest, and return where the panel ends."""
-    found = list(bars(run))
+    found = bars(run)
     longest, gpus = max(bar.seconds for bar in found), 0
     drawn = [_text(x, y + 18, run.title, "b"), _text(x, y + 34, f"{run.what}: seconds of denoising", "s")]
     y += 42

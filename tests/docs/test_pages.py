@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from docs.tools import benchmarks_page, speed_chart, strategy_pictures
+from docs.tools import benchmarks_page, speed_chart, speed_page, strategy_pictures
 from docs.tools.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
 from seqpar.families._find import FUSED
 from seqpar.loop.models import large_dit
@@ -34,6 +34,10 @@ def test_the_page_of_benchmarks_is_made_of_the_lines() -> None:
     gains = sorted(float(gain) for _, gain in rows)
     claim = f"{gains[0]:.2f} to {gains[-1]:.2f} x as fast as the faster of diffusers and cache-dit"
     assert f"{claim}, for {len({model.strip() for model, _ in rows})} models" in README.read_text(encoding="utf-8")
+
+
+def test_the_page_of_speed_is_made_of_the_lines_and_the_planner() -> None:
+    assert speed_page.PAGE.read_text(encoding="utf-8") == speed_page.page(), "python -m docs.tools.speed_page --write"
 
 
 def test_the_pictures_are_made_of_the_data() -> None:
@@ -140,6 +144,13 @@ def test_nothing_installs_a_name_that_is_not_published() -> None:
 def test_every_model_has_its_way(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [path.name for path in (ROOT / "docs" / "models").glob("*.md") if f"models/{path.name}" not in text] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "models").glob("*.md")), ids=lambda page: page.stem)
+def test_a_models_page_has_command_memory_time_and_licence(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for section in ("Commands", "Memory", "Time", "Licence of the weights"):
+        assert re.search(rf"^## {section}\n\n\S", text, re.MULTILINE), section
 
 
 def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> None:

@@ -56,13 +56,19 @@ class Row:
 SHORT: Mapping[str, Callable[[], Any]] = {"max_sequence_length": lambda: 32}  # tokens of a text
 ROWS = {
     **{name: Row(name, SHORT) for name in ("flux", "sd3", "flux2_klein", "flux2_klein_base", "z_image", "anima")},
-    "qwen_image": Row("qwen_image"),
+    **{name: Row(name) for name in ("qwen_image", "qwen_image21")},
+    "flux2": Row("flux2", {"text_encoder_out_layers": lambda: (0, 1, 2), **SHORT}),
     "flux3": Row("flux3", {"max_new_tokens": lambda: 4}),
     "krea2": Row("krea2", {"max_sequence_length": lambda: 16}),
     "flux2_klein, image": Row("flux2_klein", {"image": picture, **SHORT}),
     "qwen_image, image": Row("qwen_image", {"image": picture}),
-    **{name: Row(name, {"num_frames": lambda: 5}) for name in ("wan", "wan22", "ltx")},
-    "ltx2": Row("ltx2", {"num_frames": lambda: 9, "max_sequence_length": lambda: 16}),
+    "qwen_image21, image": Row("qwen_image21", {"image": picture, "output_resolution": lambda: 32}),
+    **{name: Row(name, {"num_frames": lambda: 5}) for name in ("wan", "ltx", "hunyuan_video15")},
+    "wan22_vace": Row("wan22_vace", {"num_frames": lambda: 5, "video": lambda: [picture().resize((48, 48))] * 5}),
+    # its decoder computes with flex_attention, which is slow without a compiler
+    "ltx25": Row(
+        "ltx25", {"output_type": lambda: "latent", "frame_rate": lambda: 8.0, "max_sequence_length": lambda: 16}
+    ),
     "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),
     "minimax_h3": Row("minimax_h3"),
     "minimax_h3, parked": Row("minimax_h3", park=True),
@@ -88,9 +94,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def made(pipe: Any, row: Row, seed: int = 0) -> list[np.ndarray]:
     """Return the images or videos of a pipeline, and their sounds."""
     hide_bars(pipe)
-    arguments = {name: value() for name, value in row.arguments.items()}
+    arguments = {"output_type": "np", **{name: value() for name, value in row.arguments.items()}}
     generator = torch.Generator().manual_seed(seed)
-    out = pipe(prompt="a red cat", **SMALL, **arguments, generator=generator, output_type="np", output=[*OUTPUTS])
+    out = pipe(prompt="a red cat", **SMALL, **arguments, generator=generator, output=[*OUTPUTS])
     return [np.asarray(out[name]) for name in ("images", "videos", "audio") if out[name] is not None]
 
 

@@ -9,20 +9,17 @@ import torch
 
 from seqpar.families._modular import is_modular
 from tests.support import pipelines
-from tests.support.diffusers_tiny import FLUX3, Z_IMAGE, sizes
+from tests.support.diffusers_tiny import FLUX3, HEADS, Z_IMAGE, sizes
 from tests.support.pipelines import COUNT, ENCODER, ENCODERS, THEIRS, WIDTH, random_weights
 
-IMAGE = "<|image_pad|>"
-SPECIAL = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
+SPECIAL = {f"{name}_token": f"<|{name}|>" for name in ("vision_start", "vision_end")}
+SPECIAL |= {f"{name}_token": f"<|{name}_pad|>" for name in ("image", "video")}
 RATE = 8000  # of a sound
 
 
 def words() -> Any:
     """Return a tokenizer with the tokens that stand for images."""
-    made = pipelines.tokenizer(512)
-    made.add_special_tokens({"extra_special_tokens": [*SPECIAL]})
-    made.image_token, made.image_token_id = IMAGE, made.convert_tokens_to_ids(IMAGE)
-    return made
+    return pipelines.tokenizer(512, extra_special_tokens=SPECIAL)
 
 
 def qwen3_vl(seed: int, layers: int) -> Any:
@@ -38,7 +35,7 @@ def qwen3_vl(seed: int, layers: int) -> Any:
 def processor(tokens: Any) -> Any:
     """Return a processor that reads images as that of Qwen3-VL, which needs torchvision."""
     pixels = ENCODERS.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=56 * 56, max_pixels=56 * 56)
-    return ENCODERS.LlavaProcessor(image_processor=pixels, tokenizer=tokens, chat_template=tokens.chat_template)
+    return ENCODERS.PaddleOCRVLProcessor(image_processor=pixels, tokenizer=tokens, chat_template=tokens.chat_template)
 
 
 def anima() -> Any:
@@ -179,6 +176,63 @@ def ltx2_ordinary() -> Any:
     """Return the ordinary pipeline with the same text encoder."""
     parts = {name: part for name, part in pipelines.ltx2().components.items() if part is not None}
     return THEIRS.LTX2Pipeline(**parts, text_encoder=qwen3(2, 1), tokenizer=words())
+
+
+def hunyuan_video15() -> Any:
+    """Return HunyuanVideo 1.5, whose blocks drop the first 108 tokens of a text."""
+    tokens = words()
+    tokens.chat_template = "{{ 'the ' * 108 }}{{ messages[-1]['content'] }}"
+    parts = {"text_encoder": qwen3(2, 3), "tokenizer": tokens}
+    parts |= {"text_encoder_2": pipelines.t5(3, width=8), "tokenizer_2": words()}
+    return like("HunyuanVideo15ModularPipeline", pipelines.hunyuan_video15(), **parts)
+
+
+def flux2() -> Any:
+    klein = pipelines.flux2_klein()
+    transformer = THEIRS.Flux2Transformer2DModel(**{**klein.transformer.config, "guidance_embeds": True})
+    parts = {"text_encoder": qwen3(2, 2), "tokenizer": with_template()}
+    return like("Flux2ModularPipeline", klein, transformer=random_weights(transformer, 4), **parts)
+
+
+def wan22_vace() -> Any:
+    """Return Wan 2.2 VACE, of which both experts read the frames that control the video."""
+    config = {**pipelines.WAN, "vace_layers": [0], "vace_in_channels": 96}
+    experts = [random_weights(THEIRS.WanVACETransformer3DModel(**config), seed) for seed in (5, 6)]
+    parts = dict(zip(("transformer", "transformer_2"), experts, strict=True))
+    return like("Wan22VaceModularPipeline", pipelines.wan(2), **parts)
+
+
+def qwen_image21() -> Any:
+    transformer = THEIRS.QwenImage21Transformer2DModel(
+        **sizes(16, 4, out_channels=4, context_in_dim=WIDTH, axes_dims_rope=(4, 6, 6))
+    )
+    blocks = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "dim_mult": [1] * 4, "num_res_blocks": 1}
+    blocks |= {"temperal_downsample": [False] * 3, "scale_factor_spatial": 8, "scale_factor_temporal": 1}
+    vae = THEIRS.AutoencoderKLQwenImage21(**blocks, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return of_blocks(
+        "QwenImage21ModularPipeline",
+        text_encoder=qwen3_vl(2, 2),
+        processor=processor(with_template()),
+        vae=random_weights(vae, 1),
+        transformer=random_weights(transformer, 5),
+        scheduler=pipelines.flow(),
+    )
+
+
+def ltx25() -> Any:
+    """Return LTX-2.5, whose decoder denoises, too; a model reads from the text how long a video is."""
+    from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
+
+    stages = {"decoder_head_dim": 8, "decoder_stage_channels": (16, 16), "decoder_stage_depths": (1, 1)}
+    stages |= {"decoder_stage_kernels": ((3, 3, 3),), "decoder_stage5_kernel": (3, 3, 3), "decoder_t_emb_dim": 8}
+    stages |= {"decoder_upsample_strides": ((2, 2, 2),), "decoder_upsample_channel_reductions": (1,)}
+    stages |= {"latent_channels": 4, "spatial_compression_ratio": 8, "temporal_compression_ratio": 2}
+    pipe, head = pipelines.ltx2(), {"pooler_hidden_dim": 16, "num_pooler_heads": 2, "mlp_hidden_dim": 8}
+    head |= dict.fromkeys(("video_cross_attention_dim", "audio_cross_attention_dim"), HEADS * pipelines.HEAD_DIM)
+    models: Any = {"diffusion_decoder": THEIRS.LTX2VideoDiffusionDecoderModel(**stages)}
+    models["duration_head"] = LTX2DurationHead(**head)
+    parts = {name: random_weights(model, seed) for seed, (name, model) in enumerate(models.items(), 7)}
+    return like("LTX25ModularPipeline", pipe, text_encoder=qwen3(2, 1), tokenizer=words(), **parts)
 
 
 def flux3() -> Any:

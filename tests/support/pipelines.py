@@ -30,16 +30,15 @@ ENCODER = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_head
 STAGES = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 
 
-def tokenizer(length: int) -> Any:
+def tokenizer(length: int, **options: Any) -> Any:
     """Return a tokenizer of whole words that ends texts with <eos>, for texts of up to `length` tokens."""
     vocabulary = {word: i for i, word in enumerate((*SPECIAL[:2], *WORDS, SPECIAL[2]))}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     end = vocabulary["<eos>"]
     made.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", end)])
-    return ENCODERS.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", model_max_length=length
-    )
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
+    return ENCODERS.PreTrainedTokenizerFast(tokenizer_object=made, **names, model_max_length=length, **options)
 
 
 def random_weights(module: nn.Module, seed: int) -> Any:

@@ -72,6 +72,8 @@ class Options:
     local: Annotated[str, Flag("NAME", name="local-attention", alias="--local")] = "auto"
     """Attention on one device: flash, sdpa, wide (head dims over 256), reference, fp8 (8 bits on Hopper, which changes
     the results: docs/precision.md). (torchrun on Python 3.11 reads --local as its own flag.)"""
+    attention_steps: Annotated[str | None, Flag("START:STOP")] = None
+    """With --local-attention fp8: the steps in 8 bits, such as 2:-2, all but the first two and the last two [all]."""
     transport: Annotated[str, Flag("NAME")] = "auto"
     """Data transfer between ranks: peer (writes into other GPUs' memory, one machine) or collective (NCCL, gloo); auto
     is peer where all GPUs can access each other's memory."""

@@ -25,6 +25,7 @@ from seqpar.planner.plan import check_names, is_lossy, parse_mesh, rank, transpo
 from seqpar.planner.predict import EIGHT_SPEED
 from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host
 from seqpar.planner.search import Preferences
+from seqpar.transformer.attention8 import check_steps
 from seqpar.types.arguments import check_whole
 from seqpar.types.guidance import check_layout
 from seqpar.vae.strips import spread_of
@@ -94,6 +95,7 @@ def check_flags(args: Args) -> None:
     """Raise ValueError for flags that are wrong whatever the model is."""
     _check_ranges(args)
     check_names(args.strategy, args.local, args.transport)
+    check_steps(args.attention_steps, is_lossy(args.local), args.min_psnr)
     parse_size(args.size)
     tuple(map(parse_lora, args.lora))
     for name in ("steps", "scheduler", "respacing", "min_psnr") if args.preset is not None else ():
@@ -152,6 +154,7 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
         size=parse_size(args.size),
         loras=tuple(map(parse_lora, args.lora)),
         images=tuple(pictures),
+        attention_steps=args.attention_steps,
     )
     request.check_precision(device)
     return request

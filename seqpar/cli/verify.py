@@ -104,7 +104,8 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
     for negative in job.arguments.get("negative_prompt", ())[:1]:  # also an empty one, for true guidance
         settings["negative_prompt"] = negative
-    names = {name: getattr(args, name) for name in ("mesh", "strategy", "local", "transport", "precision", "preset")}
+    same = ("mesh", "strategy", "local", "attention_steps", "transport", "precision", "preset")
+    names = {name: getattr(args, name) for name in same}
     mesh = None if args.mesh == "auto" else args.mesh
     options = {**names, "mesh": mesh, "vae": VAE[args.vae], "loras": args.lora}
     pipe = load(args.model, dtype=job.request.dtype, fp32_state=True, **options)

@@ -407,7 +407,8 @@ class DiffusersJob:
         strategy = plan.strategy.name if sequence else "auto"
         transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
         names: Any = {"strategy": strategy, "transport": transport, "local": plan.local.name, "vae": VAE[vae]}
-        parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None)
+        steps = self.request.attention_steps
+        parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None, attention_steps=steps)
         reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
         hide_bars(pipe, hidden)

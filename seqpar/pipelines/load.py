@@ -26,8 +26,9 @@ from seqpar.loading.parts import transformers_of
 from seqpar.loading.pipeline import load_pipeline
 from seqpar.loading.schedulers import FlowMatchFixedSigmas
 from seqpar.mesh.mesh import Mesh, default_dtype
-from seqpar.planner.plan import choose_local
+from seqpar.planner.plan import choose_local, is_lossy
 from seqpar.planner.search import Preferences
+from seqpar.transformer.attention8 import check_steps
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.budget import check_budget, check_searched, steps_of
 from seqpar.transformer.calibration import Precision, check_precision, why_not
@@ -52,6 +53,7 @@ def load(
     precision: Precision | None = None,
     min_psnr: float | None = None,
     budget_steps: int | None = None,
+    attention_steps: str | None = None,
     workflow: str | None = None,
     park: bool = False,
     preset: str | None = None,
@@ -82,6 +84,7 @@ def load(
         check_kind("park", park, bool, expected="True or False")
         check_precision(precision)
         check_budget(min_psnr, budget_steps, precision)
+        check_steps(attention_steps, is_lossy(local), min_psnr)
         if preset is not None and min_psnr is not None:
             raise ValueError("got min_psnr= with preset=, expected one of them: budgets are searched without presets")
         parts, adapters = checked(path_or_id, dtype, loras, vae, workflow)
@@ -105,6 +108,7 @@ def load(
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, **options)
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
     eight: Any = {"precision": precision, "min_psnr": min_psnr, "budget_steps": budget_steps}
+    eight["attention_steps"] = attention_steps
     parallelize(pipe, mesh, **names, **eight, cfg=_is_guided(few))
     if few is not None:
         set_preset(pipe, few)

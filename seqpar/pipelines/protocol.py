@@ -68,6 +68,7 @@ class GenerationRequest:
     strength: float | None = None
     precision: Precision | None = None
     min_psnr: float | None = None
+    attention_steps: str | None = None
     park: bool = False
 
     @property

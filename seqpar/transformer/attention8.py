@@ -8,6 +8,7 @@ of the calibration's run become 448 in e4m3; they are not counted, because a cou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from seqpar.types.protocols import Qkv8, state_dtype
 
 HEADROOM = 2.0
 MEANS, MOST = "|attention means", "|attention most"  # after an attention's path in the cache
+KEEPS = "seqpar_keeps_attention"  # an argument besides the transformer's own: whether attention keeps the dtype
 
 
 class Watched:
@@ -102,3 +104,40 @@ def rounding_of(means_2GD: Tensor, most_3G: Tensor, dtype: torch.dtype, device: 
     k_scale, v_scale = 2 ** ((q / k).log2() / 2).round(), 2.0 ** floor(log2(LARGEST / v))
     k_centre, v_centre = (x.to(device) for x in means_2GD)
     return Qkv8(k_scale.float().to(device), k_centre, v_scale, v_centre.to(dtype))
+
+
+# Steps of a run ------------------------------------------------------------------------------------------------
+
+
+def steps_of(text: str) -> slice:
+    """Return the steps START:STOP, as those of a Python slice; ValueError for another text."""
+    match = re.fullmatch(r"(-?\d+)?:(-?\d+)?", text)
+    if match is None:
+        raise ValueError(
+            f"got attention steps {text!r}, expected START:STOP, such as 2:-2, all but the first two and the last two"
+        )
+    return slice(*(number and int(number) for number in match.groups()))
+
+
+def check_steps(text: str | None, eight: bool, min_psnr: float | None) -> None:
+    """Raise ValueError for steps in which attention is in 8 bits, without such an attention or with a budget."""
+    if text is None:
+        return
+    steps_of(text)
+    if not eight:
+        raise ValueError(f"attention steps {text} need the local attention fp8")
+    if min_psnr is not None:
+        raise ValueError(f"attention steps {text} with a least PSNR: it is searched with one attention in all steps")
+
+
+def keeps_dtype(pipe: Any, text: str) -> bool:
+    """Return whether the step that a pipeline's scheduler makes next is none of START:STOP; ValueError if unknown."""
+    scheduler: Any = getattr(pipe, "scheduler", None)
+    if not hasattr(scheduler, "step_index"):
+        raise ValueError(
+            f"attention steps need a pipeline whose scheduler counts its steps (step_index), not "
+            f"{type(pipe if scheduler is None else scheduler).__name__}"
+        )
+    first = scheduler.begin_index or 0
+    now = first if scheduler.step_index is None else scheduler.step_index  # None before the first step of a run
+    return now - first not in range(len(scheduler.timesteps) - first)[steps_of(text)]

@@ -28,6 +28,7 @@ from seqpar.loading.parking import bring
 from seqpar.mesh.boundary import CancelledError
 from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
+from seqpar.transformer.attention8 import KEEPS
 from seqpar.transformer.foreign import is_offloaded, name_of
 from seqpar.transformer.guidance import STATE, Branches, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
@@ -65,6 +66,7 @@ class ShardedCall:
         if self.steps is not None and isinstance(capture, CudaCapture):
             self.steps.recording = lambda: capture.recording
         self.label: str | None = None  # how the pipeline names the call that it makes now
+        self.keeps_attention: Callable[[], bool] | None = None  # whether attention of the next call keeps the dtype
         self.boundary: Callable[[], None] | None = None  # runs before each call (`seqpar.mesh.boundary`)
         self.check: Callable[[], None] | None = None  # raises ValueError for what no call may find
         self.__wrapped__ = type(module).forward.__get__(module)
@@ -94,6 +96,8 @@ class ShardedCall:
         self._grads = torch.is_grad_enabled()
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
+        if self.keeps_attention is not None:
+            arguments[KEEPS] = self.keeps_attention()  # calls with and without have graphs of their own
         with torch.inference_mode(False), torch.no_grad(), self._resetting():
             # 1. all ranks take rank 0's arguments; one small gather on the host finds ranks that differ
             call = self.computed(self.rank_0s(arguments))
@@ -137,6 +141,7 @@ class ShardedCall:
         state.begin()
         try:
             number, steps = arguments.pop(STEP, None), self.steps
+            state.keeps_attention = arguments.pop(KEEPS, False)
             if steps is not None:
                 steps.begin(number, arguments)
             note = arguments.pop(NOTE, None)

@@ -47,6 +47,7 @@ class CallState:
         self.lengths = dict[str, int]()  # tokens of each stream
         self.of_one = set[str]()  # streams of which a tensor with one row was met, which may hold for all tokens
         self.padding = 0  # tokens at the end of the text that attention weighs as padding
+        self.keeps_attention = False  # whether attention of this call keeps its dtype
         self.prefix = 0  # tokens before the streams that every rank has whole
         self.masks: Mapping[str, Tensor] = {}  # key masks of streams
         # masks that attention was given, with their converted form: held, so that their addresses stay theirs
@@ -205,7 +206,7 @@ class CallState:
 
         eight: as calibrated. groups: the number of key-value heads. All ranks decide identically.
         """
-        if eight is None or not self.eight:
+        if eight is None or not self.eight or self.keeps_attention:
             return None
         reason = None
         if masked:

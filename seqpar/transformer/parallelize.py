@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +33,7 @@ from seqpar.planner.plan import Plan, check_names, is_lossy, make, named_mesh, p
 from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
+from seqpar.transformer.attention8 import check_steps, keeps_dtype
 from seqpar.transformer.blocks import unrounded
 from seqpar.transformer.budget import Budget, budgeted, check_budget, kept_in
 from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, fixed_run, why_not
@@ -223,6 +224,7 @@ def parallelize(
     min_psnr: float | None = None,
     budget_steps: int | None = None,
     cache: StepCache | str | None = None,
+    attention_steps: str | None = None,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -233,9 +235,10 @@ def parallelize(
     known ones of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. precision: "fp8" computes most GEMMs of fused blocks in 8 bits, with an error (docs/precision.md); None
-    keeps the weights' dtype. local: "fp8" does so for attention, on Hopper. calibrate: a function that calls the
-    pipeline or transformer with typical inputs, or what `seqpar.transformer.calibration.calibrated` returned; None uses
-    fixed prompts, which takes seconds once a model.
+    keeps the weights' dtype. local: "fp8" does so for attention, on Hopper; attention_steps: in steps START:STOP alone,
+    such as "2:-2", all but the first two and the last two. calibrate: a function that calls the pipeline or transformer
+    with typical inputs, or what `seqpar.transformer.calibration.calibrated` returned; None uses fixed prompts, which
+    takes seconds once a model.
     min_psnr: in dB, keeps the GEMMs in the weights' dtype that `seqpar.keep_budget` or `seqpar verify` found for it and
     budget_steps steps (None: the pipeline's own number) of the pipeline's scheduler; without a result a ValueError.
     cache: leaves most blocks of similar steps out, with an error (docs/caching.md): "dbcache" or "taylorseer", maybe
@@ -256,6 +259,9 @@ def parallelize(
         if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
             raise ValueError(f'local="{local}" takes the means of keys and values out before it rounds: {reason}')
         check_budget(min_psnr, budget_steps, precision)
+        check_steps(attention_steps, is_lossy(local), min_psnr)
+        if attention_steps is not None:
+            keeps_dtype(pipe_or_transformer, attention_steps)
         if min_psnr is not None and isinstance(calibrate, Mapping):
             raise ValueError("got min_psnr= with a calibration, expected None or a function for calibrate=")
         budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
@@ -272,6 +278,7 @@ def parallelize(
     axes = mesh if own is None else own.sizes
     cache = step_cache(cache)
     how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget, "cache": cache}
+    how["attention_steps"] = attention_steps
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, **how})
 
     # one plan, and what it needs: process groups, hooks on the transformers, exchanges
@@ -292,6 +299,8 @@ def parallelize(
     # calls in place of the forwards
     for module in sharded:
         call = install(module, handle)
+        if attention_steps is not None:
+            call.keeps_attention = partial(keeps_dtype, pipe_or_transformer, attention_steps)
         if handle.mesh.is_main:
             print(_summary(call), flush=True)
     if takes_variances(pipe_or_transformer):

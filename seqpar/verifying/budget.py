@@ -17,7 +17,7 @@ from typing import Any
 from seqpar.loading.parts import transformers_of
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.budget import Budget, check_budget
-from seqpar.transformer.parallelize import calibrations_of, keep_dtype
+from seqpar.transformer.parallelize import calibrations_of, calls_of, keep_dtype
 from seqpar.verifying.precision import (
     NO_EIGHT,
     PROMPTS,
@@ -105,6 +105,8 @@ def keep_budget(
         raise ValueError(NO_EIGHT)
     if any(map(adapters.are_on, transformers_of(pipe).values())):
         raise ValueError("a budget is searched for a model without LoRAs; release and load it without them")
+    if any(call.keeps_attention is not None for _, call in calls_of(pipe)):
+        raise ValueError("a budget is searched with one attention in all steps; load it without attention_steps=")
     runs, path = Runs(pipe, prompts, seed, arguments), budget.path(made)
     chosen = [f"{name}|{key}" for name, calibration in made.items() for key in sorted(calibration.kept)]
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -20,13 +22,15 @@ from seqpar.kernels.prepare8 import restored
 from seqpar.kernels.rows8 import Rounding
 from seqpar.local import fp8
 from seqpar.mesh.mesh import Mesh
-from seqpar.transformer import calibration, forward
+from seqpar.transformer import calibration, forward, parallelize
 from seqpar.transformer.calibration import Calibration, calibrated
-from seqpar.transformer.call import ShardedCall
+from seqpar.transformer.call import SOON, ShardedCall
+from seqpar.transformer.parallelize import call_of
 from seqpar.types.protocols import Qkv8
 from tests.kernels.test_prepare8 import eight
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.meshes import EXACT, TRANSPORTS, random
+from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows
 from tests.support.sharded import CPU, Outputs, body_of, error, raised
@@ -231,6 +235,87 @@ def test_what_cannot_be_centred_or_computed_is_refused_before_anything_changes()
     ):
         assert said in raised(work)
     assert "forward" not in vars(module)
+
+
+class Again:
+    """A call that is captured, without a GPU."""
+
+    def __init__(self, work: Callable[[], Any], warm_up: int) -> None:
+        self._work, self.results = work, work()
+
+    def replay(self) -> None:
+        self.results = self._work()
+
+    def release(self) -> None:
+        pass
+
+
+def in_some_steps(
+    rank: int, world: int, device: torch.device, cases: Mapping[str, str | None], cache: str
+) -> dict[str, tuple[list[Tensor], list[bool], int]]:
+    """Return the latents after each of four steps, whether attention was in 8 bits in each, and the graphs."""
+    from tests.transformer.test_pipelines import CASES
+
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEQPAR_CACHE", cache)
+        patch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
+        patch.setattr(fp8, "why_not", lambda *_: None)  # of heads of 8
+        patch.setattr(parallelize, "_capture", lambda sharded: Again)
+        for name, steps in cases.items():
+            pipe, latents, eight = CASES["flux"].pipe(), list[Tensor](), list[bool]()
+            pipe.set_progress_bar_config(disable=True)
+            lossy: Any = {"local": "fp8", "attention_steps": steps} if name != "plain" else {}
+            seqpar.parallelize(pipe, mesh_of(device, ulysses=world), **lossy)
+            call = call_of(pipe.transformer)
+            assert call is not None
+
+            def end(*args: Any, call: Any = call, latents: Any = latents, eight: Any = eight) -> dict[str, Any]:
+                latents.append(args[-1]["latents"].clone())
+                eight.append(call.state.eight and not call.state.keeps_attention)
+                return {}
+
+            call._changes.extend([-SOON, -SOON])  # nothing has changed for long
+            asked: Any = {"height": 32, "width": 32, "generator": torch.Generator().manual_seed(0)}
+            pipe("a fox", num_inference_steps=4, callback_on_step_end=end, output_type="latent", **asked)
+            made[name] = latents, eight, len(call.graphs)
+            seqpar.release(pipe)
+    return made
+
+
+def test_first_and_last_steps_keep_the_dtype_beside_graphs_of_8_bits(cpu_ranks: Pool, tmp_path: Path) -> None:
+    cases = {"plain": None, "none": "0:0", "some": "1:-1"}
+    for made in cpu_ranks.run(2, in_some_steps, cases, str(tmp_path)):
+        assert {name: (eight, graphs) for name, (_, eight, graphs) in made.items()} == {
+            "plain": (4 * [False], 1),
+            "none": (4 * [False], 1),
+            "some": ([False, True, True, False], 2),
+        }
+        latents = {name: each for name, (each, *_) in made.items()}
+        assert all(map(torch.equal, latents["none"], latents["plain"]))
+        assert torch.equal(latents["some"][0], latents["plain"][0])
+        assert not any(map(torch.equal, latents["some"][1:], latents["plain"][1:]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_steps": "2"}, "expected START:STOP, such as 2:-2"),
+        ({"local": "auto"}, "attention steps 2:-2 need the local attention fp8"),
+        ({"precision": "fp8", "min_psnr": 20}, "attention steps 2:-2 with a least PSNR"),
+        ({"scheduler": DDIMScheduler()}, "a pipeline whose scheduler counts its steps (step_index), not DDIMScheduler"),
+        ({"alone": True, "calibrate": lambda: None}, "(step_index), not FluxTransformer2DModel"),
+    ],
+    ids=["no range", "another attention", "a budget", "DDIM", "no pipeline"],
+)
+def test_steps_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str) -> None:
+    from tests.transformer.test_pipelines import CASES
+
+    pipe = CASES["flux"].pipe()
+    pipe.scheduler = options.pop("scheduler", pipe.scheduler)
+    what: Any = pipe.transformer if options.pop("alone", False) else pipe
+    options = {"local": "fp8", "attention_steps": "2:-2", **options}
+    assert said in raised(lambda: seqpar.parallelize(what, **options))
 
 
 def test_fixed_prompts_centre_once_for_the_same_weights_and_it_is_measured(

@@ -306,8 +306,9 @@ class ShardedCall:
         # the rows, with the number of the buffers of a step cache
         if self.steps is None or not self.steps.has(call.whole):
             return rows
-        first = None if task.first is None or task.first.arguments is None else task.first.arguments.kind
-        kind = call.kind and (first, call.kind, tuple(axis.name for axis in task.axes))
+        first = None if task.first is None or task.first.arguments is None else _kind(task.first.arguments)
+        own = _kind(call)
+        kind = own and (first, own, tuple(axis.name for axis in task.axes))
         number = self.steps.enter(kind, 0 if task.first is not None else self._ordinal)
         return form_of(rows.whole | {STEP: number})
 
@@ -393,6 +394,11 @@ class ShardedCall:
     def __get__(self, instance: object, owner: type | None = None) -> ShardedCall:
         # as a bound method: who puts the former forward back may bind it again
         return self
+
+
+def _kind(call: Form) -> Hashable:
+    # one for steps whose attention is in 8 bits and those whose attention keeps its dtype
+    return form_of({name: x for name, x in call.whole.items() if name != KEEPS}).kind
 
 
 def _scale_of(arguments: Mapping[str, Any]) -> float:

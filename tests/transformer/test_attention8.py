@@ -30,7 +30,6 @@ from seqpar.types.protocols import Qkv8
 from tests.kernels.test_prepare8 import eight
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.meshes import EXACT, TRANSPORTS, random
-from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows
 from tests.support.sharded import CPU, Outputs, body_of, error, raised
@@ -250,51 +249,38 @@ class Again:
         pass
 
 
-def in_some_steps(
-    rank: int, world: int, device: torch.device, cases: Mapping[str, str | None], cache: str
-) -> dict[str, tuple[list[Tensor], list[bool], int]]:
-    """Return the latents after each of four steps, whether attention was in 8 bits in each, and the graphs."""
+def test_first_and_last_steps_keep_the_dtype_beside_graphs_of_8_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from tests.transformer.test_pipelines import CASES
 
-    made = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEQPAR_CACHE", cache)
-        patch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
-        patch.setattr(fp8, "why_not", lambda *_: None)  # of heads of 8
-        patch.setattr(parallelize, "_capture", lambda sharded: Again)
-        for name, steps in cases.items():
-            pipe, latents, eight = CASES["flux"].pipe(), list[Tensor](), list[bool]()
-            pipe.set_progress_bar_config(disable=True)
-            lossy: Any = {"local": "fp8", "attention_steps": steps} if name != "plain" else {}
-            seqpar.parallelize(pipe, mesh_of(device, ulysses=world), **lossy)
-            call = call_of(pipe.transformer)
-            assert call is not None
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "SIZES", {"height": 32, "width": 32})
+    monkeypatch.setattr(fp8, "why_not", lambda *_: None)  # of heads of 8
+    monkeypatch.setattr(parallelize, "_capture", lambda sharded: Again)
+    lossy: Any = {"local": "fp8", "attention_steps": "1:-1"}
+    made = list[tuple[list[Tensor], list[bool], int]]()
+    for options in ({}, lossy):
+        pipe, latents, eight = CASES["flux"].pipe(), list[Tensor](), list[bool]()
+        pipe.set_progress_bar_config(disable=True)
+        seqpar.parallelize(pipe, Mesh.single(), **options)
+        call = call_of(pipe.transformer)
+        assert call is not None
 
-            def end(*args: Any, call: Any = call, latents: Any = latents, eight: Any = eight) -> dict[str, Any]:
-                latents.append(args[-1]["latents"].clone())
-                eight.append(call.state.eight and not call.state.keeps_attention)
-                return {}
+        def end(*args: Any, state: Any = call.state, latents: Any = latents, eight: Any = eight) -> dict[str, Any]:
+            latents.append(args[-1]["latents"].clone())
+            eight.append(state.eight and not state.keeps_attention)
+            return {}
 
-            call._changes.extend([-SOON, -SOON])  # nothing has changed for long
-            asked: Any = {"height": 32, "width": 32, "generator": torch.Generator().manual_seed(0)}
-            pipe("a fox", num_inference_steps=4, callback_on_step_end=end, output_type="latent", **asked)
-            made[name] = latents, eight, len(call.graphs)
-            seqpar.release(pipe)
-    return made
-
-
-def test_first_and_last_steps_keep_the_dtype_beside_graphs_of_8_bits(cpu_ranks: Pool, tmp_path: Path) -> None:
-    cases = {"plain": None, "none": "0:0", "some": "1:-1"}
-    for made in cpu_ranks.run(2, in_some_steps, cases, str(tmp_path)):
-        assert {name: (eight, graphs) for name, (_, eight, graphs) in made.items()} == {
-            "plain": (4 * [False], 1),
-            "none": (4 * [False], 1),
-            "some": ([False, True, True, False], 2),
-        }
-        latents = {name: each for name, (each, *_) in made.items()}
-        assert all(map(torch.equal, latents["none"], latents["plain"]))
-        assert torch.equal(latents["some"][0], latents["plain"][0])
-        assert not any(map(torch.equal, latents["some"][1:], latents["plain"][1:]))
+        call._changes.extend([-SOON, -SOON])  # nothing has changed for long
+        asked: Any = {"height": 32, "width": 32, "generator": torch.Generator().manual_seed(0)}
+        pipe("a fox", num_inference_steps=4, callback_on_step_end=end, output_type="latent", **asked)
+        made.append((latents, eight, len(call.graphs)))
+        seqpar.release(pipe)
+    (plain, *_, graphs), (some, eight, with_eight) = made
+    assert (graphs, with_eight, eight) == (1, 2, [False, True, True, False])
+    assert torch.equal(some[0], plain[0])
+    assert not any(map(torch.equal, some[1:], plain[1:]))
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,8 @@ class ShardedCall:
         first = None if task.first is None or task.first.arguments is None else _kind(task.first.arguments)
         own = _kind(call)
         kind = own and (first, own, tuple(axis.name for axis in task.axes))
-        number = self.steps.enter(kind, 0 if task.first is not None else self._ordinal)
+        both = task.first is not None  # the first branch decides, by the ranks that compute it
+        number = self.steps.enter(kind, 0 if both else self._ordinal, not both or self.mesh.cfg.rank == 0)
         return form_of(rows.whole | {STEP: number})
 
     @contextmanager

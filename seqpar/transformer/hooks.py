@@ -283,8 +283,11 @@ class ShardedModule:
         # itself are cut before its forward.
         places = [(part, path) for path in self.cuts.places if path for part in submodules(self.module, path)]
         steps = {} if self.steps is None else self.steps.hooks(self.module)
+        for part, hook in steps.items():
+            hook.inside = self.fused.hooks.get(part)
+        fused = {part: hook for part, hook in self.fused.hooks.items() if part not in steps}
         hooks: tuple[tuple[Mapping[nn.Module, Any], str], ...]
-        hooks = ((self._attention, ATTENTION), (steps, STEPS), (self.fused.hooks, FUSED))  # from the outside
+        hooks = ((self._attention, ATTENTION), (steps, STEPS), (fused, FUSED))
         inner = [(part, name) for inside, name in hooks for part in inside]
         wanted = [(ref(part), name) for part, name in (*((part, f"{OURS} {path}") for part, path in places), *inner)]
         in_place = wanted == self._hooked and all(is_outermost(part, OURS) for part, _ in places)

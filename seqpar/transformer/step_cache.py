@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from seqpar.families._find import steps_of
 from seqpar.graphs.graphs import Recording
 from seqpar.kernels.step_cache import RESIDUALS, add_change, extrapolate
 from seqpar.mesh.mesh import Axis
+from seqpar.transformer.blocks import BlockHook
 from seqpar.transformer.forward import CallState
 from seqpar.types.arguments import check_kind
 
@@ -116,6 +118,7 @@ class _Branch:
     sums: Tensor
     host: Tensor
     weights_J: Tensor
+    decides: bool = True  # whether this rank's latents take part in the decision
     before_BlE: Tensor | None = None
     present: list[bool] = field(default_factory=list[bool])  # which outputs of the last block are no None
     residuals: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
@@ -128,8 +131,8 @@ class _Branch:
 
     def continues(self, time: float) -> bool:
         """Return whether a timestep goes on in the direction of those before."""
-        first, last = (self.times[0], self.times[-1]) if self.times else (time, None)
-        return last is None or (time != last and (last - first) * (time - last) >= 0)
+        first, last = self.times[0], self.times[-1]
+        return time != last and (last - first) * (time - last) >= 0
 
 
 def step_cache(value: StepCache | str | None) -> StepCache | None:
@@ -215,10 +218,11 @@ class StepCaching:
         text = text[0] if isinstance(text, (list, tuple)) and text else text
         return text if isinstance(text, Tensor) else None
 
-    def enter(self, kind: Hashable, ordinal: int) -> int | None:
+    def enter(self, kind: Hashable, ordinal: int, decides: bool = True) -> int | None:
         """Return the number of the buffers that the next call uses (`STEP`); None if a call of this kind has none.
 
-        kind: equal on all ranks for calls whose ranks compute the same shapes as before.
+        kind: equal on all ranks for calls whose ranks compute the same shapes as before. decides: whether this rank
+        computes the branch of guidance that decides; another rank may compute it.
         """
         if kind is None:
             return None
@@ -234,7 +238,7 @@ class StepCaching:
             integers: Any = {"dtype": torch.int64, "device": device}
             weights = torch.eye(self.options.order + 1, dtype=torch.float64, device=device)[0]
             made = self._made * BRANCHES + ordinal
-            branch = _Branch(made, torch.zeros(1, **integers), torch.zeros(2, **integers), host, weights)
+            branch = _Branch(made, torch.zeros(1, **integers), torch.zeros(2, **integers), host, weights, decides)
             branches[ordinal] = branch
         self._now, self._decided = branch, None
         return branch.number
@@ -281,7 +285,8 @@ class StepCaching:
         if before is None:
             before = branch.before_BlE = torch.zeros_like(latents, memory_format=torch.contiguous_format)
         branch.sums.zero_()
-        add_change(_three(latents), _three(run.start_BlE), _three(before), branch.sums)
+        if branch.decides:
+            add_change(_three(latents), _three(run.start_BlE), _three(before), branch.sums)
         local = torch.cat([branch.sums, run.changed])
         for axis in _axes(self._state):
             local = self._state.exchanges.gathered("step cache", axis, local[None]).sum(0)
@@ -367,7 +372,7 @@ class StepCaching:
         assert branch is not None
         changed_by, size, texts, time = self._read(branch)
         leads, at = branch.number % BRANCHES == 0, len(self.log) - 1
-        if texts or not branch.continues(time):  # another run, which nothing has announced
+        if branch.times and (texts or not branch.continues(time)):  # another run, which nothing has announced
             branch.restart()
             if leads:
                 for one in (one for branches in self._branches.values() for one in branches if one is not None):
@@ -441,18 +446,24 @@ class _Run:
 
 
 class StepHook(ModelHook):
-    """A block of a transformer with a step cache. names: the inputs that its outputs replace, in order."""
+    """A block of a transformer with a step cache. names: the inputs that its outputs replace, in order.
+
+    inside: what computes the block in place of its own forward, if anything does.
+    """
 
     def __init__(
         self, cache: StepCaching, names: tuple[str, ...], starts: bool, compares: bool, may_skip: bool, ends: bool
     ) -> None:
         super().__init__()
         self._cache, self._names = cache, names
+        self.inside: BlockHook | None = None
         self._starts, self._compares, self._may_skip, self._ends = starts, compares, may_skip, ends
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, or its inputs if it is left out."""
         cache = self._cache
+        if self.inside is not None:
+            own = partial(self.inside.compute, own, module)
         if not cache.runs or not (self._starts or self._may_skip):
             return own(*args, **kwargs)
         given = dict(zip(parameters(module), args, strict=False)) | kwargs

@@ -8,6 +8,7 @@ The truth of a schedule of steps is the unchanged transformer in fp64, whose blo
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -100,7 +101,10 @@ def loop(
     times: Sequence[float] = (),
     shift: float = 0.0,
 ) -> list[Tensor]:
-    """Return the first result of each call of a loop with guidance. shift: of the texts, by which they are others."""
+    """Return the first result of each call of a loop with guidance.
+
+    begin: called before each call. times: factors of the timestep. shift: of the texts, by which they are others.
+    """
     given, made, result = tiny.arguments(device), list[Tensor](), torch.empty(0)
     name, text, time = latents_of(given), STEPS[tiny.kind].text, STEPS[tiny.kind].time
     latents, timestep = given[name], given[time]
@@ -108,6 +112,7 @@ def loop(
     with torch.no_grad(), StayDouble():
         for step in range(steps):
             given[time] = timestep * (1 - 0.1 * step if not times else times[step])
+            results = list[Tensor]()
             for branch in range(branches):
                 begin(step, branch)
                 if text in given:
@@ -115,7 +120,8 @@ def loop(
                 named = hasattr(module, "cache_context")
                 with module.cache_context("uncond" if branch else "cond") if named else nullcontext():
                     result = flat(module(**{**given, name: latents}, return_dict=False))[0]
-                made.append(result.clone())
+                results.append(result)
+            made += [x.clone() for x in results]  # the first branch's may be computed beside the last one's
             if isinstance(latents, Tensor) and result.shape == latents.shape:
                 latents = latents - 0.05 * result
     return made
@@ -133,6 +139,11 @@ def truth(kind: str, device: str, order: int, back: int, branches: int = 2) -> l
     return [x.cpu() for x in loop(tiny, module, device, branches=branches, begin=begin)]
 
 
+def counted(counts: Counter[str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    counts["calls"] += 1
+    return function(*args, **kwargs)
+
+
 def cached(
     rank: int, world: int, device: torch.device, kind: str, options: StepCache, layout: dict[str, Any]
 ) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
@@ -140,9 +151,12 @@ def cached(
     module = tiny.build().to(device)
     named = {name: value for name, value in layout.items() if isinstance(value, str)}
     seqpar.parallelize(module, make_mesh(device, **sizes), cache=options, **named)
-    made = loop(tiny, module, device)
-    call = call_of(module)
+    call, counts = call_of(module), Counter[str]()
     assert call is not None
+    for hook in call.sharded.fused.hooks.values():
+        hook._function = partial(counted, counts, hook._function)
+    made = loop(tiny, module, device)
+    assert bool(counts) == bool(call.sharded.fused.hooks), "fused blocks did not compute"
     assert call.steps is not None
     return [x.cpu() for x in made], [(step.computed, step.change) for step in call.steps.log]
 
@@ -156,3 +170,77 @@ def test_blocks_of_a_family_are_left_out(ranks: Pool, kind: str) -> None:
         assert [computed for computed, _ in log] == [step == "1" for step in MASK]
         errors = [float((x - y).abs().max() / y.abs().max()) for x, y in zip(made, wanted, strict=True)]
         assert max(errors) <= TOLERANCE, errors
+
+
+# Decisions --------------------------------------------------------------------------------------------------------
+
+CHANGES = StepCache(threshold=0.38, warmup=2, most=2)
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"cfg": 1}),
+    (2, {"cfg": 1, "ring": 2, "strategy": "ring"}),
+    (3, {"cfg": 1, "strategy": "kv_first"}),
+    (3, {"cfg": 1, "strategy": "ulysses"}),
+    (4, {"cfg": 1, "strategy": "usp", "ring": 2}),
+    (4, {"cfg": 1, "strategy": "kv_gather"}),
+    (2, {"cfg": 2}),
+    (4, {"cfg": 2}),
+    (4, {"cfg": 1, "data": 2}),
+]
+
+
+@cache
+def decided(device: str) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
+    return cached(0, 1, torch.device(device), "FluxTransformer2DModel", CHANGES, {"cfg": 1})
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, Any]) -> None:
+    wanted, log = decided(ranks.device)
+    assert {computed for computed, _ in log[2:]} == {True, False}  # both kinds of decisions
+    made = ranks.run(world, cached, "FluxTransformer2DModel", CHANGES, layout)
+    for results, steps in made:
+        assert [computed for computed, _ in steps] == [computed for computed, _ in log]
+        assert max(float((x - y).abs().max()) for x, y in zip(results, wanted, strict=True)) <= TOLERANCE
+    assert all(steps == made[0][1] for _, steps in made)  # the very same numbers on all ranks
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+def two_runs(rank: int, world: int, device: torch.device, second: str) -> tuple[list[Tensor], list[Tensor]]:
+    tiny, options = tiny_of("FluxTransformer2DModel"), StepCache(threshold=10.0, warmup=1, most=9)
+    module = tiny.build().to(device)
+    seqpar.parallelize(module, make_mesh(device, cfg=1), cache=options)
+    call = call_of(module)
+    assert call is not None
+    run = partial(loop, tiny, module, device)
+    # a run that ends early, and then another one that nothing announces
+    times = (0.1, 0.2, 0.3, 0.4) if second == "timesteps that grow" else (1.0, 0.9, 0.8, 0.7)
+    run(steps=3, times=times)
+    shift = 0.5 if second == "another text" else 0.0
+    if second == "an error":
+        with pytest.raises(ValueError, match="finite"):
+            module(**tiny.arguments(device) | {"timestep": torch.tensor(torch.nan)})
+    if second == "the end of a pipeline":
+        module._reset_stateful_cache()
+        times = (0.75, 0.7, 0.6, 0.5)  # as if the first run went on
+    made = run(steps=4, shift=shift, times=times)
+    call.reset()
+    return made, run(steps=4, shift=shift, times=times)
+
+
+RUNS = (
+    "another text",
+    "the same text",
+    "an error",
+    "the end of a pipeline",
+    "timesteps that grow",
+    "two branches without names",
+)
+
+
+@pytest.mark.parametrize("second", RUNS)
+def test_a_run_reuses_nothing_of_another_one(ranks: Pool, second: str) -> None:
+    for made, alone in ranks.run(2, two_runs, second):
+        assert len({tuple(x.flatten()[:4].tolist()) for x in alone}) == len(alone)
+        assert all(map(torch.equal, made, alone))

@@ -58,6 +58,30 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a step cache decides by a rank's own tokens",
+        "seqpar/transformer/step_cache.py",
+        "for axis in _axes(self._state):",
+        "for axis in _axes(self._state)[1:]:",
+        "tests/transformer/test_step_cache.py::test_exact_mode_has_one_ranks_bits_with_a_step_cache[FluxTransformer2DModel-3]",
+        "ranks read different sums",
+    ),
+    Fault(
+        "a step cache keeps the residual of the first computed step",
+        "seqpar/transformer/step_cache.py",
+        "            torch.sub(out, piece, out=residual)\n",
+        "            torch.sub(out, piece, out=residual) if not residual.any() else None\n",
+        "tests/transformer/test_step_cache.py::test_blocks_of_a_family_are_left_out[WanTransformer3DModel]",
+        "later steps reuse a stale residual",
+    ),
+    Fault(
+        "a step cache goes on where another request begins",
+        "seqpar/transformer/step_cache.py",
+        "if branch.times and (texts or",
+        "if branch.times and (False and texts or",
+        "tests/transformer/test_step_cache.py::test_a_run_reuses_nothing_of_another_one[another text]",
+        "the residual of another text leaks into a request",
+    ),
+    Fault(
         "attention that a wrapper hides after parallelize sees one rank's tokens",
         "seqpar/transformer/hooks.py",
         "            check_joined(self.module, self.cuts)\n",

@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.support.diffusers_tiny import MODELS, Tiny, flat, of_family
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows, exact_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 TOLERANCE = 1e-10
@@ -202,6 +204,20 @@ def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, An
         assert [computed for computed, _ in steps] == [computed for computed, _ in log]
         assert max(float((x - y).abs().max()) for x, y in zip(results, wanted, strict=True)) <= TOLERANCE
     assert all(steps == made[0][1] for _, steps in made)  # the very same numbers on all ranks
+
+
+def in_exact_mode(rank: int, world: int, device: torch.device, kind: str, layout: dict[str, Any]) -> Any:
+    with exact_mode(), by_rows():
+        return cached(rank, world, device, kind, replace(CHANGES, order=1), layout)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("FluxTransformer2DModel", 3), ("WanTransformer3DModel", 2)])
+def test_exact_mode_has_one_ranks_bits_with_a_step_cache(cpu_ranks: Pool, kind: str, world: int) -> None:
+    wanted, log = in_exact_mode(0, 1, torch.device("cpu"), kind, {"cfg": 1})
+    assert {computed for computed, _ in log[2:]} == {True, False}
+    for results, steps in cpu_ranks.run(world, in_exact_mode, kind, {"cfg": 1}):
+        assert steps == log
+        assert all(map(torch.equal, results, wanted))
 
 
 # Runs -------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,25 @@ NEEDS = {
     "KarrasVeScheduler": "transformers",
     "LMSDiscreteScheduler": "scipy",
 }
+# what a class that is refused is for, in place of the error that it raises
+FOR = {
+    "AmusedScheduler": "for masked tokens, not for latents",
+    "BlockRefinementScheduler": "for tokens of a language model, not for latents",
+    "CogVideoXDPMScheduler": "its step takes the prediction before; CogVideoX's pipeline calls it",
+    "DDPMWuerstchenScheduler": "its timesteps are ratios for each image; for Würstchen",
+    "DiscreteDDIMScheduler": "for discrete tokens, not for latents",
+    "EntropyBoundScheduler": "for discrete tokens, not for latents",
+    "FlowMatchEulerDiscreteScheduler": "the shift depends on the size, which diffusers' pipelines pass",
+    "HeliosDMDScheduler": "for Helios, whose pipeline changes resolution between steps",
+    "HeliosScheduler": "for Helios, whose pipeline changes resolution between steps",
+    "KarrasVeScheduler": "its step takes two sigmas",
+    "PiflowScheduler": "for models that predict several grid points in one call",
+    "RFD4ProteinaScheduler": "for proteins",
+    "RePaintScheduler": "its step takes the original image and a mask",
+    "SCMScheduler": "for one or two steps of Sana Sprint",
+    "ScoreSdeVeScheduler": "its predictor and corrector are two steps",
+    "VQDiffusionScheduler": "for quantised tokens, not for latents",
+}
 PAGE = Path(__file__).parents[1] / "schedulers.md"
 HEAD = "| scheduler | settings | stepped | history, or reason |\n|---|---|---|---|\n"
 
@@ -57,6 +76,8 @@ HEAD = "| scheduler | settings | stepped | history, or reason |\n|---|---|---|--
 def row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
     """("local", "whole" or "refused"; history and residual, or the reason) of a class with these settings."""
     stepped, why = _row(name, settings)
+    if stepped == "refused" and name not in missing():
+        why = FOR.get(name, why)
     return stepped, f"{why} (needs {NEEDS[name]})" if name in NEEDS else why
 
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,23 @@ from seqpar.types.arguments import check_kind, shown
 from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
 
 
+class LoadedPipeline(Protocol):
+    """What all pipelines of `load` have. Each is a pipeline of diffusers and has the other attributes of its class."""
+
+    transformer: Any
+    vae: Any
+    scheduler: Any
+
+    @property
+    def components(self) -> dict[str, Any]: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate on all ranks. Arguments and output, such as `.images` or `.frames`, are the pipeline's own."""
+        ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
 @no_collection()
 def load(
     path_or_id: str | Path,
@@ -57,7 +74,7 @@ def load(
     workflow: str | None = None,
     park: bool = False,
     preset: str | None = None,
-) -> Any:
+) -> LoadedPipeline:
     """Return a diffusers pipeline that runs on all ranks. Collective: call on all ranks.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None

@@ -94,11 +94,12 @@ def reference(
     if q_BlHD is not None:
         share = q_BlHD.shape[2] // len(eight.k_scale_G)
         scale_H = eight.k_scale_G.repeat_interleave(share)
-        q = _rounded(rotated(_wide(prepare_one(q_BlHD, wide))), None, 1 / scale_H)
+        q = _rounded(rotated(_wide(prepare_one(q_BlHD, wide))) / scale_H[:, None])
     if k_BlGD is not None:
-        k = _rounded(rotated(_wide(prepare_one(k_BlGD, of_k))), eight.k_centre_GD, eight.k_scale_G)
+        k = rotated(_wide(prepare_one(k_BlGD, of_k))) - eight.k_centre_GD
+        k = _rounded(k * eight.k_scale_G[:, None])
     if v_BlGD is not None:
-        v = _rounded(_wide(v_BlGD), eight.v_centre_GD, eight.v_scale_G)
+        v = _rounded((_wide(v_BlGD) - eight.v_centre_GD) * eight.v_scale)
     return q, k, v
 
 
@@ -155,9 +156,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(state_dtype(x.dtype))
 
 
-def _rounded(x_BlHD: Tensor, centre_HD: Tensor | None, scale_H: Tensor) -> Tensor:
-    x = x_BlHD if centre_HD is None else x_BlHD - centre_HD.to(x_BlHD.dtype)
-    return (x * scale_H.to(x.dtype)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+def _rounded(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -203,7 +203,7 @@ def _run(
     if batch * tokens:
         prepare8_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, *outs, table),
-            *(eight.k_scale_G, eight.k_centre_GD, eight.v_scale_G, eight.v_centre_GD),
+            *(eight.k_scale_G, eight.k_centre_GD, eight.v_scale, eight.v_centre_GD),
             *(norms or (None,) * 4),
             *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
             *strides,
@@ -320,7 +320,7 @@ def _round(
     HOW: the norm, whether it is per head, rotary ("none", "pairs", "halves"), whether each head has a rotary row, the
     head dim, the width of its tile, the bits of a column of half a tile, the size of a Hadamard matrix, the copies of
     each head, the bytes that divide each place that is read and that is written. SHARE: the number of heads with one
-    scale, by which q is divided.
+    scale, by which q is divided; v has one scale.
     """
     NORM: tl.constexpr = HOW[0]
     PER_HEAD: tl.constexpr = HOW[1]
@@ -350,7 +350,7 @@ def _round(
         column = column // (DIM2 // 2) * (DIM // 2) + column % (DIM2 // 2)
     else:
         inside = known[:, None] & (column < DIM)[None, :]
-    scale = tl.load(scales + head // SHARE, known, 1.0)[:, None]
+    scale = scales if PART == 2 else tl.load(scales + head // SHARE, known, 1.0)[:, None]
     batch = row // tokens
     token = row % tokens
     at = x + batch * x_batch + token * x_token

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -34,11 +33,6 @@ class Qkv8:
     k_centre_GD: Tensor
     v_scale: float
     v_centre_GD: Tensor
-
-    @cached_property
-    def v_scale_G(self) -> Tensor:  # noqa: N802 (a tensor's name ends in its dims)
-        """The scale of the values for each head."""
-        return torch.full_like(self.k_scale_G, self.v_scale)
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,14 @@ def keep_budget(
     the pipeline is then as before.
     """
     check_budget(min_psnr, arguments.get("num_inference_steps"), "fp8")
+    if any(call.keeps_attention is not None for _, call in calls_of(pipe)):
+        raise ValueError("a budget is searched with one attention in all steps; load it without attention_steps=")
     made, budget = calibrations_of(pipe), Budget.of(pipe, min_psnr, arguments.get("num_inference_steps"), model)
     arguments["num_inference_steps"] = budget.steps
     if not made:
         raise ValueError(NO_EIGHT)
     if any(map(adapters.are_on, transformers_of(pipe).values())):
         raise ValueError("a budget is searched for a model without LoRAs; release and load it without them")
-    if any(call.keeps_attention is not None for _, call in calls_of(pipe)):
-        raise ValueError("a budget is searched with one attention in all steps; load it without attention_steps=")
     runs, path = Runs(pipe, prompts, seed, arguments), budget.path(made)
     chosen = [f"{name}|{key}" for name, calibration in made.items() for key in sorted(calibration.kept)]
     try:

@@ -276,6 +276,8 @@ def test_first_and_last_steps_keep_the_dtype_beside_graphs_of_8_bits(
         asked: Any = {"height": 32, "width": 32, "generator": torch.Generator().manual_seed(0)}
         pipe("a fox", num_inference_steps=4, callback_on_step_end=end, output_type="latent", **asked)
         made.append((latents, eight, len(call.graphs)))
+        if options:
+            assert "one attention in all steps" in raised(lambda pipe=pipe: seqpar.keep_budget(pipe, 20))
         seqpar.release(pipe)
     (plain, *_, graphs), (some, eight, with_eight) = made
     assert (graphs, with_eight, eight) == (1, 2, [False, True, True, False])

@@ -70,7 +70,7 @@ def arriving(weights: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> Iterator
     """Yield the originals of weights on their device, in their dtype, while the next one is copied there.
 
     weights: with functions that return their originals. A tensor holds its numbers until the next one is asked for.
-    Copies to a GPU take turns in two buffers, on a stream of their own, and the host waits for none.
+    Copies to a GPU take turns in two buffers, on another stream, and the host waits for none.
     """
     if not weights or weights[0][0].device.type != "cuda":
         yield from (source().to(weight.device, weight.dtype) for weight, source in weights)
@@ -130,7 +130,7 @@ def _shared(size: int, team: Team, mesh: Mesh) -> Tensor | None:
             mine = mesh.collect(_identity(file.name) if first else "", str)[team.ranks[0]]
 
             def mapped() -> Tensor | None:
-                if _identity(path) != mine:  # containers of one host's name may have folders of their own
+                if _identity(path) != mine:  # containers with one host name may have other folders
                     return None
                 return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)  # takes nothing yet
 

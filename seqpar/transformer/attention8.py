@@ -32,7 +32,7 @@ KEEPS = "seqpar_keeps_attention"  # an argument besides the transformer's own: w
 
 
 class Watched:
-    """What a run has shown of one attention: sums, the smallest and the largest number of each channel of k and v."""
+    """Statistics of one attention in a run: sums, the smallest and the largest number of each channel of k and v."""
 
     def __init__(self) -> None:
         self._rows = 0

@@ -97,7 +97,7 @@ class ShardedCall:
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         if self.keeps_attention is not None:
-            arguments[KEEPS] = self.keeps_attention()  # calls with and without have graphs of their own
+            arguments[KEEPS] = self.keeps_attention()  # two kinds of calls, with a graph each
         with torch.inference_mode(False), torch.no_grad(), self._resetting():
             # 1. all ranks take rank 0's arguments; one small gather on the host finds ranks that differ
             call = self.computed(self.rank_0s(arguments))

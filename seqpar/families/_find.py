@@ -16,7 +16,7 @@ import seqpar.families
 from seqpar.families import Pipelines, Preset
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, StepBlocks, check, from_diffusers
-from seqpar.families._modular import parameters_of, takes_image
+from seqpar.families._modular import SCALE, parameters_of, takes_image
 from seqpar.families._refused import REFUSED
 from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
@@ -182,7 +182,17 @@ def experts() -> dict[str, tuple[str, re.Pattern[str]]]:
 
 def presets(pipeline: str, index: Mapping[str, Any]) -> dict[str, Preset]:
     """Return the presets of a pipeline class by their names. index: its model_index.json."""
-    return {x.name: x for facts in PIPELINES for x in facts.presets if x.fits(pipeline, index)}
+    known = [x for facts in PIPELINES for x in facts.presets if x.fits(pipeline, index)]
+    if "Modular" in pipeline:
+        known = [replace(x, arguments=_of_guiders(x.arguments)) for x in known]
+    return {x.name: x for x in known}
+
+
+def _of_guiders(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    # for a modular pipeline, whose guiders have one scale, which is 1 without a second branch
+    others = dict(arguments)
+    scale = others.pop("true_cfg_scale", others.pop(SCALE, None))
+    return others if scale is None else {**others, SCALE: max(scale, 1.0)}
 
 
 def why_no_preset(pipeline: str, known: Mapping[str, Preset]) -> str:

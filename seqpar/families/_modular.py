@@ -43,7 +43,8 @@ def parameters_of(caller: Any, images: bool = False) -> Mapping[str, Parameter]:
             default = Parameter.empty if one.required and default is None else default
             found[one.name] = Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
     if SCALE not in found and (guiders := guiders_of(caller)):
-        scale = next(iter(guiders.values())).config[SCALE]
+        guider = next(iter(guiders.values())).config
+        scale = guider[SCALE] if guider["enabled"] else 1.0
         found[SCALE] = Parameter(SCALE, Parameter.POSITIONAL_OR_KEYWORD, default=scale)
     return found
 
@@ -83,7 +84,7 @@ def set_scale(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if SCALE not in arguments or SCALE in pipe.blocks.input_names:
         return dict(arguments)
     for name, guider in guiders_of(pipe).items():
-        setattr(pipe, name, guider.new(**{SCALE: arguments[SCALE]}))
+        setattr(pipe, name, guider.new(**{SCALE: arguments[SCALE]}, enabled=True))  # Z-Image's is not by default
     return {name: value for name, value in arguments.items() if name != SCALE}
 
 

@@ -57,7 +57,7 @@ STEPS = {"FluxTransformer2DModel": STEPS_OF_KIN}
 
 
 def _distilled(name: str, steps: int, loras: str, scale: float) -> Preset:
-    return Preset(f"{name}-{steps}", "Flux(Img2Img)?Pipeline", steps, {"guidance_scale": 3.5}, (), loras, scale)
+    return Preset(f"{name}-{steps}", "Flux(Img2Img|Modular)?Pipeline", steps, {"guidance_scale": 3.5}, (), loras, scale)
 
 
 PIPELINES = Pipelines(

@@ -60,7 +60,7 @@ STEPS = {
 PIPELINES = Pipelines(
     several_images=("Flux2",),
     distilled={"Flux2Klein": "is_distilled"},
-    presets=(Preset("distilled", "Flux2KleinPipeline", 4, needs=("is_distilled", True)),),
+    presets=(Preset("distilled", "Flux2Klein(Modular)?Pipeline", 4, needs=("is_distilled", True)),),
 )
 TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
 LAYERS = {

@@ -129,7 +129,7 @@ ROW_LISTS = ("img_shapes", "txt_seq_lens")
 def _lightning(steps: int) -> Preset:
     sigmas = tuple(3 * k / (steps + 2 * k) for k in range(steps, 0, -1))  # equal steps from 1, shifted by 3
     pattern = rf"qwen[^/]*lightning[^/]*(?<!\d){steps}steps"
-    pipelines = "QwenImage(Img2Img|Edit|EditPlus)?Pipeline"
+    pipelines = "QwenImage(Img2Img|Edit|EditPlus)?(Modular)?Pipeline"
     return Preset(f"lightning-{steps}", pipelines, steps, {"true_cfg_scale": 1.0}, sigmas, pattern)
 
 

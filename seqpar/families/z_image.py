@@ -47,7 +47,8 @@ STEPS = {"ZImageTransformer2DModel": StepBlocks({"layers": ("x",)}, text="cap_fe
 ROW_LISTS = ("x", "cap_feats")
 PIPELINES = Pipelines(
     several_images=("ZImageOmni",),
-    presets=(Preset("turbo-8", "ZImage(Img2Img)?Pipeline", 8, {"guidance_scale": 0.0}),),  # off is 0 here, not 1
+    # off is 0 here, not 1
+    presets=(Preset("turbo-8", "ZImage(Img2Img|Modular)?Pipeline", 8, {"guidance_scale": 0.0}),),
 )
 TEXT = 128  # tokens of a text: a usual prompt's
 LAYERS = {

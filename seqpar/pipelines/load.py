@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from seqpar.families import Preset
 from seqpar.families._find import presets, why_no_preset
-from seqpar.families._modular import is_modular
+from seqpar.families._modular import is_modular, set_scale
 from seqpar.loading import lora as _lora
 from seqpar.loading.checkpoint import WEIGHTS
 from seqpar.loading.encoders import NAMES, no_collection
@@ -144,13 +144,14 @@ def set_preset(pipe: Any, preset: Preset) -> None:
     if preset.sigmas:
         pipe.scheduler = FlowMatchFixedSigmas(preset.sigmas)
     values, kind = {"num_inference_steps": preset.steps, **preset.arguments}, type(pipe)
+    values = set_scale(pipe, values) if is_modular(pipe) else values
     signature = inspect.signature(kind.__call__)
     parameters = [x.replace(default=values.get(x.name, x.default)) for x in signature.parameters.values()]
 
     @wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(self, *args, **kwargs).arguments
-        return kind.__call__(self, *args, **{name: x for name, x in values.items() if name not in given}, **kwargs)
+        return kind.__call__(self, *args, **{name: x for name, x in values.items() if name not in given} | kwargs)
 
     call.__dict__["__signature__"] = signature.replace(parameters=parameters)
     # a call is looked up in the class: the pipeline's own derives from diffusers' and has its name

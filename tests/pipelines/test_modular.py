@@ -186,7 +186,8 @@ def test_a_clip_has_sound(
     ("name", "axes", "flags", "guider", "arguments"),
     [
         ("qwen_image", "cfg 2", {"guidance": 3.0, "negative_prompt": "blurry"}, 3.0, {"negative_prompt": "blurry"}),
-        ("z_image", "ulysses 2", {"guidance": 1.0}, 1.0, {}),
+        ("z_image", "ulysses 2", {}, None, {}),  # its guider is not enabled
+        ("z_image", "ulysses 2", {"guidance": 4.0, "mesh": "ulysses=2"}, 4.0, {}),
         ("wan22", "cfg 2", {"guidance": 2.0, "frames": 5}, 2.0, {"num_frames": 5}),
         ("flux", "ulysses 2", {"guidance": 2.0}, None, {"guidance_scale": 2.0}),
     ],
@@ -210,7 +211,7 @@ def test_guidance_is_that_of_the_guider_and_no_axis_is_for_one_branch(
     pipe = whole(folders(name))
     for part in ("guider", "guider_2") if guider is not None else ():
         if hasattr(pipe, part):
-            pipe.update_components(**{part: getattr(pipe, part).new(guidance_scale=guider)})
+            pipe.update_components(**{part: getattr(pipe, part).new(guidance_scale=guider, enabled=True)})
     row = Row(name, {key: lambda value=value: value for key, value in arguments.items()})
     ((right,),), ((wrong,),) = made(pipe, row), made(pipe, row, seed=1)
     if video:

@@ -5,7 +5,6 @@ The authors' numbers are from their own code or pages, named beside them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ import seqpar
 from seqpar.cli.args import Args
 from seqpar.families import Preset
 from seqpar.families._find import PIPELINES, presets
+from seqpar.families._modular import hide_bars, is_modular, parameters_of
 from seqpar.loading.lora import Lora, why_preset
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.diffusers import Source
@@ -31,7 +31,7 @@ from seqpar.pipelines.protocol import GenerationRequest
 from seqpar.transformer.parallelize import call_of
 from tests.cli.loras import of_wan, written
 from tests.cli.runs import refused, shown
-from tests.support import pipelines
+from tests.support import modular, pipelines
 from tests.support.meshes import random
 from tests.support.pool import Pool
 
@@ -85,6 +85,9 @@ ROWS: list[tuple[str, str, Any, Sequence[float]]] = [
     ("ltx_condition", "distilled", {**A, **VIDEO}, LTX),
     ("ltx2", "distilled", {**pipelines.LTX2_TEXTS, **VIDEO}, LTX2),
     ("z_image", "turbo-8", {**SMALL, "prompt_embeds": [random((9, pipelines.WIDTH), 1)]}, TURBO),
+    ("qwen_image_modular", "lightning-4", {"prompt": "a red cat", **SMALL}, lightning(4)),
+    ("flux_modular", "turbo-8", {**A, **SMALL}, EIGHTHS),
+    ("z_image_modular", "turbo-8", {**A, **SMALL}, TURBO),
 ]
 Calls = list[tuple[str, int, float]]
 
@@ -97,6 +100,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 VARIANTS: dict[str, Callable[[], Any]] = {
     "wan22": lambda: pipelines.wan(2),
     "klein": pipelines.flux2_klein,
+    **{f"{name}_modular": getattr(modular, name) for name in ("qwen_image", "flux", "z_image")},
     "ltx_condition": lambda: THEIRS.LTXConditionPipeline(**pipelines.ltx().components),  # of distilled checkpoints
 }
 
@@ -105,6 +109,8 @@ def pipeline(name: str) -> Any:
     pipe = VARIANTS[name]() if name in VARIANTS else getattr(pipelines, name)()
     if name == "klein":
         pipe.scheduler = pipelines.flow(use_dynamic_shifting=True)
+    if name == "z_image_modular":
+        pipe.scheduler = pipelines.flow(shift=3.0)
     return pipe
 
 
@@ -117,7 +123,7 @@ def called(pipe: Any, arguments: dict[str, Any]) -> Calls:
     calls: Calls = []
 
     def look(name: str, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        x: Any = kwargs.get("hidden_states", args[0] if args else None)
+        x: Any = next((kwargs[name] for name in ("hidden_states", "x") if name in kwargs), args[0] if args else None)
         calls.append((name, len(x), float(pipe.scheduler.timesteps[pipe.scheduler.step_index or 0])))
 
     hooks = [
@@ -126,7 +132,8 @@ def called(pipe: Any, arguments: dict[str, Any]) -> Calls:
         if (model := getattr(pipe, name, None)) is not None
     ]
     output = "latent" if "ltx2" in type(pipe).__module__ else "np"
-    pipelines.quiet(pipe)(**arguments, generator=pipelines.seeded(3), output_type=output)
+    hide_bars(pipe)
+    pipe(**arguments, generator=pipelines.seeded(3), output_type=output)
     for hook in hooks:
         hook.remove()
     return calls
@@ -311,12 +318,12 @@ def test_a_distilled_lora_is_known_by_its_path(kind: str, file: str, name: str |
 
 def test_presets_have_names_of_their_own_and_arguments_that_the_pipelines_take() -> None:
     every = [preset for facts in PIPELINES for preset in facts.presets]
+    needed = dict(preset.needs for preset in every if preset.needs)
     for kind in (x for x in dir(THEIRS) if x.endswith("Pipeline")):
-        fitting = [
-            preset for preset in every if preset.fits(kind, {preset.needs[0]: preset.needs[1]} if preset.needs else {})
-        ]
-        assert len({preset.name for preset in fitting}) == len(fitting), kind
-        taken = inspect.signature(getattr(THEIRS, kind).__call__).parameters if fitting else {}
-        assert all({"num_inference_steps", *preset.arguments} <= taken.keys() for preset in fitting), kind
+        known = presets(kind, needed)
+        assert len(known) == sum(preset.fits(kind, needed) for preset in every), kind
+        klass = getattr(THEIRS, kind)
+        taken = parameters_of(klass() if is_modular(klass) else klass) if known else {}
+        assert all({"num_inference_steps", *preset.arguments} <= taken.keys() for preset in known.values()), kind
     assert not presets("Flux2KleinPipeline", {"is_distilled": False})
     assert not presets("LTX2Pipeline", {"duration_head": ["diffusers", "LTX2DurationHead"]})  # LTX-2.5

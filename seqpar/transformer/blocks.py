@@ -191,9 +191,20 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class FusedBlocks:
-    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
+    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not.
 
-    def __init__(self, module: nn.Module, state: CallState, on: bool, calibration: Calibration | None = None) -> None:
+    parts: returns the parts of blocks between which a step cache may stop; blocks of one part share what they compute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        state: CallState,
+        on: bool,
+        calibration: Calibration | None = None,
+        parts: Callable[[], Mapping[nn.Module, int]] = dict,
+    ) -> None:
+        self._parts = parts
         self._module, self._state, self.on, self.calibration = module, state, on, calibration
         self.eight = calibration is not None  # whether GEMMs that can compute in 8 bits do so
         self._in_8 = dict[tuple[nn.Module, str], Matrix8]()
@@ -304,18 +315,19 @@ class FusedBlocks:
     @torch.no_grad()
     def _merge(self) -> None:
         # hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute
-        by_kind: dict[str, list[nn.Module]] = {type(block).__name__: [] for block in self.hooks}
+        by_kind: dict[tuple[str, int], list[nn.Module]] = {}
+        parts = self._parts()
         for path, block in self._blocks:
             if path in self.reasons:
                 self.hooks[block].take((), (), None)
             else:
-                by_kind[type(block).__name__].append(block)
+                by_kind.setdefault((type(block).__name__, parts.get(block, 0)), []).append(block)
         before, self._copies = self._copies, {}
         rooms, self._in_8 = self._in_8, {}
-        for kind, blocks in by_kind.items():
+        for (kind, part), blocks in by_kind.items():
             matrices = [self._computing(block, BLOCKS[kind].layers, before, rooms) for block in blocks]
             for index, block in enumerate(blocks):
-                self.hooks[block].take(blocks, matrices, index)
+                self.hooks[block].take(blocks, matrices, index, part)
 
     def _computing(
         self,
@@ -407,10 +419,13 @@ class BlockHook(ModelHook):
         self.blocks: Sequence[nn.Module] = ()
         self.all_matrices: Sequence[Mapping[str, Matrix]] = ()
         self.index: int | None = None
+        self._part = 0  # of the blocks between which a step cache may stop
 
-    def take(self, blocks: Sequence[nn.Module], matrices: Sequence[Mapping[str, Matrix]], index: int | None) -> None:
+    def take(
+        self, blocks: Sequence[nn.Module], matrices: Sequence[Mapping[str, Matrix]], index: int | None, part: int = 0
+    ) -> None:
         # compute with these from now on; without an index by the block's own forward
-        self.blocks, self.all_matrices, self.index = blocks, matrices, index
+        self.blocks, self.all_matrices, self.index, self._part = blocks, matrices, index, part
 
     def why_not_joined(self) -> str | None:
         """Return why the cuts of the transformer are not those for which the function is written, or None."""
@@ -452,10 +467,10 @@ class BlockHook(ModelHook):
         return self._state.attend_whole(q_BLHD, k_BlGD, v_BlGD, total)
 
     def once(self, name: str, of: Any, make: Callable[[], T], *, shared: bool = False) -> T:
-        return self._state.once(name if shared else (self._kind, name), of, make)
+        return self._state.once(name if shared else (self._kind, self._part, name), of, make)
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
-        return self._state.spread(name, widths, make)
+        return self._state.spread(f"{name} {self._part}" if self._part else name, widths, make)
 
     def hand_over(self, x_BlE: Tensor, made: Any) -> None:
         # what another block left and no block took would keep its memory until the end of the forward

@@ -188,12 +188,18 @@ class StepCaching:
 
     def hooks(self, module: nn.Module) -> Mapping[nn.Module, StepHook]:
         """Return the hooks of all blocks of the module as it is now; ValueError if there are too few."""
-        blocks, head = _blocks(self.options, self._of, module), self.options.head or 0
-        last = len(blocks) - 1 - self.options.back
+        blocks, parts = _blocks(self.options, self._of, module), [*self.parts(module).values()]
+        first, last = parts.index(1), len(parts) - 1 - parts[::-1].index(1)
         return {
-            part: StepHook(self, names, index == 0, index == head, head <= index <= last, index == last)
+            part: StepHook(self, names, index == 0, index == first, first <= index <= last, index == last)
             for index, (part, names) in enumerate(blocks)
         }
+
+    def parts(self, module: nn.Module) -> Mapping[nn.Module, int]:
+        """Return the part of each block: 0 head, 1 rest, 2 tail."""
+        blocks, head = _blocks(self.options, self._of, module), self.options.head or 0
+        last = len(blocks) - 1 - self.options.back
+        return {part: (index >= head) + (index > last) for index, (part, _) in enumerate(blocks)}
 
     def reset(self) -> None:
         """Start a run: nothing of earlier calls is reused."""

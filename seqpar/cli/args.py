@@ -20,7 +20,8 @@ class Options:
 
     model: Annotated[str, Flag("NAME")] = "builtin"
     """Hub id, diffusers folder, a file such as flux1-dev.safetensors in its pipeline's folder (docs/formats), builtin
-    (with --prompt builtin-text), or random weights (dit-xl/2, random:FLUX.1-dev)."""
+    (with --prompt builtin-text), or random weights (dit-xl/2, random:FLUX.1-dev). `plan` also knows short names
+    (flux.1-dev), and needs no files of known models."""
     classes: Annotated[tuple[str, ...], Flag("CLASS")] = ()
     """Class names or numbers [the first 12]."""
     prompt: tuple[str, ...] = ()
@@ -124,6 +125,13 @@ class Args(StartFlags, Options):
 
 
 @dataclass(frozen=True)
+class DryRun(Args):
+    """The dry run of a plan, no command of its own. card: see `PlanArgs`."""
+
+    card: str | None = None
+
+
+@dataclass(frozen=True)
 class ProfileArgs(Args):
     """Generate images or videos as `sample` does, and measure where step time goes, per rank (docs/profiling.md)."""
 
@@ -139,10 +147,14 @@ class PlanArgs(Options):
 
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, such as 1 2 4 8: GPUs like this machine's, or H200s [all GPUs of this machine]."""
+    card: str | None = None
+    """GPUs of another kind: h100, h200, a100, 4090 or b200, by their datasheets (docs/planner.md) [one]."""
     hosts: int = 1
     """Machines over which the GPUs of each plan are distributed evenly."""
     explain: bool = False
     """Also print the cost of a step, the bytes that each layout sends, and why the best one wins (docs/analysis.md)."""
+    park: bool = False
+    """As for `seqpar sample`."""
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from PIL import Image
 
-from seqpar.cli.args import Args, Options, PlanArgs
+from seqpar.cli.args import Args, DryRun, Options, PlanArgs
 from seqpar.loading.lora import parse as parse_lora
-from seqpar.loading.names import resolve
+from seqpar.loading.names import published_of, resolve
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
-from seqpar.pipelines.find import find
+from seqpar.pipelines.find import find, published
 from seqpar.pipelines.image_files import Picture, read
 from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, pictures_of_rank_0
-from seqpar.pipelines.protocol import GenerationRequest, Job, scales
+from seqpar.pipelines.planning import EDITED
+from seqpar.pipelines.protocol import GenerationRequest, Job, Source, as_text, scales
 from seqpar.planner.explain import explain
 from seqpar.planner.plan import check_names, is_lossy, parse_mesh, rank, transport_between
 from seqpar.planner.predict import EIGHT_SPEED
-from seqpar.planner.rates import Machine, here, imagined, ranks_of_a_host
+from seqpar.planner.rates import Card, Machine, card_of, here, imagined, ranks_of_a_host
 from seqpar.planner.search import Preferences
 from seqpar.transformer.attention8 import check_steps
 from seqpar.types.arguments import check_whole
@@ -69,7 +71,7 @@ def checked(args: Args, mesh: Mesh) -> Job:
     mesh.on_all_ranks(lambda: check_flags(args))
     pictures = pictures_of_rank_0(args.image, mesh)
     path = None
-    if mesh.world.size > 1:
+    if mesh.world.size > 1 and (args.dry_run is None or published_of(args.model) is None):
         path, why = _resolved(args.model) if mesh.is_main else (None, None)
         why = mesh.share(why, str | None)
         if why is not None:
@@ -114,8 +116,9 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
     path: what the model's name stands for, if that is known. pictures: those of `--image`; None reads them here.
     """
     check_flags(args)
-    source = find(args.model if path is None else str(path))
-    job = source.check(request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures))
+    source = _source(args, path)
+    request = request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
+    job = source.check(request if args.dry_run is None else _completed(request, source))
     if args.dry_run is None:
         if job.why_not_run is not None:
             raise ValueError(f"{job.why_not_run}; plan it (seqpar plan), or use it as a library")
@@ -155,9 +158,19 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
         loras=tuple(map(parse_lora, args.lora)),
         images=tuple(pictures),
         attention_steps=args.attention_steps,
+        planned=args.dry_run is not None,
     )
-    request.check_precision(device)
+    _check_precision(args, request, device)
     return request
+
+
+def _check_precision(args: Args, request: GenerationRequest, device: torch.device) -> None:
+    card = _card(args)
+    request.check_precision(device if card is None else torch.device("meta"))
+    if card is not None and request.dtype != torch.bfloat16:
+        request.refuse(f"weights are {as_text(request.dtype)}, expected bfloat16", precision=request.precision)
+    if card is not None and not card.eight:
+        request.refuse(f"{card.device} has no products of e4m3", precision=request.precision)
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -200,10 +213,31 @@ def _check_counts(counts: Sequence[int]) -> None:
 # Plans -----------------------------------------------------------------------------------------------------------
 
 
-def as_dry_run(args: PlanArgs) -> Args:
-    """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
-    all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
+def as_dry_run(args: PlanArgs) -> DryRun:
+    """The dry run that prints this plan: for the given numbers of GPUs, or for all of this machine, or for one card."""
+    every = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
+    gpus = args.gpus or (every if args.card is None else (1,))
+    same = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return DryRun(**same, park=args.park, card=args.card, dry_run=gpus)
+
+
+def _card(args: Args) -> Card | None:
+    return card_of(args.card) if isinstance(args, DryRun) and args.card is not None else None
+
+
+def _source(args: Args, path: Path | None) -> Source:
+    """The source of the model: of a plan also what its family's file says of a published one."""
+    known = published_of(args.model) if args.dry_run is not None and path is None else None
+    return find(args.model if path is None else str(path)) if known is None else published(*known)
+
+
+def _completed(request: GenerationRequest, source: Source) -> GenerationRequest:
+    """The request of a plan with the prompt and the image that it lacks, of which the size alone matters."""
+    if source.takes != "prompts":
+        return request
+    request = replace(request, prompts=request.prompts or ("",))
+    blank = Picture("a picture", Image.new("RGB", EDITED))
+    return replace(request, images=(blank,)) if source.needs_image and not request.images else request
 
 
 def preferences_of(args: Args) -> Preferences:
@@ -221,9 +255,12 @@ def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool =
     if hosts > 1 and not args.dry_run:
         raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
     load = job.load
-    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
+    what = "video(s)" if job.video else "picture(s)"
+    head = f"{args.model}: {load.images} {what} of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
+    head += "" if load.calls == 1 else f", {load.calls * (1 + load.guidance):g} calls a step"
     head += "" if args.precision is None else f", GEMMs in {args.precision} at {EIGHT_SPEED} times its rate on GPUs"
-    machines = [imagined(ranks.device, count, args.transport, hosts) for count in args.dry_run or ()]
+    card = _card(args)
+    machines = [imagined(ranks.device, count, args.transport, hosts, card) for count in args.dry_run or ()]
     if not machines:
         name = args.transport
         name = transport_between(ranks.world, ranks.device).name if name == "auto" else name
@@ -242,9 +279,23 @@ def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool =
 def _table(args: Args, job: Job, machine: Machine, explained: bool) -> str:
     ranking = rank(job.work, job.load, machine, preferences_of(args), job.request.dtype)
     lines = [f"{machine}: {ranking}", ranking.table()]
+    if not ranking.ranked and args.precision is None:
+        lines.append(_in_8_bits(args, job, machine))
     if job.decodes and ranking.ranked:
         world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
         mode = "pictures" if args.exact and args.vae == "auto" else args.vae
         spread = spread_of(job.load.images, mode, world, data, lambda: None)
         lines.append(f"decoding: {spread}, unless the loaded weights leave too little memory for it")
     return "\n".join([*lines, *(["", explain(ranking)] if explained and ranking.ranked else [])])
+
+
+def _in_8_bits(args: Args, job: Job, machine: Machine) -> str:
+    """What --precision fp8 changes in a plan of which nothing fits."""
+    request = replace(job.request, precision="fp8")
+    try:
+        _check_precision(args, request, torch.device("cpu" if machine.device == "CPU" else "cuda"))
+        eight = job.source.check(request)
+    except ValueError as error:
+        return f"not in 8 bits either: {error}"
+    ranking = rank(eight.work, eight.load, machine, preferences_of(args), request.dtype)
+    return f"with --precision fp8: {ranking}"

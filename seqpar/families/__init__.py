@@ -6,6 +6,11 @@ A file may export these tables, each by the name of diffusers' class; files whos
   family without fused blocks needs nothing else.
 - `BLOCKS`: block -> `seqpar.families._block.Block`: the function that computes it with our kernels.
 - `WORK`: transformer -> a function (config, text=...) that returns the planner's `Work`. text: number of text tokens.
+- `PROMPT_TOKENS`: transformer without `WORK` -> the text tokens of a usual prompt, where 256 do not do. `OF_TEXT`:
+  transformer without `WORK` -> a pattern of the layers of its blocks that text tokens alone pass.
+- `TOKENS`: transformer -> a function (config, (frames, rows, columns) of latents) that returns how many tokens it makes
+  of them, and those of further streams besides text; needed if it is not one for each patch.
+- `PUBLISHED`: hub id -> a `Published`, so that `seqpar plan` needs none of its files.
 - `TINY`: transformer -> `seqpar.families._tiny.Tiny`: its tiny model, where scaled defaults do not do.
 - `PIPELINES`: a `Pipelines`: what its pipelines take.
 - `config_of_file`: a function of the shapes in a transformer's file that returns its config.json, or None.
@@ -65,6 +70,42 @@ class Preset:
         values = [f"{name} {value:g}" for name, value in self.arguments.items()]
         sigmas = f"sigmas {', '.join(f'{x:.4g}' for x in self.sigmas)}"
         return ", ".join([f"{self.steps} steps", *([sigmas] if self.sigmas else []), *values])
+
+
+@dataclass(frozen=True)
+class Published:
+    """What `seqpar plan` has to know of a published model, in place of its files.
+
+    pipeline, transformer: classes. config: of the transformer, where it differs from its class's defaults. vae: that of
+    its decoder (`latents`). size: height and width of a usual result, and frames: of a video, where the pipeline's call
+    has no defaults. index: keys of its model_index.json that change what a step calls, or how many transformers there
+    are, all of this config.
+    """
+
+    pipeline: str
+    transformer: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    vae: Mapping[str, int] = field(default_factory=lambda: latents())
+    size: tuple[int, int] = (1024, 1024)
+    frames: int | None = None
+    index: Mapping[str, Any] = field(default_factory=dict)
+
+
+def latents(channels: int = 16, pixels: int = 8, frames: int = 1, **more: int) -> Mapping[str, int]:
+    """Return what the planner reads in a decoder's config.
+
+    channels: of a latent. pixels: along a side of one. frames: of each latent frame after the first. more: entries.
+    """
+    sides = {"spatial_compression_ratio": pixels, "temporal_compression_ratio": frames}
+    return {"latent_channels": channels, **sides, **more}
+
+
+def twice(transformer: str, name: str = "transformer_2") -> Mapping[str, Any]:
+    """Return the key of a model_index.json for a second transformer."""
+    return {name: ("diffusers", transformer)}
+
+
+GUIDER: Mapping[str, Any] = {"guider": ("diffusers", "ClassifierFreeGuidance")}  # of model_index.json: calls twice
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import seqpar.families
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published
 from seqpar.families._block import Block
 from seqpar.families._cuts import HELP, HOME, Cuts, StepBlocks, check, from_diffusers
 from seqpar.families._modular import SCALE, parameters_of, takes_image
@@ -21,6 +21,8 @@ from seqpar.families._refused import REFUSED
 from seqpar.types.facts import Work
 from seqpar.types.plugins import plugin, plugins
 
+Sides = tuple[int, int, int]
+"""Frames, rows and columns of latents."""
 FILES = {name: plugin(seqpar.families, name, "family") for name in plugins(seqpar.families)}
 
 
@@ -41,6 +43,10 @@ def _joined(name: str) -> frozenset[str]:
 CUTS: dict[str, Cuts] = _merged("CUTS")
 BLOCKS: dict[str, Block] = _merged("BLOCKS")
 WORK: dict[str, Callable[..., Work]] = _merged("WORK")
+PUBLISHED: dict[str, Published] = _merged("PUBLISHED")
+TOKENS: dict[str, Callable[[Mapping[str, Any], Sides], tuple[int, ...]]] = _merged("TOKENS")
+PROMPT_TOKENS: dict[str, int] = _merged("PROMPT_TOKENS")
+OF_TEXT: dict[str, str] = _merged("OF_TEXT")
 UNSPLIT: dict[type, tuple[str, str]] = _merged("UNSPLIT")
 RANDOM_MODELS: dict[str, tuple[str, Any, Any]] = _merged("RANDOM_MODELS")
 ROW_LISTS, WITHOUT_ROWS, UNGUIDED = map(_joined, ("ROW_LISTS", "WITHOUT_ROWS", "UNGUIDED"))
@@ -92,6 +98,27 @@ def _why_not(kind: type) -> str | None:
         f"{owner.__name__} overrides forward, which may decide by one rank's tokens; cuts= says that it "
         f"computes each token by itself"
     )
+
+
+def tokens_of(transformer: Any, latents: Sides, patch: int | None = None) -> tuple[int, ...]:
+    """Return how many tokens a transformer makes of latents, and those of further streams besides text.
+
+    patch: rows, and columns, of latents that are one token, where the pipeline makes tokens; None: as the config says.
+    """
+    config, kinds = transformer.config, (kind.__name__ for kind in type(transformer).__mro__)
+    if (special := next((TOKENS[kind] for kind in kinds if kind in TOKENS), None)) is not None:
+        return special(config, latents)
+    deep, *sides = patches_of(config)
+    rows, columns = sides if patch is None else (patch, patch)
+    return (-(-latents[0] // deep) * (latents[1] // rows) * (latents[2] // columns),)
+
+
+def patches_of(config: Mapping[str, Any]) -> Sides:
+    """Return the frames, rows and columns of latents that a transformer with this config makes one token."""
+    known = config.get("patch_size") or config.get("latent_patch_size") or config.get("all_patch_size") or 1
+    several = known if isinstance(known, (tuple, list)) else (known,)
+    frames = several[0] if len(several) == 3 else config.get("patch_size_t") or 1
+    return frames, several[-1], several[-1]
 
 
 def stored_in_8_bits(module: nn.Module) -> list[str]:

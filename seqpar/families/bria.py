@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published, latents
 from seqpar.families._cuts import TEXT, Boundary, Cuts
 from seqpar.families._tiny import TEXT as LENGTH
 from seqpar.families._tiny import Tiny
@@ -33,6 +33,17 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 CUTS = {"BriaTransformer2DModel": _bria(), "BriaFiboTransformer2DModel": _bria_fibo()}
 PIPELINES = Pipelines(sigmas="Bria")
+PROMPT_TOKENS = {"BriaTransformer2DModel": 128}
+SMALL = {"attention_head_dim": 96, "num_layers": 8, "num_single_layers": 28, "axes_dims_rope": [8, 44, 44]}
+PUBLISHED = {
+    "briaai/BRIA-3.2": Published("BriaPipeline", "BriaTransformer2DModel", {**SMALL, "in_channels": 16}, latents(4)),
+    "briaai/FIBO": Published(
+        "BriaFiboPipeline",
+        "BriaFiboTransformer2DModel",
+        {"in_channels": 48, "num_layers": 8, "text_encoder_dim": 2048},
+        latents(48, 16),
+    ),
+}
 TINY = {
     "BriaTransformer2DModel": Tiny({"pooled_projection_dim": 16}),
     "BriaFiboTransformer2DModel": Tiny({"text_encoder_dim": 12, "pooled_projection_dim": 16}, _inputs),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families import Pipelines, flux
+from seqpar.families import Pipelines, Published, flux
 from seqpar.families._block import Block, BlockCall, rounding_for
 from seqpar.families._cuts import Boundary, Cuts, StepBlocks
 from seqpar.families._double import (
@@ -162,3 +162,6 @@ def work(config: Mapping[str, Any], text: int = flux.TEXT_TOKENS) -> Work:
 
 
 WORK = {"ChromaTransformer2DModel": work}
+
+
+PUBLISHED = {"lodestones/Chroma1-HD": Published("ChromaPipeline", "ChromaTransformer2DModel")}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published, latents
 from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import NAMES, checked, modulations, pairs
@@ -191,6 +191,17 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"CogVideoXTransformer3DModel": work}
+LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+PUBLISHED = {
+    "THUDM/CogVideoX-2b": Published("CogVideoXPipeline", "CogVideoXTransformer3DModel", vae=latents(frames=4)),
+    "THUDM/CogVideoX-5b": Published("CogVideoXPipeline", "CogVideoXTransformer3DModel", LARGE, latents(frames=4)),
+    "THUDM/CogVideoX-5b-I2V": Published(
+        "CogVideoXImageToVideoPipeline",
+        "CogVideoXTransformer3DModel",
+        {**LARGE, "in_channels": 32, "use_learned_positional_embeddings": True},
+        latents(frames=4),
+    ),
+}
 TINY = {
     "CogVideoXTransformer3DModel": Tiny(
         {"sample_width": 10, "sample_height": 6, "sample_frames": 9, "max_text_seq_length": 7},

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.families import Published
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 
@@ -29,6 +30,15 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 CUTS = {
     "CogView4Transformer2DModel": Cuts({**PLACES, **ROTARY}, JOINT, refused=ADDS),
     "CogView3PlusTransformer2DModel": Cuts(PLACES, JOINT),
+}
+PROMPT_TOKENS = {"CogView3PlusTransformer2DModel": 224}
+PUBLISHED = {
+    "THUDM/CogView4-6B": Published(
+        "CogView4Pipeline",
+        "CogView4Transformer2DModel",
+        {"attention_head_dim": 128, "num_attention_heads": 32, "num_layers": 28},
+    ),
+    "THUDM/CogView3-Plus-3B": Published("CogView3PlusPipeline", "CogView3PlusTransformer2DModel"),
 }
 TINY = {
     "CogView4Transformer2DModel": Tiny(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 
@@ -20,6 +21,22 @@ def _cosmos() -> Cuts:
 
 CUTS = {"CosmosTransformer3DModel": _cosmos()}
 UNPAIRED = ("CosmosTransformer3DModel",)  # its pipelines read a call's result before the step's other call
+PROMPT_TOKENS = {"CosmosTransformer3DModel": 512}
+SMALL = {"num_attention_heads": 16, "extra_pos_embed_type": None}
+PUBLISHED = {
+    "nvidia/Cosmos-1.0-Diffusion-7B-Text2World": Published(
+        "CosmosTextToWorldPipeline", "CosmosTransformer3DModel", vae=latents(frames=8)
+    ),
+    "nvidia/Cosmos-Predict2-2B-Text2Image": Published(
+        "Cosmos2TextToImagePipeline", "CosmosTransformer3DModel", SMALL, latents(frames=4)
+    ),
+    "nvidia/Cosmos-Predict2.5-2B": Published(
+        "Cosmos2_5_PredictBasePipeline",
+        "CosmosTransformer3DModel",
+        {**SMALL, "in_channels": 17, "use_crossattn_projection": True, "crossattn_proj_in_channels": 100352},
+        latents(frames=4),
+    ),
+}
 TINY = {
     "CosmosTransformer3DModel": Tiny(
         {

@@ -12,6 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformerOutput
 from torch import Tensor
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._masks import Keys
 from seqpar.families._tiny import Tiny
@@ -61,7 +62,13 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"Cosmos3OmniTransformer": _cosmos3()}
+OF_TEXT = {"Cosmos3OmniTransformer": r"mlp\."}
 UNPAIRED = ("Cosmos3OmniTransformer",)  # its pipeline reads a call's result before the step's other call
 SIZES = {"hidden_size": 48, "head_dim": 16, "intermediate_size": 64, "vocab_size": 16, "rope_axes_dim": (4, 2, 2)}
 LATENTS = {"latent_channel": 4, "patch_latent_dim": 16, "sound_gen": True, "sound_dim": 6}
+PUBLISHED = {
+    "nvidia/Cosmos3-Nano": Published(
+        "Cosmos3OmniPipeline", "Cosmos3OmniTransformer", vae=latents(48, 16, 4), size=(720, 1280), frames=189
+    )
+}
 TINY = {"Cosmos3OmniTransformer": Tiny({**SIZES, **LATENTS}, _inputs)}

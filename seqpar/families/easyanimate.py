@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import TEXT as LENGTH
 from seqpar.families._tiny import Tiny
@@ -13,6 +14,14 @@ PLACES = {
     "proj_out": OUT,
 }
 CUTS = {"EasyAnimateTransformer3DModel": Cuts(PLACES, {"transformer_blocks.*.attn1": TEXT_IMAGE})}
+PUBLISHED = {
+    "alibaba-pai/EasyAnimateV5.1-12b-zh-diffusers": Published(
+        "EasyAnimatePipeline",
+        "EasyAnimateTransformer3DModel",
+        {"num_attention_heads": 48, "in_channels": 16, "out_channels": 16, "patch_size": 2},
+        latents(frames=4),
+    )
+}
 TINY = {
     "EasyAnimateTransformer3DModel": Tiny(
         {"attention_head_dim": 16, "text_embed_dim": 24, "in_channels": 4, "out_channels": 4, "patch_size": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers.models.transformers.transformer_ernie_image import ErnieImageTransformer2DModelOutput
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._tiny import TEXT, Tiny
 
@@ -21,6 +22,18 @@ def _ernie_image() -> Cuts:
 
 
 CUTS = {"ErnieImageTransformer2DModel": _ernie_image()}
+PUBLISHED = {
+    "baidu/ERNIE-Image": Published(
+        "ErnieImagePipeline",
+        "ErnieImageTransformer2DModel",
+        {
+            **{"hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36},
+            "ffn_hidden_size": 12288,
+            "text_in_dim": 3072,
+        },
+        latents(32),
+    )
+}
 TINY = {
     "ErnieImageTransformer2DModel": Tiny(
         {"hidden_size": 48, "ffn_hidden_size": 64, "text_in_dim": 24, "rope_axes_dim": (4, 6, 6)},

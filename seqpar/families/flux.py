@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published
 from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import (
@@ -223,3 +223,11 @@ def _random(embeds: bool) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], d
 
 
 RANDOM_MODELS = {"FLUX.1-dev": _random(True), "FLUX.1-schnell": _random(False)}
+
+
+_GUIDED = {"guidance_embeds": True}
+PUBLISHED = {
+    "black-forest-labs/FLUX.1-dev": Published("FluxPipeline", "FluxTransformer2DModel", _GUIDED),
+    "black-forest-labs/FLUX.1-schnell": Published("FluxPipeline", "FluxTransformer2DModel"),
+    "black-forest-labs/FLUX.1-Kontext-dev": Published("FluxKontextPipeline", "FluxTransformer2DModel", _GUIDED),
+}

@@ -17,7 +17,7 @@ from typing import Any
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModelOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published, latents
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, Matrix, reads_next
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import (
@@ -176,3 +176,17 @@ def work(config: Mapping[str, Any], text: int = TEXT_TOKENS) -> Work:
 
 
 WORK = {"Flux2Transformer2DModel": work}
+
+
+def _klein(heads: int, doubles: int, singles: int, text: int) -> Published:
+    config = {"num_attention_heads": heads, "num_layers": doubles, "num_single_layers": singles}
+    config |= {"joint_attention_dim": text, "guidance_embeds": False}
+    distilled = {"is_distilled": True}
+    return Published("Flux2KleinPipeline", "Flux2Transformer2DModel", config, latents(32), index=distilled)
+
+
+PUBLISHED = {
+    "black-forest-labs/FLUX.2-dev": Published("Flux2Pipeline", "Flux2Transformer2DModel", vae=latents(32)),
+    "black-forest-labs/FLUX.2-klein-4B": _klein(24, 5, 20, 7680),
+    "black-forest-labs/FLUX.2-klein-9B": _klein(32, 8, 24, 12288),
+}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published, latents
 from seqpar.families._block import EIGHT, Block, BlockCall, Input, reads_next, rounding_for
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._double import Rows, branch, by_head, following, pairs
@@ -159,3 +159,7 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"Flux3Transformer2DModel": work}
+
+
+# no weights were published beside the class
+PUBLISHED = {"FLUX.3": Published("Flux3ModularPipeline", "Flux3Transformer2DModel", vae=latents(32))}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._masks import Keys, Prepared
 from seqpar.families._tiny import Tiny
@@ -61,4 +61,9 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 CUTS = {"GlmImageTransformer2DModel": _glm_image()}
 UNPAIRED = ("GlmImageTransformer2DModel",)  # its pipeline reads a call's result before the step's other call
 PIPELINES = Pipelines(several_images=("GlmImage",))
+PUBLISHED = {
+    "zai-org/GLM-Image": Published(
+        "GlmImagePipeline", "GlmImageTransformer2DModel", {"attention_head_dim": 128, "num_attention_heads": 32}
+    )
+}
 TINY = {"GlmImageTransformer2DModel": Tiny({"condition_dim": 8, "prior_vq_quantizer_codebook_size": 30}, _inputs)}

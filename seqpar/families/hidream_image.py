@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
+from seqpar.families import Published
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, CutJoined, Cuts, Joint
 from seqpar.families._masks import Prepared
 from seqpar.families._tiny import TEXT as LENGTH
@@ -87,6 +89,25 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"HiDreamImageTransformer2DModel": _hidream_image()}
+# pipelines pad an image to as many tokens as the largest has
+TOKENS = {
+    "HiDreamImageTransformer2DModel": lambda config, latents: (
+        prod(config["max_resolution"]) // config["patch_size"] ** 2,
+    )
+}
+PROMPT_TOKENS = {"HiDreamImageTransformer2DModel": 128}
+OF_TEXT = {"HiDreamImageTransformer2DModel": r"_t\b"}
+PUBLISHED = {
+    "HiDream-ai/HiDream-I1-Full": Published(
+        "HiDreamImagePipeline",
+        "HiDreamImageTransformer2DModel",
+        {
+            **{"patch_size": 2, "in_channels": 16, "attention_head_dim": 128, "caption_channels": (4096, 4096)},
+            **{"text_emb_dim": 2048, "axes_dims_rope": (64, 32, 32), "max_resolution": (128, 128)},
+            "llama_layers": tuple(range(48)),
+        },
+    )
+}
 TINY = {
     "HiDreamImageTransformer2DModel": Tiny(
         {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from seqpar.families import hunyuan_video
+from seqpar.families import GUIDER, Published, hunyuan_video, latents
 from seqpar.families._cuts import Cuts, StepBlocks
 from seqpar.families._masks import Keys, Prepared, first_keys, keys_of, shorten
 from seqpar.families._tiny import TEXT, Tiny
@@ -46,6 +46,16 @@ CUTS = {"HunyuanImageTransformer2DModel": _hunyuan_image()}
 STEPS = {
     "HunyuanImageTransformer2DModel": StepBlocks(
         dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("hidden_states", "encoder_hidden_states"))
+    )
+}
+PUBLISHED = {
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": Published(
+        "HunyuanImagePipeline",
+        "HunyuanImageTransformer2DModel",
+        {"text_embed_2_dim": 1472},
+        latents(64, 32),
+        (2048, 2048),
+        index=GUIDER,
     )
 }
 TINY = {

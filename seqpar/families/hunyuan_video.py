@@ -20,7 +20,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import GUIDER, Pipelines, Published, latents
 from seqpar.families._block import Block, BlockCall, Input, reads_next, rounding_for, unrounded
 from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import (
@@ -354,6 +354,20 @@ def _of_condition(config: Mapping[str, Any], width: int) -> Gemms:
 
 
 WORK = dict.fromkeys(CUTS, work)
+
+
+def _of_15(pipeline: str, task: str) -> Published:
+    kind = "HunyuanVideo15Transformer3DModel"
+    return Published(pipeline, kind, {"task_type": task}, latents(32, 16, 4), (480, 848), index=GUIDER)
+
+
+PUBLISHED = {
+    "hunyuanvideo-community/HunyuanVideo": Published(
+        "HunyuanVideoPipeline", "HunyuanVideoTransformer3DModel", vae=latents(frames=4)
+    ),
+    "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v": _of_15("HunyuanVideo15Pipeline", "t2v"),
+    "hunyuanvideo-community/HunyuanVideo-1.5-480p_i2v": _of_15("HunyuanVideo15ImageToVideoPipeline", "i2v"),
+}
 TINY = {
     "HunyuanVideo15Transformer3DModel": Tiny(
         inputs=lambda config, random: {

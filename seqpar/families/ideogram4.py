@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 )
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published, latents, twice
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of
 from seqpar.families._tiny import Tiny
@@ -69,6 +69,14 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 CUTS = {"Ideogram4Transformer2DModel": _ideogram4()}
 UNGUIDED = ("Ideogram4Transformer2DModel",)  # another transformer computes the second branch
 PIPELINES = Pipelines(reads_layers=("Ideogram4Pipeline", "Ideogram4ModularPipeline"))
+PUBLISHED = {
+    "ideogram-ai/ideogram-v4": Published(
+        "Ideogram4Pipeline",
+        "Ideogram4Transformer2DModel",
+        vae=latents(32),
+        index=twice("Ideogram4Transformer2DModel", "unconditional_transformer"),
+    )
+}
 TINY = {
     "Ideogram4Transformer2DModel": Tiny(
         {"attention_head_dim": 16, "mrope_section": (4, 2, 2), "adaln_dim": 24, "llm_features_dim": 24}, _inputs

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts
 from seqpar.families._tiny import GRID, TEXT, Tiny
 
@@ -37,6 +38,22 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
 
 
 CUTS = {"Kandinsky5Transformer3DModel": _kandinsky5()}
+
+
+def _published(pipeline: str, dim: int, blocks: int, axes: tuple[int, int, int], vae: Mapping[str, int]) -> Published:
+    config = {"model_dim": dim, "ff_dim": 4 * dim, "num_visual_blocks": blocks, "axes_dims": axes}
+    sides = {"in_visual_dim": 16, "out_visual_dim": 16, "visual_cond": "2V" in pipeline}
+    return Published(pipeline, "Kandinsky5Transformer3DModel", {**config, **sides}, vae)
+
+
+PUBLISHED = {
+    "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": _published(
+        "Kandinsky5T2VPipeline", 1792, 32, (16, 24, 24), latents(frames=4)
+    ),
+    "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": _published(
+        "Kandinsky5T2IPipeline", 2560, 50, (32, 48, 48), latents()
+    ),
+}
 TINY = {
     "Kandinsky5Transformer3DModel": Tiny(
         {"in_text_dim": 24, "in_text_dim2": 16, "model_dim": 48, "ff_dim": 64, "axes_dims": (4, 6, 6)},

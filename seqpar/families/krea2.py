@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published
 from seqpar.families._block import EIGHT, Block, BlockCall, reads_next, rounding_for, unrounded
 from seqpar.families._cuts import IMAGE, OUT, Boundary, CutJoined, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import NAMES, pairs
@@ -73,7 +73,7 @@ def _are_equal(rows: Tensor) -> int:
 
 CUTS = {"Krea2Transformer2DModel": _krea2()}
 STEPS = {"Krea2Transformer2DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
-PIPELINES = Pipelines(sigmas="Krea2")
+PIPELINES = Pipelines(sigmas="Krea2", distilled={"Krea2": "is_distilled"})
 LAYERS = {
     "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "gate": ("attn.to_gate",),
@@ -195,6 +195,10 @@ def _text(config: Mapping[str, Any], width: int) -> tuple[tuple[int, int], ...]:
 
 
 WORK = {"Krea2Transformer2DModel": work}
+PUBLISHED = {
+    "krea/Krea-2-Raw": Published("Krea2Pipeline", "Krea2Transformer2DModel"),
+    "krea/Krea-2-Turbo": Published("Krea2Pipeline", "Krea2Transformer2DModel", index={"is_distilled": True}),
+}
 TINY = {
     "Krea2Transformer2DModel": Tiny(
         inputs=lambda config, random: {

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published, latents
 from seqpar.families._block import Block, BlockCall, DeclinedError
 from seqpar.families._cross import CROSS_EIGHT, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, StepBlocks
@@ -171,3 +171,10 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"LTXVideoTransformer3DModel": work}
+LARGE = {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48}
+PUBLISHED = {
+    "Lightricks/LTX-Video": Published("LTXPipeline", "LTXVideoTransformer3DModel", vae=latents(128, 32, 8)),
+    "Lightricks/LTX-Video-0.9.7-distilled": Published(
+        "LTXConditionPipeline", "LTXVideoTransformer3DModel", LARGE, latents(128, 32, 8)
+    ),
+}

@@ -21,7 +21,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset, ltx
+from seqpar.families import Pipelines, Preset, Published, latents, ltx
 from seqpar.families._block import Block, BlockCall, DeclinedError, Input, rounding_for, unrounded
 from seqpar.families._cross import Modulation, constant, finished, tabled, to_whole
 from seqpar.families._cuts import IMAGE, OUT, Boundary, Cuts, CutTokens, Joint, StepBlocks
@@ -343,6 +343,11 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
 
 
 WORK = {"LTX2VideoTransformer3DModel": work}
+PUBLISHED = {
+    "Lightricks/LTX-2": Published(
+        "LTX2Pipeline", "LTX2VideoTransformer3DModel", {"rope_type": "split"}, latents(128, 32, 8), frames=121
+    )
+}
 TINY = {
     "LTX2VideoTransformer3DModel": Tiny(
         inputs=lambda config, random: {

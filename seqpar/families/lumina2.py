@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published
 from seqpar.families._cuts import (
     ALONE,
     IMAGE,
@@ -34,6 +34,9 @@ def _lumina2() -> Cuts:
 CUTS = {"Lumina2Transformer2DModel": _lumina2()}
 STEPS = {"Lumina2Transformer2DModel": StepBlocks({"layers": ("hidden_states",)})}
 PIPELINES = Pipelines(sigmas="Lumina2Pipeline")
+PUBLISHED = {
+    "Alpha-VLLM/Lumina-Image-2.0": Published("Lumina2Pipeline", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304})
+}
 TINY = {
     "Lumina2Transformer2DModel": Tiny(
         inputs=lambda config, random: {"hidden_states": random(2, config["in_channels"], 6, 10)}

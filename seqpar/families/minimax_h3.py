@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_minimax_h3 import MINIMAX_H3_MODALITY_NUM, MiniMaxH3TransformerOutput
 from torch import Tensor
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published, latents
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint, StepBlocks
 from seqpar.families._double import Rows, entered, following, modulations
@@ -175,5 +175,20 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     )
 
 
-WORK = {"MiniMaxH3Transformer3DModel": work}
+def _tokens(config: Mapping[str, Any], latents: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the tokens of a video, and of its sound in stereo: 40 a second of each side, of 24 frames."""
+    frames = (latents[0] - 2) // 5 * 17 + 5
+    return prod(latents) // prod(config["patch_size"]), 2 * round(frames / 24 * 40)
+
+
+WORK, TOKENS = {"MiniMaxH3Transformer3DModel": work}, {"MiniMaxH3Transformer3DModel": _tokens}
+PUBLISHED = {
+    "MiniMaxAI/MiniMax-H3": Published(
+        "MiniMaxH3ModularPipeline",
+        "MiniMaxH3Transformer3DModel",
+        vae=latents(24, 16, 4, clip_length=17, token_drop=3),
+        size=(768, 1344),
+        frames=124,
+    )
+}
 TINY = {"MiniMaxH3Transformer3DModel": Tiny({"rope_freq_dim": 4}, _inputs)}

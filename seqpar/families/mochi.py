@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._masks import FULL, Keys, Prepared, keys_of, mask_code
 from seqpar.families._tiny import Tiny
@@ -106,6 +107,11 @@ class MochiProcessor:
 
 CUTS = {"MochiTransformer3DModel": _mochi()}
 STEPS = {"MochiTransformer3DModel": StepBlocks({"transformer_blocks": ("hidden_states", "encoder_hidden_states")})}
+PUBLISHED = {
+    "genmo/mochi-1-preview": Published(
+        "MochiPipeline", "MochiTransformer3DModel", vae=latents(12, 8, 6), size=(480, 848)
+    )
+}
 TINY = {
     "MochiTransformer3DModel": Tiny(
         {"max_sequence_length": 7},

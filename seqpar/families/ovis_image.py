@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from seqpar.families import Pipelines
+from seqpar.families import Pipelines, Published
 from seqpar.families.flux import STEPS_OF_KIN, cuts_of_kin
 
 CUTS = {"OvisImageTransformer2DModel": cuts_of_kin()}
 STEPS = {"OvisImageTransformer2DModel": STEPS_OF_KIN}
 PIPELINES = Pipelines(sigmas="Ovis")
+PUBLISHED = {"AIDC-AI/Ovis-Image-7B": Published("OvisImagePipeline", "OvisImageTransformer2DModel")}

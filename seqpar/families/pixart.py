@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, StepBlocks
 from seqpar.families._tiny import Tiny
 
@@ -16,6 +17,13 @@ def _from_patches(out: str) -> Cuts:
 
 CUTS = {"PixArtTransformer2DModel": _from_patches("proj_out"), "DiTTransformer2DModel": _from_patches("proj_out_2")}
 STEPS = {"PixArtTransformer2DModel": StepBlocks({"transformer_blocks": ("hidden_states",)})}
+PROMPT_TOKENS = {"PixArtTransformer2DModel": 300}
+PUBLISHED = {
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": Published(
+        "PixArtSigmaPipeline", "PixArtTransformer2DModel", {"caption_channels": 4096}, latents(4)
+    ),
+    "facebook/DiT-XL-2-256": Published("DiTPipeline", "DiTTransformer2DModel", vae=latents(4), size=(256, 256)),
+}
 TINY = {
     "PixArtTransformer2DModel": Tiny(
         {"caption_channels": 24, "sample_size": 16},

@@ -20,7 +20,7 @@ import torch
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published, latents
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import (
     HOME,
@@ -240,6 +240,12 @@ def _inputs(config: Mapping[str, Any], random: Callable[..., Tensor]) -> dict[st
     }
 
 
+PUBLISHED = {
+    "Qwen/Qwen-Image": Published("QwenImagePipeline", "QwenImageTransformer2DModel"),
+    "Qwen/Qwen-Image-Edit": Published("QwenImageEditPipeline", "QwenImageTransformer2DModel"),
+    "Qwen/Qwen-Image-Edit-2509": Published("QwenImageEditPlusPipeline", "QwenImageTransformer2DModel"),
+    "Qwen/Qwen-Image-2.1": Published("QwenImage21Pipeline", "QwenImage21Transformer2DModel", vae=latents(64, 16)),
+}
 TINY = {
     "QwenImageTransformer2DModel": Tiny(inputs=lambda config, random: {"img_shapes": [[(1, 3, 5)]] * 2}),
     "QwenImage21Transformer2DModel": Tiny(

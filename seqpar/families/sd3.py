@@ -17,6 +17,7 @@ from typing import Any
 from diffusers.models import attention_processor
 from torch import Tensor
 
+from seqpar.families import Published
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts, StepBlocks
 from seqpar.families._double import DOUBLE_EIGHT, Rows, by_head, checked, double_work, entered, modulations, two_streams
@@ -167,3 +168,18 @@ def _blocks(width: int, layers: int, duals: Sequence[int]) -> tuple[Blocks, ...]
 
 
 WORK = {"SD3Transformer2DModel": work}
+
+
+SD35: Mapping[str, Any] = {"qk_norm": "rms_norm"}
+LARGE = {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192}
+MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384}
+PUBLISHED = {
+    "stabilityai/stable-diffusion-3.5-large": Published(
+        "StableDiffusion3Pipeline", "SD3Transformer2DModel", {**SD35, **LARGE}
+    ),
+    "stabilityai/stable-diffusion-3.5-medium": Published(
+        "StableDiffusion3Pipeline",
+        "SD3Transformer2DModel",
+        {**SD35, **MEDIUM, "dual_attention_layers": tuple(range(13))},
+    ),
+}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from seqpar.families import Published, latents
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens
 from seqpar.families._tiny import Tiny
 
@@ -26,6 +27,14 @@ def _masks_causally(module: Any) -> str | None:
 
 
 CUTS = {"SkyReelsV2Transformer3DModel": _skyreels_v2()}
+PROMPT_TOKENS = {"SkyReelsV2Transformer3DModel": 512}
+LARGE = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+PUBLISHED = {
+    f"Skywork/SkyReels-V2-{name}-14B-720P-Diffusers": Published(
+        pipeline, "SkyReelsV2Transformer3DModel", LARGE, latents(frames=4)
+    )
+    for name, pipeline in (("T2V", "SkyReelsV2Pipeline"), ("DF", "SkyReelsV2DiffusionForcingPipeline"))
+}
 TINY = {
     "SkyReelsV2Transformer3DModel": Tiny(
         {"attention_head_dim": 12, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48, "rope_max_seq_len": 32},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqpar.families import Published
 from seqpar.families._cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.families._tiny import TEXT, Tiny
 
@@ -19,6 +20,9 @@ def _stable_audio() -> Cuts:
 
 
 CUTS = {"StableAudioDiTModel": _stable_audio()}
+TOKENS = {"StableAudioDiTModel": lambda config, latents: (latents[-1] + 1,)}
+PROMPT_TOKENS = {"StableAudioDiTModel": 130}
+PUBLISHED = {"stabilityai/stable-audio-open-1.0": Published("StableAudioPipeline", "StableAudioDiTModel", vae={})}
 TINY = {
     "StableAudioDiTModel": Tiny(
         {"global_states_input_dim": 16, "cross_attention_input_dim": 24, "num_key_value_attention_heads": 1},

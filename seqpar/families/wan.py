@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published, latents, twice
 from seqpar.families._block import Block, BlockCall, Input
 from seqpar.families._cross import CROSS_EIGHT, constant, crossed_work, finished, tabled, to_whole
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, Grouped, StepBlocks
@@ -219,6 +219,27 @@ ANIMATE = {
     "motion_dim": 4,
     "motion_encoder_dim": 8,
     "face_encoder_hidden_dim": 6,
+}
+WAN, VIDEO = "WanTransformer3DModel", latents(frames=4)
+SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+MIDDLE = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
+OF_PICTURE = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+PUBLISHED = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published("WanPipeline", WAN, SMALL, VIDEO),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": Published("WanPipeline", WAN, vae=VIDEO),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published("WanImageToVideoPipeline", WAN, OF_PICTURE, VIDEO),
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": Published("WanVACEPipeline", "WanVACETransformer3DModel", vae=VIDEO),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Published("WanPipeline", WAN, vae=VIDEO, index=twice(WAN)),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Published(
+        "WanImageToVideoPipeline", WAN, {"in_channels": 36}, VIDEO, index=twice(WAN)
+    ),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Published("WanPipeline", WAN, MIDDLE, latents(48, 16, 4)),
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": Published(
+        "WanAnimatePipeline", "WanAnimateTransformer3DModel", {"added_kv_proj_dim": 5120}, VIDEO
+    ),
+    "nvidia/ChronoEdit-14B-Diffusers": Published(
+        "ChronoEditPipeline", "ChronoEditTransformer3DModel", OF_PICTURE, VIDEO
+    ),
 }
 TINY = {
     "WanVACETransformer3DModel": Tiny(

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor
 
-from seqpar.families import Pipelines, Preset
+from seqpar.families import Pipelines, Preset, Published
 from seqpar.families._block import EIGHT, Block, BlockCall, DeclinedError, reads_next
 from seqpar.families._cuts import ALONE, IMAGE, OUT, Boundary, Cuts, CutTokens, GatherTokens, Joint, StepBlocks
 from seqpar.families._double import by_head, modulations
@@ -174,7 +175,13 @@ def work(config: Mapping[str, Any], text: int = TEXT) -> Work:
     )
 
 
-WORK = {"ZImageTransformer2DModel": work}
+def _tokens(config: Mapping[str, Any], latents: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the tokens of a picture with their padding, to a multiple of 32."""
+    return (-(-latents[1] * latents[2] // (4 * SEQ_MULTI_OF)) * SEQ_MULTI_OF,)
+
+
+WORK, TOKENS = {"ZImageTransformer2DModel": work}, {"ZImageTransformer2DModel": _tokens}
+PUBLISHED = {"Tongyi-MAI/Z-Image-Turbo": Published("ZImagePipeline", "ZImageTransformer2DModel")}
 TINY = {
     "ZImageTransformer2DModel": Tiny(
         {"dim": 96, "axes_dims": [8, 12, 12]},

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -21,6 +22,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from tokenizers import Tokenizer
 
+from seqpar.families import Published
 from seqpar.families._modular import is_modular
 from seqpar.loading.checkpoint import (
     Checkpoint,
@@ -30,6 +32,7 @@ from seqpar.loading.checkpoint import (
     check_layers,
     check_types,
     find_checkpoint,
+    from_state_dict,
     open_checkpoint,
 )
 from seqpar.loading.encoders import open_encoder
@@ -40,6 +43,7 @@ from seqpar.loading.parts import (
     CONFIG,
     MOST_BYTES,
     NAMES,
+    PLACES,
     check_autoencoder,
     index_of,
     part_of,
@@ -73,7 +77,7 @@ class PipelineParts:
 
     source: its folder, or a random model. index: its model_index.json, of a modular one without the parts that the
     workflow leaves out. config: the transformer's. vae: without weights, or None. fitted: its models by the names of
-    their parts. places: folders of parts.
+    their parts. places: folders of parts. published: what stands for the files of a model that is only planned.
     """
 
     source: Path | RandomModel
@@ -84,6 +88,7 @@ class PipelineParts:
     fitted: Mapping[str, Fitted] = field(default_factory=dict)
     places: Mapping[str, Path] = field(default_factory=dict)
     workflow: str | None = None
+    published: Published | None = None
 
     @property
     def kind(self) -> Any:
@@ -139,6 +144,17 @@ def parts_of_random(random: RandomModel) -> PipelineParts:
     configs = {name: {**config, "_class_name": kind} for name, (kind, config) in random.parts.items()}
     vae = _built(getattr(diffusers, random.parts["vae"][0]), random.parts["vae"][1], random.name)
     return PipelineParts(random, random.index, configs["transformer"], vae, configs["scheduler"])
+
+
+def parts_of_published(name: str, known: Published) -> PipelineParts:
+    """Return the parts that a plan of a published model needs, from what its family's file says."""
+    kind, index = known.transformer, {"_class_name": known.pipeline, PLACES: {}, **known.index}
+    index["transformer"] = ("diffusers", kind)
+    model = _built(getattr(diffusers, kind), known.config, name)
+    names = [part for part in NAMES if part_of(index, part) is not None]
+    fitted = {part: Fitted(Path(name), type(model), model.config, from_state_dict(name, {}), model) for part in names}
+    vae = SimpleNamespace(config=known.vae)
+    return PipelineParts(Path(name), index, model.config, vae, None, fitted, published=known)
 
 
 def parts_of_folder(path: Path, workflow: str | None = None) -> PipelineParts:

@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import logging
 from torch import Tensor
 
-from seqpar.families import _find
+from seqpar.families import Published, _find
 
 OF_MODELS = (  # random models of `seqpar.loop.models`, whose files hold their sizes
     *(f"dit-{size}/{patch}" for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)),
@@ -82,8 +82,10 @@ def download(
     random, models: the names that were tried before, for the message: random models, and those of the package. files:
     patterns of their names.
     """
-    near = get_close_matches(name.lower()[:SHOWN], (*models, *random), 1, NEAR)
-    known = f"; did you mean {near[0]}?" if near else ""
+    names = {known.lower(): known for known in (*models, *random, *PUBLISHED)}
+    names |= {short_name(known): known for known in PUBLISHED}
+    near = get_close_matches(name.lower()[:SHOWN], names, 1, NEAR)
+    known = f"; did you mean {names[near[0]]}?" if near else ""
     if not re.fullmatch(ID, name):
         known = known or f"; models with random weights: {', '.join(random)}"
         short = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
@@ -173,16 +175,20 @@ NAMES = {"builtin": BUILTIN, "builtin-text": DEMO / "emoji-flux"}
 LORAS = {"outline": DEMO / "outline.safetensors"}  # of "builtin-text": it draws with lines
 RANDOM = "random:"  # before the name of a random model
 BARE = ("dit-", "large-dit-")  # how names begin that need no prefix: the hub has no such model
+PUBLISHED = _find.PUBLISHED
 # ids of the hub that are asked for when their owner is left out
-HUB = (
-    *(f"black-forest-labs/FLUX.{name}" for name in ("1-dev", "1-schnell", "1-Kontext-dev", "2-dev", "2-klein-4B")),
-    *("Qwen/Qwen-Image", "Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit-2509", "Tongyi-MAI/Z-Image-Turbo"),
-    *(f"stabilityai/stable-diffusion-3.5-{size}" for size in ("large", "medium")),
-    *("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"),
-    *("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "hunyuanvideo-community/HunyuanVideo", "THUDM/CogVideoX-5b"),
-    *("Lightricks/LTX-Video", "Lightricks/LTX-2", "lodestones/Chroma1-HD", "facebook/DiT-XL-2-256"),
-    *("thu-ml/unidiffuser-v0", "thu-ml/unidiffuser-v1"),
-)
+HUB = (*(name for name in PUBLISHED if "/" in name), "thu-ml/unidiffuser-v0", "thu-ml/unidiffuser-v1")
+
+
+def short_name(name: str) -> str:
+    """Return a hub id without its owner, as people write it."""
+    return name.rpartition("/")[2].lower().removesuffix("-diffusers")
+
+
+def published_of(name: str) -> tuple[str, Published] | None:
+    """Return the id and the facts of a published model that has this name, also a short one; None for a path."""
+    found = next((known for known in PUBLISHED if name.lower() in (known.lower(), short_name(known))), None)
+    return None if found is None or Path(name).exists() else (found, PUBLISHED[found])
 
 
 def random_model_of(name: str | Path) -> str | None:

@@ -36,7 +36,7 @@ def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, A
     if _find.takes_one_prompt(kind.__name__) and len(request.pictures) > 1:
         raise ValueError(f"{len(request.pictures)} results, but {kind.__name__} takes one prompt; run it once for each")
     for name, what in OTHERS.items():
-        if name in parameters:
+        if name in parameters and not request.planned:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not request.images:
         request.refuse("it changes an input image; add --image", strength=request.strength)
@@ -154,6 +154,8 @@ def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, 
         request.refuse(
             f"for {name} it means how closely the image is kept; use seqpar.load for it", strength=request.strength
         )
+    if request.planned:
+        return
     if not request.prompts:
         raise ValueError(f"--model {request.model} needs --prompt: {name} takes prompts")
     required = {

@@ -144,16 +144,18 @@ class Source:
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)
 
-        # the planner's view: the tokens of an input image are next to those of the result, which may take its size
-        grid = None if makes_videos(parameters) else grid_of(parts.transformer.config, parts.vae)
-        if grid is not None and request.size is not None and "use_resolution_binning" not in parameters:
+        # the planner's view
+        grid = grid_of(parts.transformer.config, parts.vae)
+        if (
+            grid is not None
+            and request.size is not None
+            and "use_resolution_binning" not in parameters
+            and not makes_videos(parameters)
+        ):
             grid.check(request.size)
-        edits = bool(request.images) and not draws_anew(parameters)
-        if edits and grid is not None:
-            grid = replace(grid, trained=None)
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and pairs_calls(parts.transformer)
-        run = planned(parts.transformer, grid, request, guided)
+        run = planned(parts, grid, request, parameters, guidance.on, guided)
         held = (parts.transformer, *(() if request.park else parts.other_transformers.values()))
         run = replace(
             run, load=replace(run.load, parameters=sum(x.numel() for part in held for x in part.parameters()))
@@ -161,8 +163,7 @@ class Source:
         if request.precision is not None and not isinstance(parts.source, RandomModel):
             stored = (part.get_parameter(name) for part in held for name in stored_in_8_bits(part))
             run = replace(run, load=replace(run.load, stored=sum(x.numel() for x in stored)))
-        run = replace(run, exact=run.exact and not edits)
-        if run.pixels is not None and "height" in parameters:
+        if run.pixels is not None and "height" in parameters and not makes_videos(parameters):
             arguments |= dict(zip(SIDES, run.pixels, strict=True))
 
         if request.steps < 2 and _schedulers.counts_the_end(parts.scheduling):
@@ -259,7 +260,8 @@ class DiffusersJob:
 
     @property
     def why_not_planned(self) -> str | None:
-        return None if self.exact else f"the files of {self.kind.__name__} do not state its number of tokens"
+        name = self.kind.__name__
+        return None if self.exact else f"the files of {name} do not state its number of tokens; add --size and --frames"
 
     @property
     def why_no_steps(self) -> str | None:

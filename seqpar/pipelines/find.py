@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 
+from seqpar.families import Published
+from seqpar.loading.folder import parts_of_published
 from seqpar.loading.names import RANDOM_MODELS, random_model_of, resolve
 from seqpar.loading.parts import index_of, read_pipeline
 from seqpar.pipelines import diffusers, own_loop
@@ -32,3 +34,8 @@ def find(name: str) -> Source:
     kind = read_pipeline(folder)["_class_name"]
     family = next((family for family in families if kind in family.PIPELINES), None)
     return diffusers.Source.locate(path) if family is None else family.Files.locate(path)
+
+
+def published(name: str, known: Published) -> Source:
+    """Return the source of a published model that can be planned alone: it has no files."""
+    return diffusers.Source(parts_of_published(name, known))

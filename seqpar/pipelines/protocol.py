@@ -42,7 +42,8 @@ class GenerationRequest:
     size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
     free guidance beside the embedded one. images: input images. preset: sets the steps, their sigmas and the scales
-    that are None. The other fields are the flags of the same names.
+    that are None. planned: whether nothing but a plan is made of it, which needs no further inputs. The other fields
+    are the flags of the same names.
     """
 
     model: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     min_psnr: float | None = None
     attention_steps: str | None = None
     park: bool = False
+    planned: bool = False
 
     @property
     def pictures(self) -> list[str]:

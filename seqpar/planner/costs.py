@@ -85,15 +85,22 @@ class Totals:
 
 
 def totals(
-    work: Work, layout: Layout, tokens: int, images: int, guidance: bool, itemsize: int, others: tuple[int, ...] = ()
+    work: Work,
+    layout: Layout,
+    tokens: int,
+    images: int,
+    guidance: bool,
+    itemsize: int,
+    others: tuple[int, ...] = (),
+    calls: float = 1.0,
 ) -> Totals:
-    """The cost of a step for `images` pictures; `guidance` doubles the rows of the batch."""
+    """The cost of a step of so many calls for `images` pictures; `guidance` doubles the rows of the batch."""
     rows = images * (2 if guidance else 1)
     batch = -(-images // layout.data) * (2 if guidance and layout.cfg == 1 else 1)
     every, cost = layers(work, layout, tokens, batch, others), work.step(rows, tokens, others)
     sent = work.layers * sum(busiest(every)) * batch * work.head_dim * itemsize
     messages = work.layers * max(sum(move.messages for move in layer.moves) for layer in every)
-    return Totals(cost.flops, cost.elements, sent, messages)
+    return Totals(*(round(calls * count) for count in (cost.flops, cost.elements, sent, messages)))
 
 
 def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:

@@ -28,7 +28,7 @@ def explain(ranking: Ranking) -> str:
 
 def _costs(ranking: Ranking) -> list[str]:
     work, load = ranking.work, ranking.load
-    parts = costs.parts(work, load.images * (1 + load.guidance), load.tokens, load.others)
+    parts = costs.parts(work, round(load.images * (1 + load.guidance) * load.calls), load.tokens, load.others)
     total = sum(cost.flops for cost in parts.values())
     lines = [f"{'a step, all ranks together':<28} {'TFLOP':>9} {'share':>6} {'GB':>8} {'FLOP/byte':>10}"]
     for name, cost in parts.items():
@@ -105,8 +105,9 @@ def _table(ranking: Ranking) -> list[str]:
     lines = [f"{'layout':<34} {'MB sent':>9} {'exchanges':>9} {'ms per step':>11} {head} {'GiB/rank':>10}"]
     for row in ways(ranking):
         layout = row.layout
-        cost = costs.totals(work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
-        exchanges = work.layers * len(_layer(work, load, layout).moves) + (layout.cfg > 1)
+        sizes = load.tokens, load.images, load.guidance, load.itemsize, load.others, load.calls
+        cost = costs.totals(work, layout, *sizes)
+        exchanges = round(load.calls * work.layers * len(_layer(work, load, layout).moves)) + (layout.cfg > 1)
         parts = " ".join(f"{getattr(row, part):10.2f}" for part in PARTS)
         counts = f"{cost.sent / 1e6:9.1f} {exchanges:9}"
         lines.append(f"{name_of(layout):<34} {counts} {row.ms:11.2f} {parts} {row.memory.total / GIB:10.1f}")

@@ -29,7 +29,8 @@ class Load:
     one token's latent. labels: number of distinct labels, including the unconditional one. table: maximum bytes of the
     modulation table. others: number of tokens of each stream besides the state (text), which `tokens` leaves out.
     eight: whether the blocks' GEMMs on the state compute in 8 bits. stored: how many of the parameters are in memory in
-    8 bits alone; 0 where GEMMs in 8 bits have copies beside them.
+    8 bits alone; 0 where GEMMs in 8 bits have copies beside them. calls: of the model in a step, one after another,
+    each with both branches of `guidance`; not whole where the last one has fewer rows.
     """
 
     images: int
@@ -44,6 +45,7 @@ class Load:
     others: tuple[int, ...] = ()
     eight: bool = False
     stored: int = 0
+    calls: float = 1.0
 
     def rows(self, layout: Layout) -> int:
         """The batch rows of the rank with most images: twice its images if it computes both branches."""
@@ -140,10 +142,10 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
             exchanges += kind.count * sum(time_at(curve, x * value) for curve, x in zip(curves, moved, strict=True))
     return Prediction(
         layout,
-        gemm=gemm / 1e3,
-        attention=attention / 1e3,
-        elementwise=passes / 1e3,
-        exchange=exchanges / 1e3,
+        gemm=gemm * load.calls / 1e3,
+        attention=attention * load.calls / 1e3,
+        elementwise=passes * load.calls / 1e3,
+        exchange=exchanges * load.calls / 1e3,
         memory=memory(work, load, layout, slowest),
     )
 

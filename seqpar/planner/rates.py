@@ -14,6 +14,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import groupby, pairwise
 from math import exp, log
 from pathlib import Path
@@ -148,6 +149,75 @@ CPU = Rates(
 )
 
 
+# Cards ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its maker's datasheet, without sparsity.
+
+    products: TFLOP/s in bf16. copy: TB/s of its memory. links: GB/s to other GPUs, each way. memory: GiB that torch
+    sees. peers: whether GPUs may access each other's memory. eight: whether it has products in 8 bits.
+    """
+
+    device: str
+    products: float
+    copy: float
+    links: float
+    memory: float
+    peers: bool = True
+    eight: bool = True
+
+
+CARDS = {
+    "h100": Card("NVIDIA H100", 989, 3.35, 450, 79),
+    "h200": Card(H200.device, 989, 4.8, 450, 139),
+    "a100": Card("NVIDIA A100", 312, 2.04, 300, 79, eight=False),
+    "4090": Card("NVIDIA GeForce RTX 4090", 165, 1.01, 32, 23.5, peers=False),
+    "b200": Card("NVIDIA B200", 2250, 8, 900, 178),
+}
+
+
+def card_of(name: str) -> Card:
+    """The card of a name; ValueError, with a near name, if it is none."""
+    if (card := CARDS.get(name.lower())) is None:
+        near = get_close_matches(name.lower(), CARDS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"got --card {name}, expected one of {', '.join(CARDS)}{hint}")
+    return card
+
+
+def default_of(device: str) -> Rates:
+    """The rates of a device that was not measured: those of an H200, for a known card by the ratio of datasheets."""
+    if device == "CPU":
+        return CPU
+    card, base = next((card for name, card in CARDS.items() if name.upper() in device), None), CARDS["h200"]
+    if card is None or card is base:
+        return H200
+    speed, memory, links = card.products / base.products, card.copy / base.copy, card.links / base.links
+
+    def sent(points: Curve) -> Curve:
+        least = points[0][1]  # of an exchange of nearly nothing
+        return tuple((nbytes, least + (us - least) / links) for nbytes, us in points)
+
+    exchange = {name: points if name == BETWEEN else sent(points) for name, points in H200.exchange.items()}
+    return replace(
+        H200,
+        device=card.device,
+        source=f"an H200's, by datasheet ({card.products:g} TFLOP/s, {card.copy:g} TB/s, {card.links:g} GB/s)",
+        gemm=_faster(H200.gemm, speed),
+        weights=H200.weights * memory,
+        attention={dim: _faster(points, speed) for dim, points in H200.attention.items()},
+        copy=H200.copy * memory,
+        exchange={name: points for name, points in exchange.items() if card.peers or name != "peer"},
+        memory=card.memory,
+    )
+
+
+def _faster(points: Curve, speed: float) -> Curve:
+    return tuple((x, speed * y) for x, y in points)
+
+
 # The machine ---------------------------------------------------------------------------------------------------
 
 
@@ -201,19 +271,20 @@ def here(device: torch.device, count: int, transport: str, host: int | None = No
     return Machine("CPU", count, curve, memory, host)
 
 
-def imagined(device: torch.device, count: int, transport: str, hosts: int = 1) -> Machine:
-    """Machines with `count` GPUs like this one's, or of H200s if there is no GPU, on so many hosts.
+def imagined(device: torch.device, count: int, transport: str, hosts: int = 1, card: Card | None = None) -> Machine:
+    """Machines with `count` of these cards, GPUs like this one's, or H200s if there is no GPU, on so many hosts.
 
     Raises ValueError for a number of GPUs that hosts cannot share evenly.
     """
     if hosts < 1 or count % hosts:
         raise ValueError(f"got --hosts {hosts} for {count} GPUs, expected hosts with equally many")
     host = None if hosts == 1 else count // hosts
-    if transport == "auto" and host is not None:  # what hosts share no memory for
+    if transport == "auto" and (host is not None or (card is not None and not card.peers)):  # no memory is shared
         transport = _contract.unasked("cuda")[-1]
-    if device.type == "cuda":
+    if device.type == "cuda" and card is None:
         return here(device, count, transport, host)
-    return Machine(H200.device, count, curve_of(transport, "cuda"), H200.memory, host)
+    card = card or CARDS["h200"]
+    return Machine(card.device, count, curve_of(transport, "cuda"), card.memory, host)
 
 
 # The cache -----------------------------------------------------------------------------------------------------
@@ -224,10 +295,10 @@ def load(device: str, count: int, dtype: str, host: int | None = None) -> Rates:
 
     host: see `Rates`. A measurement with one process has no exchanges; these are taken from the defaults.
     """
-    default = replace(CPU if device == "CPU" else H200, host=host)
+    default = replace(default_of(device), host=host)
     path = _path(device, count, dtype, host)
     if not path.exists():
-        other = "" if device == default.device else f", not of a {device}"
+        other = "" if default.device in device else f", not of a {device}"
         wide = "" if dtype == default.dtype else f", in {default.dtype}"
         return replace(default, source=f"{default.source}{other}{wide}; nothing was measured here")
     measured = _read(path)

@@ -48,16 +48,20 @@ class Ranking:
     def best(self) -> Layout:
         """The chosen layout; `ValueError` if no layout fits the memory."""
         if not self.ranked:
-            row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
             raise ValueError(
-                f"the run does not fit: its smallest layout ({name_of(row.layout)}) {reason}; start more processes, "
-                f"or use a smaller --size, fewer classes or another --dtype"
+                f"the run does not fit: {self._smallest}; start more processes, or use a smaller --size, fewer classes "
+                f"or another --dtype"
             )
         return self.ranked[0].layout
 
+    @property
+    def _smallest(self) -> str:
+        row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
+        return f"its smallest layout ({name_of(row.layout)}) {reason}"
+
     def __str__(self) -> str:
         if not self.ranked:
-            return f"nothing fits; rates: {self.rates.source}"
+            return f"nothing fits: {self._smallest}; rates: {self.rates.source}"
         first, *others = self.ranked
         aim = "the first image soonest" if self.preferences.aim == "latency" else "most images per second"
         text = f"{name_of(first.layout)}, {_ms(first)} predicted"
@@ -83,7 +87,8 @@ class Ranking:
 
     def counts(self) -> str:
         layout, load = self.best, self.load
-        cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
+        sizes = load.tokens, load.images, load.guidance, load.itemsize, load.others, load.calls
+        cost = totals(self.work, layout, *sizes)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
         if layout.sequence > 1:
             text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({name_of(layout)})"

@@ -7,6 +7,7 @@ numbers, so they need not be exact. A family's file may have a better descriptio
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,47 +16,52 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.families._find import WORK
+from seqpar.families._cuts import Cuts
+from seqpar.families._find import CUTS, OF_TEXT, PROMPT_TOKENS, WORK
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.transformer.blocks import blocks_of
-from seqpar.types.facts import Blocks, Work
+from seqpar.types.facts import Blocks, Cross, Work
 
 IMAGE_TOKENS = 4096  # 1024 x 1024 pixels, in latents of 1/8 and patches of 2 x 2
 VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels
+TEXT_TOKENS = 256  # of a prompt
+STATE = ("image", "video", "sound")  # streams that are no text
 
 QUERY, KEY, VALUE = ("to_q", "to_query"), ("to_k", "to_key"), ("to_v", "to_value")  # names of layers of attention
 # layers whose rows are prompts or text tokens rather than image tokens
 _FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "text")
 
 
-def work_of(module: nn.Module) -> Work:
-    """Return what a token costs in a transformer, from its attention and the linear layers of its largest blocks.
+def work_of(module: nn.Module, text: int | None = None) -> Work:
+    """Return what a token costs in a transformer, from the attention and the linear layers of its blocks.
 
-    Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, or names like these, as diffusers' have.
+    A family's cuts say which blocks compute the state, and whether attention joins it with text or reads text. text:
+    number of text tokens; None: the family's. Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`,
+    or names like these, as diffusers' have.
     """
-    blocks = _blocks(module)
-    attention = next(_attention(blocks[0]))
+    kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in CUTS), "")
+    cuts, text = CUTS.get(kind, Cuts({}, {})), text or PROMPT_TOKENS.get(kind, TEXT_TOKENS)
+    lists = _lists(module, cuts)
+    attention = next(_attention(lists[0][1][0]))[1]
     to_q, to_k = _named(attention, QUERY), _named(attention, KEY)
     width, inner, heads = to_q.in_features, to_q.out_features, _heads(attention) or 1
     head_dim = inner // heads
-    kv_heads = to_k.out_features // head_dim
-    mine = list(_products(blocks[0]))
-    every = sum(a * b for block in blocks for a, b in _products(block))
-    layers = max(1, round(every / max(1, sum(a * b for a, b in mine))))
     config: Any = getattr(module, "config", {})
     latent = int(config.get("in_channels") or 16)
-    gemms = ((width, inner + 2 * kv_heads * head_dim), *mine)
+    texts = max((sum(stream not in STATE for stream in joint.streams) for joint in cuts.attention.values()), default=0)
+    prefix = any(joint.after_prefix for joint in cuts.attention.values())
     return Work(
         width=width,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=to_k.out_features // head_dim,
         head_dim=head_dim,
-        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width), given=True),),
+        blocks=tuple(_described(name, blocks, cuts, text, OF_TEXT.get(kind), config) for name, blocks in lists),
         prepares=True,
         once=((latent, width), (width, latent)),
         table=6 * width,
         live=12 * width,
+        joined=(text,) * (texts or prefix),
     )
 
 
@@ -93,24 +99,37 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return max(counts, key=counts.__getitem__)
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    # the members of all lists of modules with attention, those with the most parameters first
-    lists = [list(child) for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
-    lists = [blocks for blocks in lists if next(_attention(blocks[0]), None) is not None]
+def _lists(module: nn.Module, cuts: Cuts) -> list[tuple[str, nn.ModuleList]]:
+    # the lists of blocks with attention, those with the most parameters first; not those that compute text alone
+    lists = [(name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList) and child]
+    lists = [(name, blocks) for name, blocks in lists if next(_attention(blocks[0]), None) is not None]
+    split = {path.partition(".")[0] for path in cuts.attention}
+    lists = [(name, blocks) for name, blocks in lists if name in split] or lists
     if not lists:
         raise ValueError(
             f"got {type(module).__name__} without a list of blocks whose attention has heads, to_q and to_k, "
             f"expected a transformer as diffusers writes them"
         )
-    sized = sorted(lists, key=lambda blocks: -sum(x.numel() for block in blocks for x in block.parameters()))
-    return [block for blocks in sized for block in blocks]
+    return sorted(lists, key=lambda pair: -sum(x.numel() for x in pair[1].parameters()))
 
 
-def _attention(block: nn.Module) -> Iterator[Any]:
-    for each in block.modules():
-        module: Any = each
-        if _heads(module) is not None and _named(module, QUERY) is not None and _named(module, KEY) is not None:
-            yield module
+def _described(name: str, blocks: nn.ModuleList, cuts: Cuts, text: int, of_text: str | None, config: Any) -> Blocks:
+    local = {path.removeprefix(f"{name}.*.").removesuffix("?") for path in cuts.local}
+    every = dict(_attention(blocks[0]))
+    own = next((one for path, one in every.items() if path not in local), next(iter(every.values())))
+    read = next((one for path, one in every.items() if path in local), None)
+    q, k = (_gemm(own, names) for names in (QUERY, KEY))
+    gemms, width = ((q[0], q[1] + 2 * k[1]), *_products(blocks[0], of_text, config)), q[0]
+    cross = None
+    if read is not None:
+        gemms, cross = (*gemms, _gemm(read, QUERY)), Cross(text, (_gemm(read, KEY), _gemm(read, VALUE)))
+    return Blocks(len(blocks), gemms, (4 * width, 4 * width, 8 * width), cross=cross, given=True)
+
+
+def _attention(block: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, each in block.named_modules():
+        if _heads(each) is not None and _named(each, QUERY) is not None and _named(each, KEY) is not None:
+            yield path, each
 
 
 def _heads(attention: Any) -> int | None:
@@ -124,11 +143,20 @@ def _named(module: nn.Module, names: Sequence[str]) -> Any:
     return next((layer for layer in layers if hasattr(layer, "out_features")), None)
 
 
-def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
+def _gemm(attention: nn.Module, names: Sequence[str]) -> tuple[int, int]:
+    layer = _named(attention, names)
+    return layer.in_features, layer.out_features
+
+
+def _products(block: nn.Module, of_text: str | None, config: Any) -> Iterator[tuple[int, int]]:
     # (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v
     for name, layer in block.named_modules():
         skipped = name.endswith((*QUERY, *KEY, *VALUE)) or any(word in name.lower() for word in _FEW_ROWS)
-        if isinstance(layer, nn.Linear) and not skipped:
+        skipped = skipped or (of_text is not None and re.search(of_text, name) is not None)
+        expert = re.search(r"\bexperts\.(\d+)\.", name)  # as many as a token passes
+        if isinstance(layer, nn.Linear) and not (
+            skipped or (expert and int(expert[1]) >= config["num_activated_experts"])
+        ):
             yield layer.in_features, layer.out_features
 
 

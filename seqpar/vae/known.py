@@ -201,4 +201,13 @@ def spatial_factor(vae: Any) -> int:
 
 def temporal_factor(vae: Any) -> int:
     """Return the frames of a latent frame after the first one."""
-    return vae.config.get("scale_factor_temporal") or getattr(vae, "temporal_compression_ratio", 1)
+    known = (vae.config.get(name) for name in ("scale_factor_temporal", "temporal_compression_ratio"))
+    return int(next(filter(None, known), None) or getattr(vae, "temporal_compression_ratio", 1))
+
+
+def latent_frames(vae: Any, frames: int) -> int:
+    """Return the latent frames of a video; MiniMax-H3's are made of clips, of which the last ones are dropped."""
+    factor, clip = temporal_factor(vae), vae.config.get("clip_length")
+    if clip is None:
+        return (frames - 1) // factor + 1
+    return -(-frames // clip) * -(-clip // factor) - vae.config["token_drop"]

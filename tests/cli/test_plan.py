@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 
-from seqpar.cli.args import Args
+from seqpar.cli.args import Args, PlanArgs
+from seqpar.cli.job import as_dry_run, check
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
+from seqpar.families._find import CUTS
+from seqpar.families._modular import called, is_modular
 from seqpar.loading import names
+from seqpar.loading.names import PUBLISHED, published_of, short_name
+from seqpar.loading.parts import transformers_of
 from seqpar.loop.blueprint import Blueprint
+from seqpar.mesh.mesh import Mesh
+from seqpar.transformer.parallelize import call_of, parallelize
 from seqpar.types.flags import parsed
 from tests.cli.processes import seqpar
 from tests.cli.runs import parameters, pixels, shown
+from tests.support import modular, pipelines
 from tests.support.meshes import EXACT
 from tests.support.pool import Pool
 
@@ -134,6 +146,132 @@ def test_a_plan_of_a_random_model_is_that_of_its_published_size(capsys: Captured
     assert "1 picture(s) of 4096 tokens, guidance 3.5 as an input, bfloat16" in text
     assert "2 x NVIDIA H200: ulysses 2" in text
     assert "a step: 74" in text
+
+
+# Published models, without files ------------------------------------------------------------------------------------
+
+# model -> tokens of its usual result, and how often a step computes them
+USUAL = {
+    "fal/AuraFlow-v0.3": (4096, 2),
+    "briaai/BRIA-3.2": (4096, 2),
+    "briaai/FIBO": (4096, 2),
+    "lodestones/Chroma1-HD": (4096, 2),
+    "THUDM/CogVideoX-5b": (13 * 30 * 45, 2),
+    "THUDM/CogVideoX-5b-I2V": (13 * 30 * 45, 2),
+    "THUDM/CogView4-6B": (4096, 2),
+    "THUDM/CogView3-Plus-3B": (4096, 2),
+    "nvidia/Cosmos-1.0-Diffusion-7B-Text2World": (16 * 44 * 80, 2),
+    "nvidia/Cosmos-Predict2.5-2B": (24 * 44 * 80, 2),
+    "nvidia/Cosmos3-Nano": (48 * 22 * 40, 2),
+    "alibaba-pai/EasyAnimateV5.1-12b-zh-diffusers": (13 * 32 * 32, 2),
+    "baidu/ERNIE-Image": (4096, 2),
+    "black-forest-labs/FLUX.1-dev": (4096, 1),
+    "black-forest-labs/FLUX.1-Kontext-dev": (4096, 1),
+    "black-forest-labs/FLUX.2-klein-4B": (4096, 1),
+    "FLUX.3": (4096, 2),
+    "zai-org/GLM-Image": (4096, 2),
+    "HiDream-ai/HiDream-I1-Full": (4096, 2),
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": (4096, 2),
+    "hunyuanvideo-community/HunyuanVideo": (33 * 45 * 80, 1),
+    "hunyuanvideo-community/HunyuanVideo-1.5-480p_i2v": (31 * 30 * 53, 2),
+    "ideogram-ai/ideogram-v4": (128 * 128, 2),
+    "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": (31 * 32 * 48, 2),
+    "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers": (4096, 2),
+    "krea/Krea-2-Raw": (4096, 2),
+    "krea/Krea-2-Turbo": (4096, 1),
+    "meituan-longcat/LongCat-Image": (4096, 2),
+    "Lightricks/LTX-Video": (21 * 16 * 22, 2),
+    "Lightricks/LTX-2": (16 * 16 * 24, 4),
+    "Alpha-VLLM/Lumina-Image-2.0": (4096, 2),
+    "MiniMaxAI/MiniMax-H3": (37 * 24 * 42, 1),
+    "genmo/mochi-1-preview": (4 * 30 * 53, 2),
+    "AIDC-AI/Ovis-Image-7B": (4096, 2),
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": (4096, 2),
+    "facebook/DiT-XL-2-256": (256, 2),
+    "Qwen/Qwen-Image": (4096, 1),
+    "Qwen/Qwen-Image-Edit": (2 * 4096, 1),
+    "Qwen/Qwen-Image-2.1": (4096, 1),
+    "stabilityai/stable-diffusion-3.5-medium": (4096, 2),
+    "Skywork/SkyReels-V2-DF-14B-720P-Diffusers": (25 * 34 * 60, 2),
+    "stabilityai/stable-audio-open-1.0": (1025, 2),
+    "Tongyi-MAI/Z-Image-Turbo": (4096, 2),
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": (21 * 30 * 52, 2),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (21 * 30 * 52, 2),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (21 * 15 * 26, 2),
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": (21 * 45 * 80, 1),
+    "nvidia/ChronoEdit-14B-Diffusers": (2 * 30 * 52, 2),
+}
+
+
+def test_every_family_has_a_usual_result() -> None:
+    assert {PUBLISHED[name].transformer for name in USUAL} == {*CUTS}
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", USUAL)
+def test_a_family_is_planned_by_name_without_files(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Their names have short forms; two blocks of each kind do."""
+    theirs: Any = diffusers
+    known, (id_, _) = PUBLISHED[name], published_of(short_name(name)) or pytest.fail(name)
+    defaults = inspect.signature(getattr(theirs, known.transformer).__init__).parameters
+    sizes = {key: known.config.get(key, one.default) for key, one in defaults.items()}
+    few = {key: 2 for key, size in sizes.items() if type(size) is int and key.endswith(("layers", "blocks"))}
+    few = few if "vace_layers" not in sizes else {}  # which names layers
+    monkeypatch.setitem(names.PUBLISHED, name, replace(known, config={**known.config, **few}))
+    job = check(as_dry_run(PlanArgs(model=short_name(name), card="h100")), Mesh.joined())
+    load = job.load
+    assert (id_, load.tokens, load.calls * (1 + load.guidance)) == (name, *USUAL[name])
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "flux.1-dev"], ["1 x NVIDIA H200: one rank, ", "a step: 74.4 TFLOP"]),
+        (["--model", "flux.1-dev", "--card", "4090"], ["nothing fits: its", "22.5 GiB of 22.3", "fp8: one rank"]),
+        (["--model", "ovis-image-7b", "--card", "4090", "--dtype", "fp32"], ["not in 8 bits either: --precision fp8"]),
+        (["--model", "flux.1-dev", "--card", "4090", "--precision", "fp8"], [" 11.5\n"]),
+        (["--model", "wan2.2-t2v-a14b", "--card", "h100"], [" 59.1\n"]),
+        (["--model", "wan2.2-t2v-a14b", "--card", "h100", "--park"], [" 32.5\n"]),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_says_what_fits_a_card(capsys: Captured, words: list[str], told: list[str]) -> None:
+    command(["plan", *(words if "--card" in words else [*words, "--gpus", "1"])])
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in told), printed
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--card", "h10"], "got --card h10, expected one of h100, h200, a100, 4090, b200; did you mean h100?"),
+        (["--card", "a100", "--precision", "fp8"], "NVIDIA A100 has no products of e4m3"),
+        (["--model", "flux.1-dv"], "there is no such path; did you mean black-forest-labs/FLUX.1-dev?"),
+    ],
+    ids=" ".join,
+)
+def test_an_unknown_card_or_model_suggests_a_near_one(words: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        command(["plan", "--model", "flux.1-dev", "--card", "h100", *words])
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["wan_i2v", "ltx", "minimax_h3", "anima"])
+def test_planned_tokens_and_calls_are_those_of_a_run(tmp_path: Path, name: str) -> None:
+    pipe = getattr(modular if name in ("minimax_h3", "anima") else pipelines, name)()
+    pipelines.quiet(pipe)
+    modular.saved(pipe, tmp_path)
+    frames = {"wan_i2v": 9, "ltx": 9, "cogvideox": 9}.get(name)
+    args = Args(str(tmp_path), prompt=("a",), steps=2, size="32x64", frames=frames, dry_run=(1,), dtype="fp32")
+    job: Any = check(args, Mesh.joined())
+    module, rows = next(iter(transformers_of(pipe).values())), list[int]()
+    parallelize(pipe, vae=False, cfg=False)
+    module.register_forward_pre_hook(lambda *given: rows.append(len(given[2]["hidden_states"])), with_kwargs=True)
+    called(pipe, job.arguments) if is_modular(pipe) else pipe(**job.arguments)
+    lengths = call_of(module).state.lengths
+    assert lengths.get("image", sum(lengths.values()) - 414 - 1) == job.load.tokens
+    assert sum(rows) == job.steps * job.load.calls * (1 + job.load.guidance)
 
 
 # Built-in models: a tiny FLUX.1 stands in for the files of the model of texts ---------------------------------------

@@ -139,7 +139,11 @@ OF_PROMPTS = [
     ("flux", {**A, "scheduler": "FlowMatchHeunDiscreteScheduler"}, "expected one of flow matching that takes sigmas"),
     ("schnell", {**A, "guidance": 3.5}, "of this FluxPipeline takes no scale as an input; use --true-guidance"),
     ("sd3", {**A, "true_guidance": 2.0}, "StableDiffusion3Pipeline takes no true_cfg_scale"),
-    ("wan", {**A, "dry_run": ()}, "no plan: the files of WanPipeline do not state"),
+    (
+        "hunyuan_video15",
+        {**A, "size": None, "dry_run": ()},
+        "no plan: the files of HunyuanVideo15Pipeline do not state its number of tokens; add --size and --frames",
+    ),
     ("wan", A, "expected a name that ends in .mp4"),
     ("wan", {**A, "frames": 7}, "got --frames 7, expected 1 more than a multiple of 4, such as 5"),
     ("wan", {**A, "image": (PICTURE,)}, "WanPipeline takes no input image"),

@@ -7,13 +7,18 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar.families import _find as _guided
 from seqpar.families._find import WORK, cuts_of
+from seqpar.families._prove import tiny_of
+from seqpar.families._tiny import BATCH, TEXT, arguments, build
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Preferences, search
 from seqpar.transformer import estimate
 from seqpar.transformer.blocks import blocks_of
+from seqpar.transformer.parallelize import parallelize, release
 from seqpar.types.facts import Work
 from tests.support.diffusers_tiny import MODELS
 
@@ -97,6 +102,63 @@ def test_a_family_of_blocks_describes_all_weights_of_its_blocks(name: str) -> No
     assert ours == theirs or name in PARTLY
     outputs = ({**module.config, "out_channels": count} for count in (None, module.config["in_channels"]))
     assert len(set(map(described, outputs))) == 1  # as many outputs as inputs, if the config says none
+
+
+# of each kind some; the rows of text are one stream with those of the image in the first
+JOINED = ("ErnieImageTransformer2DModel",)
+MADE = (
+    "WanTransformer3DModel",
+    "WanAnimateTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+    "ZImageTransformer2DModel",
+)
+DESCRIBED_BY_MODULES = [
+    *JOINED,
+    *("AuraFlowTransformer2DModel", "BriaFiboTransformer2DModel", "CogView4Transformer2DModel"),
+    *("CosmosTransformer3DModel", "EasyAnimateTransformer3DModel", "GlmImageTransformer2DModel"),
+    *("HiDreamImageTransformer2DModel", "Ideogram4Transformer2DModel", "Kandinsky5Transformer3DModel"),
+    *("PixArtTransformer2DModel", "SkyReelsV2Transformer3DModel", "StableAudioDiTModel"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # Kandinsky's, whose embeddings are fp32
+@pytest.mark.parametrize("kind", [*DESCRIBED_BY_MODULES, *MADE])
+def test_tokens_and_flops_are_those_of_a_call(kind: str) -> None:
+    """Tokens are the rows that are cut; FLOPs are torch's, but for modulation, which few rows make."""
+    tiny = tiny_of(kind)
+    module = build(getattr(THEIRS, kind), tiny)
+    given, conditions = arguments(module, tiny), list[int]()
+
+    def watch(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        rows = inputs[0].numel() // layer.in_features
+        conditions.append(2 * rows * layer.weight.numel() if rows <= BATCH else 0)
+
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(watch)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(**given, return_dict=False)
+    counted = counter.get_total_flops() - sum(conditions)
+    parallelize(module, cfg=False, native=False)
+    with torch.no_grad():
+        module(**given, return_dict=False)
+    call: Any = module.forward
+    lengths = dict(call.state.lengths)
+    release(module)
+    state = next((lengths[name] for name in ("image", "sound") if name in lengths), max(lengths.values()))
+    if (latents := latents_of(module.config, given)) is not None:
+        assert _guided.tokens_of(module, latents)[0] == state - TEXT * (kind in JOINED)
+    if kind in DESCRIBED_BY_MODULES:
+        ours = estimate.work_of(module, TEXT).step(BATCH, sum(lengths.values())).flops
+        assert ours == pytest.approx(counted, rel=1 / 8)
+
+
+def latents_of(config: Any, given: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Return frames, rows and columns of the latents in a call's arguments; None for tokens."""
+    shape = given["x"][0].shape if "x" in given else given["hidden_states"].shape[1:]
+    channels = config["in_channels"] if "in_channels" in config else config["in_visual_dim"]
+    sides = [side for side in shape if side != channels]
+    return (*[1] * (3 - len(sides)), *sides) if len(shape) > 2 or "rotary_embedding" in given else None
 
 
 def test_a_class_that_derives_from_a_described_one_is_described() -> None:

@@ -65,7 +65,9 @@ class Grid:
 
 def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
     """Return the tokens of a pipeline's images or frames, or None where the configs do not tell."""
-    latent = None if vae is None else vae.config.get("latent_channels") or vae.config.get("z_dim")
+    if vae is None:
+        return None
+    latent = vae.config.get("latent_channels") or vae.config.get("z_dim")
     if not isinstance(latent, int) or not (any(map(vae.config.get, FACTORS)) or hasattr(vae, FACTORS[0])):
         return None
     # a transformer may read channels of an input image besides those of the latents that it predicts
@@ -100,8 +102,8 @@ def planned(
     guidance: whether it is classifier-free. guided: whether the two calls of such a step may run together.
     """
     transformer, config = parts.transformer, parts.transformer.config
-    fixed = grid is None or makes_videos(parameters) or edits_images(request, parameters)
-    size = request.size or (None if fixed else grid.trained)
+    chosen = makes_videos(parameters) or edits_images(request, parameters)
+    size = request.size or (None if grid is None or chosen else grid.trained)
     work = replace(estimate.planned_work(transformer), rounds=True)
     load = estimate.load_of(transformer, request.dtype, guided, work.joined)
     counted = _tokens(parts, grid, size, request, parameters)

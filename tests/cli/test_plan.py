@@ -269,7 +269,8 @@ def test_planned_tokens_and_calls_are_those_of_a_run(tmp_path: Path, name: str) 
     parallelize(pipe, vae=False, cfg=False)
     module.register_forward_pre_hook(lambda *given: rows.append(len(given[2]["hidden_states"])), with_kwargs=True)
     called(pipe, job.arguments) if is_modular(pipe) else pipe(**job.arguments)
-    lengths = call_of(module).state.lengths
+    call: Any = call_of(module)
+    lengths = call.state.lengths
     assert lengths.get("image", sum(lengths.values()) - 414 - 1) == job.load.tokens
     assert sum(rows) == job.steps * job.load.calls * (1 + job.load.guidance)
 

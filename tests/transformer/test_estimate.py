@@ -158,7 +158,8 @@ def latents_of(config: Any, given: dict[str, Any]) -> tuple[int, int, int] | Non
     shape = given["x"][0].shape if "x" in given else given["hidden_states"].shape[1:]
     channels = config["in_channels"] if "in_channels" in config else config["in_visual_dim"]
     sides = [side for side in shape if side != channels]
-    return (*[1] * (3 - len(sides)), *sides) if len(shape) > 2 or "rotary_embedding" in given else None
+    frames, rows, columns = (*[1] * (3 - len(sides)), *sides)
+    return (frames, rows, columns) if len(shape) > 2 or "rotary_embedding" in given else None
 
 
 def test_a_class_that_derives_from_a_described_one_is_described() -> None:

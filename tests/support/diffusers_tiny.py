@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -89,12 +90,13 @@ def of_family(kind: str) -> Tiny:
     tiny, klass = tiny_of(kind), getattr(diffusers, kind)
     config = {**scaled(klass), **tiny.config}
 
-    def inputs(batch: int) -> Inputs:
+    @cache
+    def made() -> Inputs:
         with torch.device("meta"):
             module = klass(**config)
         return arguments(module, tiny)
 
-    return Tiny(kind, config, inputs)
+    return Tiny(kind, config, lambda batch: deepcopy(made()))
 
 
 def narrow(inputs: int, hidden: int, outputs: int, own: Any = BYT5) -> Any:
@@ -103,15 +105,21 @@ def narrow(inputs: int, hidden: int, outputs: int, own: Any = BYT5) -> Any:
 
 
 @cache
+def kept(name: str, device: str) -> Any:
+    """Return a transformer of `MODELS`, built once in each process, for tests that leave it as it was."""
+    return MODELS[name].build().to(device)
+
+
+@cache
 def truth(name: str, device: str) -> tuple[Tensor, ...]:
     """Return the outputs of an unchanged transformer of `MODELS`, computed on "cpu" or "cuda", in host memory."""
-    return tuple(x.cpu() for x in MODELS[name].whole(device=device))
+    return tuple(x.cpu() for x in MODELS[name].whole(kept(name, device), device=device))
 
 
 @cache
 def short_truth(name: str, device: str, tokens: int = 2) -> tuple[Tensor, ...]:
-    tiny = MODELS[name]
-    return tuple(x.cpu() for x in tiny.whole(None, few(tiny.arguments(device), tokens), device))
+    given = few(MODELS[name].arguments(device), tokens)
+    return tuple(x.cpu() for x in MODELS[name].whole(kept(name, device), given))
 
 
 def moved(value: Any, device: torch.device | str) -> Any:

@@ -77,7 +77,7 @@ def norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([x.norm() for x in tensors]).norm()
 
 
-@pytest.mark.parametrize(("world", "strategy", "transport"), covering((2, 3, 4), LAYOUTS, turns=TRANSPORTS))
+@pytest.mark.parametrize(("strategy", "transport", "world"), covering(LAYOUTS, TRANSPORTS, turns=(2, 3, 4)))
 def test_any_number_of_ranks_has_one_ranks_bits_in_8_bits(
     cpu_ranks: Pool, world: int, strategy: str, transport: str
 ) -> None:

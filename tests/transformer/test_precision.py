@@ -84,8 +84,8 @@ def test_the_error_is_that_of_rounding(alone: dict[str, Outputs], name: str) -> 
 def test_any_number_of_ranks_has_one_ranks_bits(
     cpu_ranks: Pool, calibrations: dict[str, Calibration], alone: dict[str, Outputs], turn: int
 ) -> None:
-    """On three ranks all models, on two a half of them by each strategy."""
-    world, names = 2 + turn % 2, EIGHT if turn % 2 else EIGHT[turn // 2 :: 2]
+    """Models take turns over strategies; a third of them is on three ranks."""
+    world, names = 2 + turn % 2, EIGHT[turn :: len(EXACT)]
     known = {name: calibrations[name] for name in names}
     for results in cpu_ranks.run(world, eight, known, EXACT[turn], TRANSPORTS[turn % 2]):
         for name in names:

@@ -173,9 +173,7 @@ def moved(rank: int, world: int, device: torch.device, kind: str, name: str, rou
     return wrong
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("world", "kind", "transport"), covering((1, 2, 3, 4, 8), KINDS[:-1], turns=TRANSPORTS))
 def test_every_element_arrives_at_its_place(ranks: Pool, world: int, kind: str, transport: str) -> None:
     """Eight ranks are more than there are heads in most cases, and more than tokens in two."""
     if (world, transport, DEVICE) == (1, "peer", "cuda"):

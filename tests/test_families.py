@@ -1,9 +1,8 @@
 """Tests that every family computes on 1 to 6 ranks what diffusers computes in one process, in fp64.
 
-One table: each model of `tests/support/diffusers_tiny.py`, with odd numbers of tokens and of heads, by the family's blocks
-if it has some; each class with such blocks by each strategy. Ranks, transports, exact mode, diffusers' own blocks beside
-them, and the strategies of other models take turns.
-Select by `pytest -k chroma`.
+One table: each model of `tests/support/diffusers_tiny.py`, with odd numbers of tokens and of heads, by the family's
+blocks if it has some; each class with such blocks by each strategy. Ranks, transports, exact mode, diffusers' own
+blocks beside them, and the strategies of other models take turns. Select by `pytest -k chroma`.
 The truth is the unchanged module, without its roundings to fp32 (`StayDouble`); what remains is the order of sums.
 """
 

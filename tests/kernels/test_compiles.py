@@ -102,17 +102,15 @@ def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
     uvit = ["post_norm_kernel", "gelu_kernel", "post_norm_kernel"]
     for name, block in {
         "large-dit-7b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
-        "large-dit-3b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
         "dit-xl/2": ["adaln_kernel", "adaln_kernel", "adaln_kernel"],
         "unidiffuser-v1": [*uvit, *uvit, "post_norm_kernel", *uvit, "post_norm_kernel", "post_norm_kernel"],
     }.items():
         assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
 
 
-@pytest.mark.parametrize("width", [4096, 1152])
-def test_rows_that_do_not_start_on_16_bytes_are_noticed(compiled: dict[str, list[Facts]], width: int) -> None:
+def test_rows_that_do_not_start_on_16_bytes_are_noticed(compiled: dict[str, list[Facts]]) -> None:
     """This is a negative control: the stream is read in pieces, and the check above would notice it."""
-    (kernel,) = compiled[f"unaligned, {width}"]
+    (kernel,) = compiled["unaligned"]
     assert access(kernel) - {16}
 
 

@@ -43,7 +43,6 @@ MODELS: dict[str, Callable[[], SequenceModel]] = {
 
 @cache
 def of_72() -> SequenceModel:
-    """A block as wide as DiT-XL's."""
     model = dit.Model(dit.Config(num_layers=1, sample_size=8, num_classes=10)).double()
     randomise(model, 0)
     return model.requires_grad_(False)

@@ -110,13 +110,13 @@ def test_the_error_is_that_of_rounding(alone: dict[tuple[str, str], Outputs]) ->
         assert 1e-5 < error(got, whole(name)) < ROUNDING, (name, way)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_any_number_of_ranks_has_one_ranks_bits(
     cpu_ranks: Pool, known: dict[str, Calibration], alone: dict[tuple[str, str], Outputs], world: int
 ) -> None:
     """Models take turns over the worlds, and ways of a model are on different ones."""
     strategy, transport = EXACT[world % len(EXACT)], TRANSPORTS[world % 2]
-    every = [key for index, key in enumerate(COMPUTED) if (index + index // len(NAMES)) % 3 == world - 2]
+    every = [key for index, key in enumerate(COMPUTED) if (index + index // len(NAMES)) % 2 == world - 2]
     assert len({way for _, way in every}) == 3
     for results in cpu_ranks.run(world, outputs, every, known, strategy, transport):
         for key, got in results.items():

@@ -23,7 +23,7 @@ from seqpar.loading.parts import transformers_of
 from seqpar.mesh.mesh import Mesh
 from tests.families.test_blocks import ALIKE, FUSED
 from tests.support import exact_bits
-from tests.support.diffusers_tiny import MODELS, SPLIT, few
+from tests.support.diffusers_tiny import MODELS, SPLIT, few, kept
 from tests.support.foreign import in_double
 from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
 from tests.support.meshes import mesh as make_mesh
@@ -59,7 +59,7 @@ def computed(
 ) -> list[Outputs]:
     results = []
     for name, fused, short in every:
-        body = body_of(MODELS[name].build(), world, device, strategy, transport, fused=fused, exact=is_exact)
+        body = body_of(kept(name, str(device)), world, device, strategy, transport, fused=fused, exact=is_exact)
         arguments = few(MODELS[name].arguments()) if short else MODELS[name].arguments()
         with by_rows():
             results.append(called(body, arguments))
@@ -79,7 +79,7 @@ def same(got: Outputs, wanted: Outputs) -> bool:
 @pytest.mark.parametrize("turn", range(6))
 def test_transformers_have_one_ranks_bits(cpu_ranks: Pool, alone: dict[Which, Outputs], turn: int) -> None:
     """Strategies, transports and numbers of ranks take turns over all models."""
-    strategy, transport, world = EXACT[turn % len(EXACT)], TRANSPORTS[turn % 2], 2 + (turn // 3 + turn) % 2
+    strategy, transport, world = EXACT[turn % len(EXACT)], TRANSPORTS[turn % 2], 2 + (turn in (1, 5))
     every = ALL[turn::6]
     for results in cpu_ranks.run(world, computed, every, strategy, transport):
         for which, got in zip(every, results, strict=True):

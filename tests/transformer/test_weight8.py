@@ -301,10 +301,9 @@ def stored(rank: int, world: int, device: torch.device, folder: str, cache: str)
 
 def test_all_ranks_have_the_bits_of_one(cpu_ranks: Pool, flux: Path, tmp_path: Path) -> None:
     ((bits, folded),) = cpu_ranks.run(1, stored, str(flux), str(tmp_path / "1"))
-    for world in (2, 3):
-        for got in cpu_ranks.run(world, stored, str(flux), str(tmp_path / str(world))):
-            assert equal(got[0], bits)
-            assert equal(got[1], folded)
+    for got in cpu_ranks.run(3, stored, str(flux), str(tmp_path / "3")):
+        assert equal(got[0], bits)
+        assert equal(got[1], folded)
 
 
 def terms(module: nn.Module, seed: int, paths: tuple[str, ...]) -> dict[str, LoraTerm]:
@@ -524,9 +523,9 @@ def test_families_have_one_ranks_bits_on_any_number(cpu_ranks: Pool) -> None:
     for name, known in made.items():
         right = called(body_of(MODELS[name].build().double(), fused=True), MODELS[name].arguments())
         assert 1e-4 < error(alone[name], right) < 0.1, (name, len(known.means))
-    for world, strategy in ((2, "kv_gather"), (3, "ulysses")):
-        for results in cpu_ranks.run(world, families, made, strategy, "collective"):
-            assert all(all(map(torch.equal, results[name], alone[name])) for name in made)
+    for world, strategy, some in ((2, "kv_gather", [*made][::2]), (3, "ulysses", [*made][1::2])):
+        for results in cpu_ranks.run(world, families, {name: made[name] for name in some}, strategy, "collective"):
+            assert all(all(map(torch.equal, results[name], alone[name])) for name in some)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"

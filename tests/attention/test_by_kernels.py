@@ -193,10 +193,10 @@ def in_order(
         return outputs(row, world, device, strategy, transport, torch.float32), counts
 
 
-@pytest.mark.parametrize("row", [ORDERED, PADDED], ids=["ordered", "padded"])
 @pytest.mark.parametrize(
-    ("world", "strategy", "transport"),
-    [(2 + index % 2, strategy, TRANSPORTS[index // 2 % 2]) for index, strategy in enumerate(EXACT)],
+    ("strategy", "world", "transport", "row"),
+    covering(EXACT, turns=(pytest.param(2, TRANSPORTS[0], PADDED), pytest.param(3, TRANSPORTS[1], ORDERED))),
+    ids=str,
 )
 def test_kernels_hold_keys_in_the_order_of_the_streams_and_weigh_padding(
     ranks: Pool, world: int, strategy: str, transport: str, row: Row

@@ -120,10 +120,7 @@ def by_rank(world: int, strategy: str, fault: Fault, seen: str, computed: bool =
         (2, ("ulysses", 2, "collective"), swapped_branches, ("the state after the prediction of step 1 on rank 1",)),
         (2, COLLECTIVE, lost_in_block_5_of_step_2, ("attention in blocks.4 of step 2 on rank 1: ",)),
         (2, ("ulysses", 1, "peer"), stale_flag, (FIRST,)),
-        *(
-            (2, layout, head_off, ("attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ",))
-            for layout in (("kv_first", 1, "peer"), ("ulysses", 2, "collective"))
-        ),
+        (2, ("kv_first", 1, "peer"), head_off, ("attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ",)),
         (2, COLLECTIVE, head_of_kernel_off, (f"{FIRST}1: ", "seen on ranks 0, 1 (")),
         (2, ("ulysses", 2, "peer"), guidance_off, ("the state after the prediction of step 1 on rank 1: ",)),
         (2, COLLECTIVE, reference_off, ("prediction of step 1 on rank 1",)),
@@ -131,8 +128,8 @@ def by_rank(world: int, strategy: str, fault: Fault, seen: str, computed: bool =
         by_rank(3, "ring", head_of_kernel_off, "2"),
         by_rank(3, "kv_first", head_of_kernel_off, "2"),
         by_rank(3, "ring", guidance_off, "0, 1, 2"),
-        by_rank(3, "kv_first", position_off, "2", computed=False),
-        by_rank(3, "kv_gather", modulation_off, "2", computed=False),
+        by_rank(2, "kv_first", position_off, "1", computed=False),
+        by_rank(2, "kv_gather", modulation_off, "1", computed=False),
         by_rank(3, "ulysses", layer_off, "0, 1, 2"),
         by_rank(4, "usp", head_of_kernel_off, "2, 3"),
     ],
@@ -173,10 +170,10 @@ def transformer(
         (2, "flux", "kv_first", True, position_in_block_off, "positions (cosines) of stream 2"),
         (2, "flux", "ulysses", True, merged_off, "the merged adapters"),
         (2, "flux", "kv_gather", True, modulation_off, "the output of transformer_blocks.0.norm1"),
-        (3, "sd3", "ulysses", False, modulation_off, "the output of transformer_blocks.0.norm1"),
+        (2, "sd3", "ulysses", False, modulation_off, "the output of transformer_blocks.0.norm1"),
         (3, "sd3", "kv_first", True, buffer_off, "the whole of a cut of image"),
-        (3, "qwen_masked", "ulysses", True, mask_off, "the key mask"),
-        (3, "flux", "ulysses", True, last_layer_off, "the result"),
+        (2, "qwen_masked", "ulysses", True, mask_off, "the key mask"),
+        (2, "flux", "ulysses", True, last_layer_off, "the result"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -77,6 +77,7 @@ from seqpar.pipelines.protocol import (
 from seqpar.planner.plan import Plan, is_lossy, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
+from seqpar.transformer.attention8 import check_counts
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.budget import Budget, budgeted, check_searched
 from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
@@ -175,6 +176,8 @@ class Source:
         takes_sigmas = gives_sigmas(kind.__name__) and not (preset is not None and preset.sigmas)
         if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
             scheduler = _schedulers.build(parts.scheduling, request.scheduler)
+            if request.attention_steps is not None:
+                check_counts(scheduler)
             if takes_sigmas:
                 _schedulers.check_steps(scheduler, request.steps)
                 timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)

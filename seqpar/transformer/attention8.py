@@ -130,14 +130,17 @@ def check_steps(text: str | None, eight: bool, min_psnr: float | None) -> None:
         raise ValueError(f"attention steps {text} with a least PSNR: it is searched with one attention in all steps")
 
 
+def check_counts(scheduler: object) -> None:
+    """Raise ValueError for what does not say which step it makes next."""
+    if not hasattr(scheduler, "step_index"):
+        name = type(scheduler).__name__
+        raise ValueError(f"attention steps need a pipeline whose scheduler counts its steps (step_index), not {name}")
+
+
 def keeps_dtype(pipe: Any, text: str) -> bool:
     """Return whether the step that a pipeline's scheduler makes next is none of START:STOP; ValueError if unknown."""
-    scheduler: Any = getattr(pipe, "scheduler", None)
-    if not hasattr(scheduler, "step_index"):
-        raise ValueError(
-            f"attention steps need a pipeline whose scheduler counts its steps (step_index), not "
-            f"{type(pipe if scheduler is None else scheduler).__name__}"
-        )
+    scheduler = getattr(pipe, "scheduler", pipe)
+    check_counts(scheduler)
     first = scheduler.begin_index or 0
     now = first if scheduler.step_index is None else scheduler.step_index  # None before the first step of a run
     return now - first not in range(len(scheduler.timesteps) - first)[steps_of(text)]

@@ -152,7 +152,7 @@ def main(args: Calls) -> None:
         rows = [*ours(case), *((*peers(case), *cache_dit(case)) if args.peers else ())]
         about = {"model": model.name, "tokens": model.tokens, "text": model.text, "dtype": str(case.dtype)[6:]}
         about |= {name: getattr(args, name) for name in ("masked", "exact", "layers") if getattr(args, name)}
-        measure("calls", about, rows, mesh, args)
+        measure("calls" if args.cache is None else "step cache", about, rows, mesh, args)
         torch._dynamo.reset()
 
 
@@ -206,7 +206,7 @@ def with_step_cache(case: Case, strategy: str, cache: str) -> Iterator[Row]:
     for schedule, mask in SCHEDULES.items():
         for calls in (1, 2):
             about = {"strategy": strategy, "launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
-            name = f"fused blocks, {strategy}, {cache}, {schedule}" + (", two calls a step" if calls > 1 else "")
+            name = f"fused blocks, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
             options = replace(StepCache.of(cache), mask=mask)
             ready = partial(_with_step_cache, case, strategy, options, BRANCHES[:calls])
             yield Row("ours", name, ready, case.ceiling(strategy), about, times=2 * calls)
@@ -223,7 +223,7 @@ def _with_step_cache(case: Case, strategy: str, options: StepCache, names: tuple
     time = STEPS_OF[case.model.theirs].time
 
     def two_steps() -> Tensor:
-        for _ in range(2):  # each step has a timestep of its own, as in a run
+        for _ in range(2):  # each step has another timestep, as in a run
             now = case.arguments[time].float() * (1 - next(steps) / STEPS)
             out = step_of(module, case, names, {time: now})
         return out

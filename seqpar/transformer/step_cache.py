@@ -7,9 +7,9 @@ A step of a transformer with a step cache has four parts:
     reuse   otherwise: kept residuals are added, or extrapolated to this step.
     tail    the last blocks and the output layers are computed.
 
-Each part is a CUDA graph of its own. Between head and rest the host reads 32 bytes and decides. All ranks read the same
-sums, in fixed point over all tokens, so that they decide alike however tokens are split (`kernels/step_cache.py`).
-The first branch of guidance decides for the others; each branch has residuals of its own.
+Each part is a separate CUDA graph. Between head and rest the host reads 32 bytes and decides. All ranks read the same
+sums, in fixed point over all tokens, so that every split of the tokens decides alike (`kernels/step_cache.py`).
+The first branch of guidance decides for the others; each branch keeps its residuals.
 State of an earlier run is never reused: `reset` starts a run, and without it a text that changed, or a timestep that
 does not continue the last ones, does.
 Source: the idea of DBCache (cache-dit) and FirstBlockCache (ParaAttention); TaylorSeer, arXiv 2503.06923.
@@ -219,7 +219,7 @@ class StepCaching:
         return self._ordinals.setdefault(key, min(len(self._ordinals), BRANCHES - 1))
 
     def text_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Return the text of a call, by which branches are told apart."""
+        """Return the text of a call, which differs between branches."""
         text = arguments.get(self._of.text)
         text = text[0] if isinstance(text, (list, tuple)) and text else text
         return text if isinstance(text, Tensor) else None
@@ -454,7 +454,7 @@ class _Run:
 class StepHook(ModelHook):
     """A block of a transformer with a step cache. names: the inputs that its outputs replace, in order.
 
-    inside: what computes the block in place of its own forward, if anything does.
+    inside: what computes the block in place of the module's forward, if anything does.
     """
 
     def __init__(

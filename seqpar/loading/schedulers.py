@@ -305,7 +305,8 @@ def check_steps(scheduler: Any, steps: int) -> None:
 def near(name: str, known: Sequence[str]) -> str:
     """Return the known names that are most like this one, or the first ones, as text for a message."""
     lower = {other.lower(): other for other in known}
-    alike = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
+    alike = [lower[other] for other in lower if name and name.lower() in other][:5]
+    alike = alike or [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
     return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
 
 

@@ -143,8 +143,8 @@ def chosen(kinds: Mapping[str, type], words: Sequence[str], prog: str, *, shows:
 
 def near(word: str, names: Iterable[str]) -> str:
     """Return "; did you mean NAME?" if one of the names is like the word, otherwise nothing."""
-    close = get_close_matches(word[:SHOWN], list(names), 1, NEAR)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = get_close_matches(word[:SHOWN].lower(), lower := {name.lower(): name for name in names}, 1, NEAR)
+    return f"; did you mean {lower[close[0]]}?" if close else ""
 
 
 def _object(kind: type[T], known: Sequence[_Field], words: Sequence[str], prog: str) -> T:

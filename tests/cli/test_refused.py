@@ -76,6 +76,7 @@ FLAGS = [
     ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),
     ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
     ({"scheduler": ""}, "got scheduler '', expected one of diffusers'"),
+    ({"scheduler": "unipc"}, "got scheduler 'unipc', expected one of diffusers': UniPCMultistepScheduler"),
     ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
     ({"steps": 10**9}, "got --steps=1000000000, expected a whole number from 1 to 100000"),
     ({"respacing": "ddim300"}, "got respacing 'ddim300', expected a number that an integer stride"),

@@ -72,6 +72,7 @@ def test_the_hubs_switch_leaves_it_unasked(asked: Asked, monkeypatch: pytest.Mon
     assert questions == ["owner/kept"]
 
 
+FLUX = "black-forest-labs/FLUX.1-dev"
 MEANT = {  # names that do not exist: what follows "did you mean"
     "FLUX.1-dev": "black-forest-labs/FLUX.1-dev or random:FLUX.1-dev (random weights)",
     "flux.1-dev": "black-forest-labs/FLUX.1-dev or random:FLUX.1-dev (random weights)",
@@ -94,7 +95,12 @@ def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_sugges
         with pytest.raises(ValueError, match="did you mean") as error:
             find(name)
         assert str(error.value) == f"got model {name!r}, which does not exist: did you mean {meant}?"
-    for name, near in (("bultin", "builtin"), ("Builtin_Text", "builtin-text"), ("dit-xl2", "dit-xl/2")):
+    for name, near in (
+        ("bultin", "builtin"),
+        ("Builtin_Text", "builtin-text"),
+        ("dit-xl2", "dit-xl/2"),
+        ("FLUX.1-dve", FLUX),
+    ):
         with pytest.raises(ValueError, match=rf"there is no such path; did you mean {near}\?$"):
             resolve(name)
     assert not questions

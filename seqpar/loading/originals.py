@@ -22,6 +22,7 @@ from torch import Tensor
 from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading.placing import Team
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.say import say
 
 SHARED = Path("/dev/shm")  # files in it are memory
 ALIGNED = 256  # bytes
@@ -45,7 +46,7 @@ def hold(
     if memory is None:
         if mesh.is_main:
             room = f"{SHARED} has no {ends[-1] / 2**30:.1f} GiB for the weights without them"
-            print(f"seqpar: a switch of LoRAs takes longer, because {room}", flush=True)
+            say(f"a switch of LoRAs takes longer, because {room}")
         eight = [name for name in sources if isinstance(like[name], Weight8)]
         return {**sources, **{name: partial(_as_it_is, sources[name]().to("cpu", copy=True)) for name in eight}}
 
@@ -163,6 +164,6 @@ def lock(memory: Tensor, device: torch.device, what: str) -> None:
         if (error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))) != 0:
             # torch's bindings cannot take the error back, and the next kernel would raise it
             ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
-            print(f"seqpar: memory {what} is not page-locked (CUDA error {error}): copies take longer", flush=True)
+            say(f"memory {what} is not page-locked (CUDA error {error}): copies take longer")
             return
         finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -41,6 +41,7 @@ from seqpar.loading.scaled import SCALE, source_of
 from seqpar.loading.shared_encoder import SharedEncoder
 from seqpar.mesh.mesh import Mesh
 from seqpar.types.keys import KeyMap, TensorSource
+from seqpar.types.say import say
 
 
 @no_bars(diffusers_logging, transformers_logging)  # each counts parts that are loaded elsewhere, on every rank
@@ -149,7 +150,7 @@ def _of_blocks(parts: PipelineParts, kind: Any, dtype: torch.dtype, models: dict
 
 def _say(mesh: Mesh, line: str) -> None:
     if mesh.is_main:
-        print(f"seqpar: {line}", flush=True)
+        say(line)
 
 
 def _check_unchanged(parts: PipelineParts) -> None:

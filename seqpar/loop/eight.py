@@ -32,6 +32,7 @@ from seqpar.transformer.calibration import (
     why_odd,
 )
 from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.say import say
 
 CLASSES, STEPS = 3, 4  # of the calibration: means need few tokens
 SCHEDULE = {"beta_start": 1e-4, "beta_end": 0.02, "clip_sample": False, "timestep_spacing": "linspace"}
@@ -114,7 +115,7 @@ def calibrated(model: nn.Module, mesh: Mesh, alone: Callable[[], Callable[..., A
     path = path_of(settings, model.named_parameters())
     known = calibration_of(kept_or_measured(mesh, path, measured), {key: key for key in matrices})
     if mesh.is_main:
-        print(as_text({"model": known}, len(matrices), "by fixed classes"), flush=True)
+        say(as_text({"model": known}, len(matrices), "by fixed classes"))
     return known
 
 

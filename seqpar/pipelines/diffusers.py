@@ -84,6 +84,7 @@ from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calib
 from seqpar.transformer.parallelize import call_of, parallelize, passing
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
+from seqpar.types.say import say
 from seqpar.vae.pipeline import VaeMode
 from seqpar.vae.shared import looked_at
 from seqpar.vae.strips import DecodeMode
@@ -351,7 +352,7 @@ class DiffusersJob:
         parts, loras, dtype = self.source.parts, self.request.loras, self.request.dtype
         if isinstance(random := parts.source, RandomModel):
             if self.request.park and mesh.is_main:
-                print(f"seqpar: not parked: {random.name}, whose weights are read from no file", flush=True)
+                say(f"not parked: {random.name}, whose weights are read from no file")
             pipe = mesh.on_all_ranks(lambda: random_pipeline(random, self.kind, dtype, mesh.device))
             look(pipe)
             return pipe
@@ -361,7 +362,7 @@ class DiffusersJob:
         look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:
-            print(f"seqpar: LoRAs not merged: {reason}", flush=True)
+            say(f"LoRAs not merged: {reason}")
         return pipe
 
     def load_model(

@@ -35,6 +35,7 @@ from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
 from seqpar.types.arguments import check_kind, shown
+from seqpar.types.say import say
 from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
 
 
@@ -130,7 +131,7 @@ def load(
     if few is not None:
         set_preset(pipe, few)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:
-        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+        say(f"the state is kept as the pipeline keeps it, because {reason}")
     return pipe
 
 

@@ -49,6 +49,7 @@ from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_floats
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance, check_loading, check_pictures
+from seqpar.types.say import say
 from seqpar.vae.on_mesh import MeshVAE, preview
 from seqpar.vae.strips import MODES, DecodeMode, Spread
 
@@ -306,7 +307,7 @@ class OwnJob:
         if on_encode is not None and "prompts" in self.loading:
             hooks["on_prompt"] = lambda index: on_encode(1)
         if self.request.park and mesh.is_main:
-            print(f"seqpar: not parked: {self.request.model}, which has one transformer", flush=True)
+            say(f"not parked: {self.request.model}, which has one transformer")
         model = self.pipeline.load(**self.loading, **hooks, plan=plan)
         model.set_vae(vae)
         return model

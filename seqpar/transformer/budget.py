@@ -18,6 +18,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
 from seqpar.transformer.calibration import Calibration, key_of
 from seqpar.types.arguments import check_whole
+from seqpar.types.say import say
 
 MOST_PSNR = 200.0  # dB
 
@@ -91,7 +92,7 @@ def budgeted(mesh: Mesh, made: Mapping[str, Calibration], budget: Budget) -> dic
     """
     names = budget.read(mesh, made)
     if mesh.is_main:
-        print(f"seqpar: {len(names)} GEMMs keep the dtype of the weights for {budget}", flush=True)
+        say(f"{len(names)} GEMMs keep the dtype of the weights for {budget}")
     return {name: replace(of, kept=kept_in(name, names)) for name, of in made.items()}
 
 

@@ -43,6 +43,7 @@ from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention8 import MEANS, MOST, rounding_of, watched
 from seqpar.transformer.internals import without_bar
 from seqpar.types.protocols import Qkv8, state_dtype
+from seqpar.types.say import say
 
 Precision = Literal["fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -180,7 +181,7 @@ def calibrated(
         raise ValueError("calibrate= reached no GEMM that computes in 8 bits; pass a function that calls the model")
     if mesh.is_main:
         how = "by a given run" if path is None else "by fixed prompts"
-        print(as_text(made, sum(map(len, keys.values())), how, reason), flush=True)
+        say(as_text(made, sum(map(len, keys.values())), how, reason))
     return {name: replace(of, attention=rounds.get(name, {})) for name, of in made.items()}
 
 
@@ -202,10 +203,9 @@ def _attentions(
         why = reason or "a run reached no self-attention; pass calibrate=, a function that calls the model"
         raise ValueError(f'local="fp8" takes the means of keys and values out before it rounds: {why}')
     if large and mesh.is_main:
-        print(
-            f"seqpar: {len(large)} attentions keep the dtype of the weights, because their scores are too large for 8 "
-            f"bits: {', '.join(large[:3])}",
-            flush=True,
+        say(
+            f"{len(large)} attentions keep the dtype of the weights, because their scores are too large for 8 "
+            f"bits: {', '.join(large[:3])}"
         )
     return rounds
 
@@ -232,10 +232,10 @@ def as_text(made: Mapping[str, Calibration], every: int, how: str, reason: str |
     how: what has centred them. reason: why some, or all, were not.
     """
     centred = sum(len(of.means) for of in made.values())
-    text = f"seqpar: GEMMs in 8 bits are not centred, and all sums are exact, because {reason}"
+    text = f"GEMMs in 8 bits are not centred, and all sums are exact, because {reason}"
     if centred:
         others = f"; the sums of others are exact{'' if reason is None else f', because {reason}'}"
-        text = f"seqpar: {centred} of {every} GEMMs in 8 bits are centred {how}{others if centred < every else ''}"
+        text = f"{centred} of {every} GEMMs in 8 bits are centred {how}{others if centred < every else ''}"
     rough = [f"{name}.{key}" for name, of in made.items() for key in sorted(of.rough)]
     if rough:
         text += (
@@ -444,4 +444,4 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), part)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
-        print(f"seqpar: the calibration is not kept for the next start: {error}", flush=True)
+        say(f"the calibration is not kept for the next start: {error}")

@@ -29,6 +29,7 @@ from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, choose_local, is_lossy, load_local
 from seqpar.types.plugins import plugin
 from seqpar.types.protocols import Attend, Core, Qkv8
+from seqpar.types.say import say
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class CallState:
     def say(self, message: str) -> None:
         """Print a message on rank 0, once."""
         if message not in self._printed and self.mesh.is_main:
-            print(f"seqpar: {message}", flush=True)
+            say(message)
         self._printed.add(message)
 
     def once(self, name: Hashable, of: Any, make: Callable[[], T]) -> T:

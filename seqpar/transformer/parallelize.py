@@ -44,6 +44,7 @@ from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_
 from seqpar.transformer.hooks import ShardedModule
 from seqpar.transformer.step_cache import StepCache, completed, step_cache
 from seqpar.types.arguments import check_kind, shown
+from seqpar.types.say import say
 from seqpar.vae import pipeline as sharing
 from seqpar.vae.pipeline import VaeMode
 
@@ -302,7 +303,7 @@ def parallelize(
         if attention_steps is not None:
             call.keeps_attention = partial(keeps_dtype, pipe_or_transformer, attention_steps)
         if handle.mesh.is_main:
-            print(_summary(call), flush=True)
+            say(_summary(call))
     if takes_variances(pipe_or_transformer):
         handle.ends.callback(pass_variances(pipe_or_transformer))
 
@@ -538,7 +539,7 @@ def _capture(sharded: ShardedModule) -> Capture | None:
         return None
     reason = sharded.cuts.why_eager(sharded.module)
     if reason is not None and mesh.is_main:
-        print(f"seqpar: calls run without CUDA graphs, because {reason}", flush=True)
+        say(f"calls run without CUDA graphs, because {reason}")
     return CudaCapture() if reason is None else None
 
 
@@ -546,4 +547,4 @@ def _summary(call: ShardedCall) -> str:
     mesh, plan, by = call.mesh, call.state.plan, call.sharded.texts()["computation"]
     how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
     local = f"attention {plan.local.name}{', exact mode' if plan.exact else ''}"
-    return f"seqpar: {type(call.sharded.module).__name__} runs on {mesh} ({by}; {how}{local})"
+    return f"{type(call.sharded.module).__name__} runs on {mesh} ({by}; {how}{local})"

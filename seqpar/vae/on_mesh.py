@@ -28,6 +28,7 @@ from seqpar.mesh.watch import Calls
 from seqpar.planner.plan import load_transport
 from seqpar.planner.predict import GIB
 from seqpar.transports.collective import gather
+from seqpar.types.say import say
 from seqpar.vae.known import decoding_bytes, spatial_factor, why_changed, why_unknown
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.shared import original
@@ -298,7 +299,7 @@ class MeshVAE:
 
     def _say(self, text: str | None) -> None:
         if text is not None and text not in self._printed and self.mesh.is_main:
-            print(f"seqpar: {text}", flush=True)
+            say(text)
         self._printed.add(text or "")
 
 
@@ -335,7 +336,7 @@ def capture_with_line(mesh: Mesh) -> Capture:
         torch.cuda.empty_cache()  # what the runs before the capture needed
         reserved = (torch.cuda.memory_reserved(mesh.device) - before) / GIB
         if mesh.is_main:
-            print(f"seqpar: captured VAE decode as a CUDA graph ({reserved:.2f} GiB reserved)", flush=True)
+            say(f"captured VAE decode as a CUDA graph ({reserved:.2f} GiB reserved)")
         return graph
 
     return captured

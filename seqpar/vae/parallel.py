@@ -18,6 +18,7 @@ from torch import Tensor
 from seqpar.mesh.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective import gather
+from seqpar.types.say import say
 from seqpar.vae.known import spatial_factor, why_untested
 from seqpar.vae.norms import fewer_passes
 from seqpar.vae.rules import StripMode
@@ -118,4 +119,4 @@ class ParallelVAE:
     def _say(self, message: str) -> None:
         if self._main and message not in self._printed:
             self._printed.add(message)
-            print(f"seqpar: {message}", flush=True)
+            say(message)

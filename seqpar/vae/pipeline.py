@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from seqpar.graphs.deferred import plain
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.say import say
 from seqpar.vae.known import spatial_factor, temporal_factor, why_unknown
 from seqpar.vae.on_mesh import MeshVAE, tiling
 from seqpar.vae.shared import Shared, User, share
@@ -60,7 +61,7 @@ def share_vae(
     reason = why_unknown(vae) if mode in ("auto", True) else None
     if mode in (False, "tiled") or reason is not None:
         if reason is not None and mesh.is_main and mesh.world.size > 1:
-            print(f"seqpar: every rank decodes whole images, because {reason}", flush=True)
+            say(f"every rank decodes whole images, because {reason}")
         ends.callback(share(vae, User(mesh, check)))
         return ends.close
     pipe = ref(pipe_or_transformer)

@@ -18,6 +18,7 @@ import torch
 
 from seqpar.mesh.inputs import CALL, from_rank_0
 from seqpar.mesh.mesh import Mesh
+from seqpar.types.say import say
 
 T = TypeVar("T")
 Look = tuple[Callable[[], None], Callable[[Any], None]]
@@ -146,6 +147,6 @@ class Shared:
                 delattr(self._vae, self._name)
                 vars(self._vae).update(self._before)
             elif isinstance(value, User) and value.mesh.is_main:
-                print(f"seqpar: the {self._name} that was set on the {type(self._vae).__name__} stays", flush=True)
+                say(f"the {self._name} that was set on the {type(self._vae).__name__} stays")
 
         return end

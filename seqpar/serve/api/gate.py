@@ -28,7 +28,8 @@ JSON, FORM = "application/json", "multipart/form-data"
 LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
 BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # routes that take a body
 BODY_S = 60.0  # for a body to arrive
-OPEN = ("/", "/health", "/ready", "/openapi.json")  # need no key
+PROBES = ("/health", "/ready")
+OPEN = ("/", *PROBES, "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})
 NO_KEY = "missing or invalid API key; send the header Authorization: Bearer KEY"
 OTHERS = 0o077  # mode bits that let anyone but the owner access a file
@@ -89,7 +90,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = id_
                 facts = {"method": scope["method"], "path": scope["path"], "status": message["status"]}
-                log.event("answered", id_, **facts, seconds=round(monotonic() - begun, 3))
+                if scope["path"] not in PROBES:  # asked every few seconds; loading and ready are events of the log
+                    log.event("answered", id_, **facts, seconds=round(monotonic() - begun, 3))
             await send(message)
 
         try:

@@ -208,7 +208,7 @@ class Replica:
                 stderr=pipe,
                 start_new_session=True,  # its own process group, which Ctrl-C in a terminal does not reach
             )
-            log.event("ranks started", process=process.pid)
+            log.event("ranks started", process=process.pid, state="loading models; /ready is 503 until they run")
             pumps = [asyncio.create_task(self._log_output(pipe)) for pipe in (process.stdout, process.stderr) if pipe]
             talk, exited = asyncio.create_task(self._talk(listener)), asyncio.create_task(process.wait())
             try:

@@ -126,7 +126,7 @@ class Args(StartFlags, Options):
 
 @dataclass(frozen=True)
 class DryRun(Args):
-    """The dry run of a plan, no command of its own. card: see `PlanArgs`."""
+    """The dry run of a plan; it is not a command. card: as in `PlanArgs`."""
 
     card: str | None = None
 

@@ -257,7 +257,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool =
     load = job.load
     what = "video(s)" if job.video else "picture(s)"
     head = f"{args.model}: {load.images} {what} of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
-    head += "" if load.calls == 1 else f", {load.calls * (1 + load.guidance):g} calls a step"
+    head += "" if load.calls == 1 else f", {load.calls * (1 + load.guidance):g} calls per step"
     head += "" if args.precision is None else f", GEMMs in {args.precision} at {EIGHT_SPEED} times its rate on GPUs"
     card = _card(args)
     machines = [imagined(ranks.device, count, args.transport, hosts, card) for count in args.dry_run or ()]

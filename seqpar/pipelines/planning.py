@@ -22,7 +22,7 @@ from seqpar.types.facts import Work
 from seqpar.vae.known import latent_frames, spatial_factor, temporal_factor
 
 FACTORS = ("spatial_compression_ratio", "scale_factor_spatial", "block_out_channels")  # what says a VAE's factor
-SEGMENT = "segment_frame_length"  # argument of pipelines that make a video part by part
+SEGMENT = "segment_frame_length"  # argument of pipelines whose videos have parts
 EDITED = (1024, 1024)  # pixels to which pipelines scale the images that they edit, in their own shape
 MORE_CALLS = {"pag_scale": 0, "stg_scale": 0, "modality_scale": 1}  # of a step, for scales over these
 
@@ -150,7 +150,7 @@ def _tokens(
     frames = request.frames or (known.usual if known else None) or (None if usual is None else usual.frames)
     if "enable_temporal_reasoning" in parameters:
         frames = 5  # of which the last is returned
-    if SEGMENT in parameters:  # with a frame of what is animated, which is a latent frame of its own
+    if SEGMENT in parameters:  # with a frame of what is animated, which becomes one more latent frame
         frames = parameters[SEGMENT].default + temporal_factor(parts.vae)
     edits = edits_images(request, parameters)
     if video and (size is None or frames is None):

@@ -48,20 +48,23 @@ class Ranking:
     def best(self) -> Layout:
         """The chosen layout; `ValueError` if no layout fits the memory."""
         if not self.ranked:
+            name, reason = self._smallest
             raise ValueError(
-                f"the run does not fit: {self._smallest}; start more processes, or use a smaller --size, fewer classes "
-                f"or another --dtype"
+                f"the run does not fit: its smallest layout ({name}) {reason}; start more processes, or use a smaller "
+                f"--size, fewer classes or another --dtype"
             )
         return self.ranked[0].layout
 
     @property
-    def _smallest(self) -> str:
+    def _smallest(self) -> tuple[str, str]:
+        # of the layouts that do not fit, and why it does not
         row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
-        return f"its smallest layout ({name_of(row.layout)}) {reason}"
+        return name_of(row.layout), reason
 
     def __str__(self) -> str:
         if not self.ranked:
-            return f"nothing fits: {self._smallest}; rates: {self.rates.source}"
+            name, reason = self._smallest
+            return f"nothing fits: {name} {reason}; rates: {self.rates.source}"
         first, *others = self.ranked
         aim = "the first image soonest" if self.preferences.aim == "latency" else "most images per second"
         text = f"{name_of(first.layout)}, {_ms(first)} predicted"

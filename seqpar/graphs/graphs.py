@@ -55,9 +55,9 @@ class Recording:
 
     def __exit__(self, *error: Any) -> None:
         # a failing capture does not restore the current stream, which the outer context does
-        assert self._open is not None
         ended, self._open = self._open, None
-        ended.__exit__(*error)
+        if ended is not None:  # it is None after a part whose end has failed
+            ended.__exit__(*error)
 
     def cut(self, runs: Runs | None = None) -> None:
         """End a part and begin the next one, which is replayed if `runs` says so (None: always)."""
@@ -161,7 +161,11 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
         self.recording = Recording(self._pool)
-        return StepGraph(work, (), None, warm_up, self.recording)
+        try:
+            return StepGraph(work, (), None, warm_up, self.recording)
+        except BaseException:
+            self.recording = None
+            raise
 
 
 @dataclass(frozen=True)

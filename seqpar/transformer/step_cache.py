@@ -37,7 +37,7 @@ from seqpar.transformer.forward import CallState
 from seqpar.types.arguments import check_kind
 
 STEP = "seqpar_step"  # an argument besides the transformer's own: which buffers a call uses
-KINDS = 4  # kinds of calls that keep buffers: of the two branches of two sizes
+KINDS = 8  # kinds of calls that keep buffers: a size has one to three
 BRANCHES = 8  # of guidance, each with its text; more are computed whole
 NAMES: Mapping[str, Mapping[str, int]] = {"dbcache": {"order": 0}, "taylorseer": {"order": 1}}
 
@@ -101,8 +101,8 @@ class StepCache:
         return f"{name}:{options}" if options else name
 
 
-@dataclass
-class Step:
+@dataclass(frozen=True)
+class Decision:
     """A step of a run: whether it was computed, and the change of its first blocks (None in the first step)."""
 
     computed: bool
@@ -175,7 +175,7 @@ class StepCaching:
         self.options, of = completed(options, module)
         self._of, self._state = of, state
         self.recording: Callable[[], Recording | None] = lambda: None
-        self.on, self.log = True, list[Step]()  # the steps of the run
+        self.on, self.log = True, list[Decision]()  # of the steps of the run
         self._branches = OrderedDict[Hashable, list[_Branch | None]]()
         self._made = 0  # how many branches have had buffers
         self._ordinals = dict[Hashable, int]()
@@ -388,7 +388,7 @@ class StepCaching:
         if leads:
             at = len(self.log)
             computes = self._decides(branch, at, changed_by, size)
-            self.log.append(Step(computes, changed_by / size if branch.computed and size else None))
+            self.log.append(Decision(computes, changed_by / size if branch.computed and size else None))
         else:
             # as the first branch in this step, if the residual is of the step whose residual that one has
             lead = next((number for number in range(at - 1, -1, -1) if self.log[number].computed), None)

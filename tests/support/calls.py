@@ -70,6 +70,7 @@ class Recorder:
     released: int = 0
     buffer: Tensor = field(default_factory=lambda: torch.empty(4096, dtype=torch.float64))
     cuts: Cuts = field(default_factory=lambda: Cuts({}, {}))
+    steps: None = None
     foreign: ForeignCode = field(default_factory=ForeignCode)
     fused: Any = field(default_factory=lambda: SimpleNamespace(lacks_memory=False))
 

@@ -102,7 +102,7 @@ class StepCache:
 
 
 @dataclass(frozen=True)
-class Decision:
+class CachedStep:
     """A step of a run: whether it was computed, and the change of its first blocks (None in the first step)."""
 
     computed: bool
@@ -175,7 +175,7 @@ class StepCaching:
         self.options, of = completed(options, module)
         self._of, self._state = of, state
         self.recording: Callable[[], Recording | None] = lambda: None
-        self.on, self.log = True, list[Decision]()  # of the steps of the run
+        self.on, self.log = True, list[CachedStep]()  # of the steps of the run
         self._branches = OrderedDict[Hashable, list[_Branch | None]]()
         self._made = 0  # how many branches have had buffers
         self._ordinals = dict[Hashable, int]()
@@ -370,7 +370,7 @@ class StepCaching:
         """Whether this call leaves them out."""
         return self._run is not None and self._skips
 
-    # Decision -----------------------------------------------------------------------------------------------------
+    # CachedStep -----------------------------------------------------------------------------------------------------
 
     def _computes(self) -> bool:
         # waits for the head, and decides; all ranks read the same numbers
@@ -388,7 +388,7 @@ class StepCaching:
         if leads:
             at = len(self.log)
             computes = self._decides(branch, at, changed_by, size)
-            self.log.append(Decision(computes, changed_by / size if branch.computed and size else None))
+            self.log.append(CachedStep(computes, changed_by / size if branch.computed and size else None))
         else:
             # as the first branch in this step, if the residual is of the step whose residual that one has
             lead = next((number for number in range(at - 1, -1, -1) if self.log[number].computed), None)

@@ -4,7 +4,7 @@ load, parallelize, release: run a diffusers pipeline on all GPUs, and undo it.
 refresh: rescan after in-place changes.
 DistributedDiT, Mesh, sample, Sampler: seqpar's models and denoising loop.
 verify: compare a run with one rank. measure_precision, keep_budget: measure and bound what 8 bits
-change. profile: measure where its time goes.
+change. profile: measure where its time goes. StepCache: which steps a step cache computes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seqpar.pipelines.load import load
     from seqpar.profiling.profile import profile
     from seqpar.transformer.parallelize import parallelize, refresh, release
+    from seqpar.transformer.step_cache import StepCache
     from seqpar.types.guidance import Guidance
     from seqpar.verifying.budget import keep_budget
     from seqpar.verifying.precision import measure_precision
@@ -35,6 +36,7 @@ __all__ = [
     "Guidance",
     "Mesh",
     "Sampler",
+    "StepCache",
     "keep_budget",
     "load",
     "measure_precision",
@@ -52,6 +54,7 @@ _MODULES = {
     "Guidance": "seqpar.types.guidance",
     "Mesh": "seqpar.mesh.mesh",
     "Sampler": "seqpar.loop.loop",
+    "StepCache": "seqpar.transformer.step_cache",
     "keep_budget": "seqpar.verifying.budget",
     "load": "seqpar.pipelines.load",
     "measure_precision": "seqpar.verifying.precision",

@@ -116,6 +116,9 @@ class Args(StartFlags, Options):
     min_psnr: float | None = None
     """With --precision: keep the GEMMs in the weights' dtype that `seqpar verify` found for this PSNR (in dB) and these
     --steps and --scheduler (docs/precision.md)."""
+    cache: Annotated[str | None, Flag("NAME")] = None
+    """Leave most blocks of similar steps out, which is faster and changes the results (docs/caching.md): dbcache or
+    taylorseer, maybe with options, such as dbcache:threshold=0.2,head=2."""
     park: bool = False
     """Keep weights that are not in use, such as the second transformer of Wan 2.2, in page-locked memory of the host:
     the same bits (docs/models/wan.md)."""
@@ -191,6 +194,8 @@ class ReplicaArgs(StartFlags):
     """As for `seqpar sample`."""
     min_psnr: float | None = None
     """As for `seqpar sample`."""
+    cache: Annotated[str | None, Flag("NAME")] = None
+    """As for `seqpar sample`."""
     park: bool = False
     """As for `seqpar sample`."""
     first_deadline_s: float = 120.0
@@ -238,7 +243,7 @@ GROUPS = {
     "Model": ("model", "lora", "steps", "preset", "guidance", "true_guidance", "scheduler", "eta"),
     "Models of classes (DiT, Large-DiT)": ("classes", "guidance_channels", "respacing"),
     "How to split": ("gpus", "ranks", "hosts", "mesh", "strategy", "transport", "local", "vae"),
-    "Precision": ("dtype", "precision", "min_psnr", "exact", "verify"),
+    "Precision": ("dtype", "precision", "min_psnr", "cache", "exact", "verify"),
     "Output": ("out", "profile_out", "profile_steps"),
     "Advanced": ("park", "first_deadline_s", "deadline_s", "dry_run"),
 }

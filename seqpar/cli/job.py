@@ -147,8 +147,8 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
     """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
-    same = ("model", "precision", "min_psnr", "park", "classes", "repeat", "preset", "guidance", "true_guidance")
-    more = ("guidance_channels", "eta", "respacing", "scheduler", "seed", "frames", "fps", "strength")
+    same = ("model", "precision", "min_psnr", "cache", "park", "classes", "repeat", "preset", "guidance")
+    more = ("true_guidance", "guidance_channels", "eta", "respacing", "scheduler", "seed", "frames", "fps", "strength")
     request = GenerationRequest(
         **{name: getattr(args, name) for name in (*same, *more, *(() if args.steps is None else ("steps",)))},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),

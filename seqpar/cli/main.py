@@ -57,7 +57,7 @@ def command(words: Sequence[str], rank: int = 0) -> None:
             from seqpar.serve.ranks.loop import run as serve
 
         deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
-        options = {"precision": args.precision, "min_psnr": args.min_psnr, "park": args.park}
+        options = {name: getattr(args, name) for name in ("precision", "min_psnr", "cache", "park")}
         serve(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, **options)
         meshes.close()
         quick_exit(0)

@@ -59,8 +59,12 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
         paths, digest = outputs(args, job), result.digest()
         if ranks.is_main:
             facts = {"made": _size(args, result.images[0]), "ms_per_step": per_step, result.digest_of: digest}
+            if result.computed is not None:
+                facts["steps_computed"] = [*result.computed]
             _write(paths, job, result, parameters(args, model, job) | facts)
     speed = measured(per_step, loaded, time.perf_counter() - started)
+    if result.computed is not None:
+        speed = "steps computed {} of {}, {}".format(*result.computed, speed)
     count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
     say(ranks, f"{listed(paths)}: {count}, {speed}, {result.digest_of} {digest}")
 
@@ -153,6 +157,7 @@ def profiled(args: Args, plan: Plan, ranks: Mesh, on_step: OnStep) -> Iterator[O
             recorder(index)
 
         yield both
-    profile = finished(recorder, ranks, plan, plan.ranking.load, args.profile_out)
+    load = plan.ranking.load if args.cache is None else None  # steps that leave blocks out have other rates
+    profile = finished(recorder, ranks, plan, load, args.profile_out)
     if ranks.is_main:
         print(f"{report(profile)}\nprofile   {args.profile_out}: traces for ui.perfetto.dev, table", flush=True)

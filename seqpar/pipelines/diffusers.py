@@ -81,7 +81,8 @@ from seqpar.transformer.attention8 import check_counts
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.budget import Budget, budgeted, check_searched
 from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
-from seqpar.transformer.parallelize import call_of, parallelize, passing
+from seqpar.transformer.parallelize import call_of, calls_of, computed_steps, parallelize, passing
+from seqpar.transformer.step_cache import StepCache, completed
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.types.say import say
@@ -143,6 +144,7 @@ class Source:
         arguments = {} if preset is None else dict(preset.arguments)
         arguments |= arguments_of(request, kind.__name__, parameters, embeds)
         _check_precision(request, parts, why_no_blocks)
+        _check_cache(request, parts)
         request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
         guidance, embedded = _guidance(request, parts, parameters)
 
@@ -212,6 +214,18 @@ def _check_precision(request: GenerationRequest, parts: PipelineParts, why_not: 
     for module in (parts.transformer, *parts.other_transformers.values()):
         if (reason := why_not(module)) is not None:
             request.refuse(reason, precision=request.precision)
+
+
+def _check_cache(request: GenerationRequest, parts: PipelineParts) -> None:
+    # before weights load
+    if request.cache is None:
+        return
+    options = StepCache.of(request.cache)
+    for module in (parts.transformer, *parts.other_transformers.values()):
+        try:
+            completed(options, module)
+        except ValueError as error:
+            request.refuse(str(error), cache=request.cache)
 
 
 def _guidance(
@@ -413,8 +427,8 @@ class DiffusersJob:
         strategy = plan.strategy.name if sequence else "auto"
         transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
         names: Any = {"strategy": strategy, "transport": transport, "local": plan.local.name, "vae": VAE[vae]}
-        steps = self.request.attention_steps
-        parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None, attention_steps=steps)
+        how: Any = {"attention_steps": self.request.attention_steps, "cache": self.request.cache}
+        parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None, **how)
         reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
         hide_bars(pipe, hidden)
@@ -549,6 +563,9 @@ class DiffusersModel:
             "vae": self.vae,
             "prompts": job.request.pictures,
         }
+        if job.request.cache is not None:
+            caches = [call.steps for _, call in calls_of(self._pipe(job.kind))]
+            facts["cache"] = [str(steps.options) for steps in caches if steps is not None]
         if job.request.images:
             facts["images"] = [image.facts for image in job.request.images]
         return facts | ({"fps": job.fps} if job.video else {})
@@ -571,12 +588,19 @@ class DiffusersModel:
         if self.once:
             forget_encoders(pipe)
         before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
+        started = computed_steps(pipe)
         try:
             with passing(pipe, events.boundary), estimated(pipe.scheduler, events.estimates):
                 images, sounds = job.make(pipe, events, self.mesh)
         finally:
             pipe.scheduler = before
-        return Result(images, "pixels", partial(digest, [*images, *(sound.samples_CT for sound in sounds)]), sounds)
+        computed = None
+        if (ended := computed_steps(pipe)) is not None and started is not None:
+            computed = ended[0] - started[0], ended[1] - started[1]
+            if computed[1] == 0:  # calls of which no cache can leave blocks out
+                computed = job.steps, job.steps
+        made = [*images, *(sound.samples_CT for sound in sounds)]
+        return Result(images, "pixels", partial(digest, made), sounds, computed)
 
     def _pipe(self, kind: Any) -> Any:
         """Return the pipeline of a class; all have the same parts."""

@@ -34,6 +34,7 @@ from seqpar.transformer.budget import check_budget, check_searched, steps_of
 from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
+from seqpar.transformer.step_cache import StepCache, completed, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
 from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
@@ -72,6 +73,7 @@ def load(
     min_psnr: float | None = None,
     budget_steps: int | None = None,
     attention_steps: str | None = None,
+    cache: StepCache | str | None = None,
     workflow: str | None = None,
     park: bool = False,
     preset: str | None = None,
@@ -111,9 +113,13 @@ def load(
             raise ValueError(f"got preset={preset!r}, but {why_no_preset(name, known)}")
         few = None if preset is None else known[preset]
         choices(mesh, preferences, True, _is_guided(few))
-        for module in (parts.transformer, *parts.other_transformers.values()) if precision is not None else ():
-            if (reason := why_not(module, ranks.device, dtype)) is not None:
+        steps = step_cache(cache)
+        for module in (parts.transformer, *parts.other_transformers.values()):
+            reason = None if precision is None else why_not(module, ranks.device, dtype)
+            if reason is not None:
                 raise ValueError(f'precision="{precision}" cannot be used: {reason}')
+            if steps is not None:
+                completed(steps, module)
         if local != "auto":
             choose_local(local, ranks.device, dtype, planned_work(parts.transformer).head_dim)
         return parts, adapters, few
@@ -127,7 +133,7 @@ def load(
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}
     eight: Any = {"precision": precision, "min_psnr": min_psnr, "budget_steps": budget_steps}
     eight["attention_steps"] = attention_steps
-    parallelize(pipe, mesh, **names, **eight, cfg=_is_guided(few))
+    parallelize(pipe, mesh, **names, **eight, cfg=_is_guided(few), cache=cache)
     if few is not None:
         set_preset(pipe, few)
     if fp32_state and (reason := keep_fp32(pipe)) is not None and ranks.is_main:

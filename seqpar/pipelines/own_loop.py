@@ -32,6 +32,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
 from seqpar.pipelines.planning import Grid
 from seqpar.pipelines.protocol import (
+    NO_CACHE,
     NO_EIGHT,
     NO_IMAGES,
     NO_LORA,
@@ -178,6 +179,7 @@ class Files:
         if not eight.blocks_of(self.blueprint.meta()):
             request.refuse(NO_EIGHT, precision=request.precision)
         request.refuse("errors are measured for pipelines of diffusers alone", min_psnr=request.min_psnr)
+        request.refuse(NO_CACHE, cache=request.cache)
         self.latent_size(request.size)
         evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}

@@ -32,6 +32,7 @@ NO_VIDEOS = "this model generates images, no videos"
 NO_IMAGES = "this model takes no input image"
 NO_EIGHT = "this model has no blocks that compute in 8 bits"
 NO_PRESET = "this model has no presets"
+NO_CACHE = "the loop of seqpar's own models has no step cache"
 NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
@@ -70,6 +71,7 @@ class GenerationRequest:
     precision: Precision | None = None
     min_psnr: float | None = None
     attention_steps: str | None = None
+    cache: str | None = None
     park: bool = False
     planned: bool = False
 
@@ -277,13 +279,14 @@ class Result:
     """Images (PIL) or videos (frames, height, width, 3) with values in [0, 1], on every rank.
 
     digest(): 16 hex digits over the latents or pixels (and sounds), to compare runs; digest_of: which of them. sounds:
-    one of each video, or none.
+    one of each video, or none. computed: how many steps were computed, and of how many, with a step cache.
     """
 
     images: list[Any]
     digest_of: Literal["latents", "pixels"]
     digest: Callable[[], str]
     sounds: Sequence[Sound] = ()
+    computed: tuple[int, int] | None = None
 
 
 class Model(Protocol):

@@ -68,14 +68,17 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     fps: int | None = None
     preset: str | None = None
 
-    def parameters(self, steps: int, size: tuple[int, int]) -> dict[str, Any]:
-        """Parameters stored in an output file: those of the request, and the steps and size that the model chose."""
+    def parameters(self, steps: int, size: tuple[int, int], computed: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Parameters stored in an output file: those of the request, and the steps and size that the model chose.
+
+        computed: steps, as `seqpar sample` stores them.
+        """
         fields = msgspec.structs.asdict(self)
         stored = {name: value for name, value in fields.items() if value not in (None, ()) and name not in NOT_STORED}
         images = [{"size": f"{image.height}x{image.width}", "pixels": image.digest} for image in self.images]
         parted = [(*name.partition("@"), scale) for name, scale in self.loras]
         loras = [f"{name}:{scale:g}{at}{transformer}" for name, at, transformer, scale in parted]
-        lists = {"images": images, "lora": loras}
+        lists = {"images": images, "lora": loras, "steps_computed": [*(computed or ())]}
         return {**stored, **{name: values for name, values in lists.items() if values}, "steps": steps, "size": [*size]}
 
 
@@ -103,7 +106,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
     input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
     first; unit: divides the sides of every size. schedulers, labels: names of schedulers and classes that requests may
-    have. precision: of GEMMs, None for the dtype of the weights. presets: the number of steps of each.
+    have. precision: of GEMMs, None for the dtype of the weights. cache: which steps are computed, None for all.
+    presets: the number of steps of each.
     """
 
     name: str
@@ -122,6 +126,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     schedulers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     precision: str | None = None
+    cache: str | None = None
     presets: dict[str, int] = {}
 
     def lora(self, name: str) -> str | None:
@@ -159,7 +164,10 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 
 
 class ImageResult(msgspec.Struct, frozen=True, tag="image"):
-    """An image: rows of RGB bytes. parts_s: seconds per part (encode, steps, decode). memory: bytes per rank."""
+    """An image: rows of RGB bytes. parts_s: seconds per part (encode, steps, decode). memory: bytes per rank.
+
+    computed: how many steps a step cache has computed, and of how many.
+    """
 
     id: str
     height: int
@@ -168,10 +176,11 @@ class ImageResult(msgspec.Struct, frozen=True, tag="image"):
     steps: int
     parts_s: dict[str, float]
     memory: tuple[int, ...] = ()
+    computed: tuple[int, int] | None = None
 
 
 class VideoResult(msgspec.Struct, frozen=True, tag="video"):
-    """A video as an mp4 file. Rank 0 encodes it: its frames would not fit into one message."""
+    """A video as an mp4 file. Rank 0 encodes it: its frames would not fit into one message. computed: as of images."""
 
     id: str
     height: int
@@ -182,6 +191,7 @@ class VideoResult(msgspec.Struct, frozen=True, tag="video"):
     steps: int
     parts_s: dict[str, float]
     memory: tuple[int, ...] = ()
+    computed: tuple[int, int] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

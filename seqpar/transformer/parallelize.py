@@ -337,8 +337,10 @@ def refresh(pipe_or_transformer: Any) -> None:
 
 
 @contextmanager
-def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True) -> Iterator[None]:
-    """Compute in this context without 8 bits, or without fused blocks, to compare with them. Collective.
+def computed_by(
+    pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True, cache: bool = True
+) -> Iterator[None]:
+    """Compute in this context without 8 bits, fused blocks or the step cache, to compare with them. Collective.
 
     Without 8 bits, weights that are stored in 8 bits alone are read from their files again, and need their memory.
     """
@@ -347,6 +349,7 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
         call.settle()  # a deferred call is computed as it was made
     blocks, states = [call.sharded.fused for call in calls], [call.state for call in calls]
     before = [(each.eight, each.on, state.eight) for each, state in zip(blocks, states, strict=True)]
+    caches = [(call.steps, call.steps.on) for call in calls if call.steps is not None]
     originals = ExitStack()
 
     def read() -> None:
@@ -359,15 +362,32 @@ def computed_by(pipe_or_transformer: Any, *, eight: bool = True, fused: bool = T
     try:
         for each, state in zip(blocks, states, strict=True):
             each.eight, each.on, state.eight = each.eight and eight, each.on and fused, state.eight and eight
+        for steps, was_on in caches:
+            steps.on = was_on and cache
         if not eight:
             calls[0].mesh.on_all_ranks(read)
-        refresh(pipe_or_transformer)
+        if not (eight and fused):
+            refresh(pipe_or_transformer)
         yield
     finally:
         originals.close()
         for each, state, was in zip(blocks, states, before, strict=True):
             each.eight, each.on, state.eight = was
-        refresh(pipe_or_transformer)
+        for steps, was_on in caches:
+            steps.on = was_on
+        for call in calls:
+            call.reset()
+        if not (eight and fused):
+            refresh(pipe_or_transformer)
+
+
+def computed_steps(pipe_or_transformer: Any) -> tuple[int, int] | None:
+    """Return how many steps a step cache has computed in all runs, and of how many; None without one.
+
+    Several transformers are added up.
+    """
+    counts = [call.steps.counted for _, call in calls_of(pipe_or_transformer) if call.steps is not None]
+    return (sum(computed for computed, _ in counts), sum(steps for _, steps in counts)) if counts else None
 
 
 def calibrations_of(pipe_or_transformer: Any) -> dict[str, Calibration]:

@@ -176,6 +176,7 @@ class StepCaching:
         self._of, self._state = of, state
         self.recording: Callable[[], Recording | None] = lambda: None
         self.on, self.log = True, list[CachedStep]()  # of the steps of the run
+        self.counted = [0, 0]  # how many steps of all runs were computed, and of how many
         self._branches = OrderedDict[Hashable, list[_Branch | None]]()
         self._made = 0  # how many branches have had buffers
         self._ordinals = dict[Hashable, int]()
@@ -389,6 +390,7 @@ class StepCaching:
             at = len(self.log)
             computes = self._decides(branch, at, changed_by, size)
             self.log.append(CachedStep(computes, changed_by / size if branch.computed and size else None))
+            self.counted = [self.counted[0] + computes, self.counted[1] + 1]
         else:
             # as the first branch in this step, if the residual is of the step whose residual that one has
             lead = next((number for number in range(at - 1, -1, -1) if self.log[number].computed), None)

@@ -26,7 +26,7 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.parallelize import call_of, transformers_of
+from seqpar.transformer.parallelize import call_of, computed_by, transformers_of
 from seqpar.types.protocols import Attend
 from seqpar.verifying.compare import AFTER, BITS, OTHER_WEIGHTS, Comparison, Place, TokenShare, digest, first_unequal
 from seqpar.verifying.copies import seen_of, unequal
@@ -95,10 +95,11 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
     """Record the calls that a pipeline makes, or several calls of a transformer; also the digest of the latents.
 
     steps: of a pipeline's run, unless its arguments say so; its images are not decoded. A transformer is called `steps`
-    times with the same arguments. Raises ValueError if the pipeline did not call its transformer.
+    times with the same arguments. A step cache is off meanwhile. Raises ValueError if the pipeline did not call its
+    transformer.
     """
     calls, ending = list[RecordedCall](), ""
-    with _recording(transformers_of(target).values(), calls):
+    with computed_by(target, cache=False), _recording(transformers_of(target).values(), calls):
         if isinstance(target, nn.Module):
             for _ in range(steps):
                 target(*args, **kwargs)

@@ -77,8 +77,8 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     target: a `DistributedDiT` with the arguments of `seqpar.sample` after it, a pipeline of `seqpar.pipelines` with
     those of its `latents`, or a diffusers pipeline or transformer after `parallelize` with those of its call.
     evaluations: how many of the first evaluations of the model are compared; also the default number of steps of a
-    pipeline. Raises VerificationError with the first place at which the ranks are wrong, and ValueError for arguments
-    that do not fit or a run that does not fit into one rank's memory.
+    pipeline. A step cache (`cache=`) is off meanwhile. Raises VerificationError with the first place at which the ranks
+    are wrong, and ValueError for arguments that do not fit or a run that does not fit into one rank's memory.
     """
     if isinstance(target, DistributedDiT):
         mesh = target.mesh

@@ -123,3 +123,16 @@ def test_frames_of_a_text_are_a_video(ranks: Pool, folders: Callable[[str], Path
         assert sum(1 for _ in file.decode(video=0)) == 5
         assert file.streams.video[0].average_rate == told["chosen"]["fps"] == 16
     assert (told["guidance"], told["pixels"]) == (3.0, out.split()[-1])
+
+
+def test_a_step_cache_says_how_many_steps_it_computed(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of two transformers, added up. It is off while they are verified."""
+    flags: dict[str, Any] = {"size": "32x32", "steps": 6, "frames": 5, "cache": "dbcache:mask=10", "verify": True}
+    args = Args(str(folders("wan22")), prompt=("a red cat",), **flags, out=tmp_path / "x.mp4")
+    out, _ = shown(0, 1, torch.device("cpu"), args)
+    assert "every step holds" in out
+    assert "x.mp4: 1 videos, steps computed 4 of 6, " in out
+    with av.open(str(args.out)) as file:
+        told = json.loads(file.metadata["comment"])
+    assert (told["cache"], told["steps_computed"]) == (args.cache, [4, 6])
+    assert told["chosen"]["cache"] == ["dbcache:threshold=0.1,head=1,mask=10"] * 2

@@ -107,6 +107,12 @@ FLAGS = [
     ({"local": "fp8", "dry_run": (2,)}, "local attention fp8 is for transformers of diffusers"),
     ({"local": "fp8", "verify": True}, "got --verify with --local-attention fp8, whose error it would report"),
     ({"precision": "fp8", "verify": True}, "got --verify with --precision fp8, whose error it would report"),
+    ({"cache": "dbcache"}, "--cache dbcache with --model builtin: the loop of seqpar's own models has no step cache"),
+    (
+        {"cache": "dbcache:heads=2", "model": "builtin-text", **A},
+        "got 'heads=2' for a step cache, expected NAME=NUMBER",
+    ),
+    ({"cache": "dbcache:head=4", "model": "builtin-text", **A}, "--cache dbcache:head=4 with --model builtin-text: "),
     ({"model": "large-dit-3b", "lora": ("style",), "dry_run": (2,)}, NO_LORA),
     ({"model": "random:FLUX.1-dev", "lora": ("style",), **A}, NO_LORA),
     ({"profile_steps": 4, "steps": 4}, "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change"),

@@ -313,6 +313,8 @@ def test_a_state_in_fp32_is_asked_for(flux: Path, fp32_state: bool) -> None:
         ("", {"local": "fp8"}, r"'fp8', which does not work here: takes head dims that 16 divides, not 8"),
         ("", {"precision": "fp4"}, "got precision='fp4', expected one of fp8, or None"),
         ("", {"precision": "fp8"}, r'precision="fp8" cannot be used: PixArtTransformer2DModel has no blocks that comp'),
+        ("", {"cache": "dbcach"}, "got step cache 'dbcach', expected dbcache or taylorseer, as in dbcache:threshold="),
+        ("", {"cache": "dbcache:back=9"}, "and 9 at the back in every step, which leaves none of the 2 blocks"),
         ("", {"loras": ["a.safetensors"]}, "is not supported: diffusers' PixArtAlphaPipeline loads no LoRA"),
         ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
         ("", {"vae": "strips"}, "got vae='strips', expected 'auto', 'tiled', True or False"),

@@ -39,7 +39,11 @@ def test_sizes_are_width_by_height_and_pixels_are_of_the_seed(front: Running) ->
     assert json.loads(image.info["seqpar"]) == parameters
     assert (made.usage.total_tokens, made.seqpar["seconds"]["steps"]) == (0, 8.0)
     # images of one request have consecutive seeds; a random one is reported
-    data: Any = front.ai.images.generate(model="toy", prompt="cats", n=3, extra_body={"seed": 7}).data
+    cats: Any = front.ai.images.generate(model="toy", prompt="cats", n=3, extra_body={"seed": 7})
+    data: Any = cats.data
+    assert cats.seqpar["steps_computed"] == [3, 12]
+    assert json.loads(opened(data[0].b64_json).info["seqpar"])["steps_computed"] == [1, 4]
+    assert front.http.get(f"/v1/jobs/{cats.seqpar['id']}").json()["steps_computed"] == [3, 12]
     data += front.ai.images.generate(prompt="a dog").data
     assert [image.seed for image in data[:3]] == [7, 8, 9]
     assert [opened(image.b64_json).tobytes() for image in data] == [pixels_of(image.seed, 24, 16) for image in data]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from seqpar.loading.names import LORAS
+from seqpar.mesh.boundary import CancelledError, StepBoundary
+from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import digest
 from seqpar.pipelines.pictures import grid
 from seqpar.serve.messages import Failed, ImageRequest, ImageResult, InputImage, Partial, VideoFacts, VideoResult
-from seqpar.serve.ranks.checked import sizes_near, unit_of
-from seqpar.serve.ranks.loop import SOCKET
+from seqpar.serve.ranks.checked import CheckedModel, sizes_near, unit_of
+from seqpar.serve.ranks.loop import SOCKET, LoadedModel, Output
+from seqpar.transformer.step_cache import StepCaching, _Branch
 from tests.cli.processes import seqpar
 from tests.support.driver import Driver, replica
 from tests.support.meshes import random
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
@@ -353,6 +357,42 @@ def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_t
     assert np.array_equal(np.asarray(sheet), np.asarray(Image.open(tmp_path / "cat.png")))
 
 
+def interleaved(rank: int, world: int, device: torch.device) -> tuple[list[bool], list[object]]:
+    """Whether images of a model with a step cache have the bits that they have alone, the last one with a fault.
+
+    Also their numbers of computed steps.
+    """
+    mesh, cache = Mesh.joined(), "dbcache:mask=1010"
+    checked = CheckedModel.of("builtin-text", torch.float32, mesh, {}, cache=cache)
+    assert checked.facts((64, 64)).cache == cache
+    small, large = replace(FROG, steps=4), replace(FROG, steps=5, size=(48, 32), prompt="a red heart")
+    other_seed = replace(small, steps=5, seed=4)
+    one, other = LoadedModel(checked, mesh), LoadedModel(checked, mesh)
+
+    def made(model: LoadedModel, request: ImageRequest, wants: Callable[[], Any] = lambda: None) -> Output:
+        return model.make(request, (), StepBoundary(mesh, wants))
+
+    alone, left = [made(one, small), made(other, large)], iter([None] * 4)
+    together = [made(one, large)]
+    with pytest.raises(CancelledError):
+        made(one, other_seed, lambda: next(left, "cancelled"))
+    together += [made(one, small), made(one, large)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCaching, "reset", lambda self: None)
+        patch.setattr(_Branch, "continues", lambda self, time: True)
+        made(one, other_seed)
+        together += [made(one, small)]
+    pairs = zip((alone[1], *alone, alone[0]), together, strict=True)
+    same = [np.array_equal(np.asarray(alone.image), np.asarray(output.image)) for alone, output in pairs]
+    return same, [output.computed for output in together]
+
+
+def test_a_step_cache_keeps_nothing_of_other_requests(ranks: Pool) -> None:
+    for same, computed in ranks.run(2, interleaved):
+        assert computed[:3] == [(3, 5), (2, 4), (3, 5)]
+        assert same == [True] * 3 + [False]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -361,6 +401,7 @@ def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_t
         (("--loras", "empty"), "has no files NAME.safetensors"),
         (("--loras", "name"), "LoRA '-odd'"),
         (("--loras", "misfit"), "LoRA misfit fits no served model"),
+        (("--cache", "dbcach"), "got step cache 'dbcach', expected dbcache or taylorseer"),
         (("--min-psnr", "30"), "it bounds the error of --precision fp8"),
         (("--precision", "fp8", "--min-psnr", "9.75"), "run: seqpar verify --precision fp8 --min-psnr 9.75 --steps 25"),
     ],

@@ -80,6 +80,7 @@ def test_a_stream_reports_the_queue_and_every_step(front: Running) -> None:
     assert [event["seqpar"]["seed"] for event in images if "usage" in event] == [7, 8]
     assert images[-1]["seqpar"]["id"] == answer.headers["x-request-id"]
     assert images[-1]["seqpar"]["seconds"]["steps"] == 16.0
+    assert images[-1]["seqpar"]["steps_computed"] == [2, 4]
 
 
 def test_previews_arrive_before_the_image_is_made_and_the_queue_moves(front: Running) -> None:

@@ -59,7 +59,8 @@ def test_an_input_image_json_and_the_frames_that_fit(front: Running) -> None:
         assert (answer.status_code, answer.json()["seqpar"]["frames"]) == (200, frames)
         assert answer.json()["id"] == answer.headers["x-request-id"]
         assert answer.headers.get("x-ignored") == ("user" if "user" in fields else None)
-        assert ended(front.ai, answer.json()["id"]).status == "completed"
+        video: Any = ended(front.ai, answer.json()["id"])
+        assert (video.status, video.seqpar["steps_computed"][0]) == ("completed", 3)
 
 
 def test_a_lora_goes_to_the_transformer_that_it_fits(front: Running) -> None:

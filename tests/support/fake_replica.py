@@ -140,13 +140,16 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
         fake.send(Step(order.id, index, steps))
     if FACTS[order.model].get("video") is not None:
         frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
-        return VideoResult(order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0})
+        return VideoResult(
+            order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0}, (), (3, steps)
+        )
     if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it was sent
         last = order.images[-1]
         pixels = Path(order.pixels or "").read_bytes()[-last.nbytes :]
         return ImageResult(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
     pixels = pixels_of(order.seed, height, width)[: 5 if order.prompt == "short" else None]
-    return ImageResult(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000))
+    computed = (1, steps) if order.prompt == "cats" else None  # as by a step cache
+    return ImageResult(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000), computed)
 
 
 def main() -> None:

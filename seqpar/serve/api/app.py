@@ -146,6 +146,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "loras": model.loras,
         "presets": model.presets,
         "precision": model.precision,
+        "cache": model.cache,
     }
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)

@@ -28,7 +28,7 @@ LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "ke
 GROUPS = {
     "GPUs": ("gpus", "ranks"),
     "Network": ("host", "port", "keys", "connections"),
-    "Models": ("loras", "warm", "precision", "min_psnr", "park"),
+    "Models": ("loras", "warm", "precision", "min_psnr", "cache", "park"),
     "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
     "Results": ("keep_s", "keep_bytes", "jobs"),
     "Advanced": ("name", "show_prompts", "restarts", "stuck_s"),
@@ -61,6 +61,8 @@ class ServeArgs:
     """fp8: most GEMMs of all models compute in 8 bits, as --precision of `seqpar sample`."""
     min_psnr: float | None = None
     """As --min-psnr of `seqpar sample`, for the 25 steps and the scheduler that each model has by default."""
+    cache: Annotated[str | None, Flag("NAME")] = None
+    """As --cache of `seqpar sample`, for all models: most blocks of similar steps are left out."""
     park: bool = False
     """As --park of `seqpar sample`: weights that are not in use wait in page-locked memory of the host."""
     queue: int = 64
@@ -111,7 +113,8 @@ class ServeArgs:
         warm = ["--warm", *self.warm] if self.warm else []
         eight = [] if self.precision is None else ["--precision", self.precision]
         eight += [] if self.min_psnr is None else ["--min-psnr", str(self.min_psnr)]
-        how = [*loras, *warm, *eight, *(["--park"] if self.park else [])]
+        cache = [] if self.cache is None else ["--cache", self.cache]
+        how = [*loras, *warm, *eight, *cache, *(["--park"] if self.park else [])]
         return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *how]
 
 

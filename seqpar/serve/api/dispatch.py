@@ -115,6 +115,7 @@ class Dispatch:
             await self.server.files.forget(job.key, name)
             return
         job.stored, job.parts_s, job.size = name, result.parts_s, (result.height, result.width)
+        job.count(result.computed)
         request = msgspec.structs.replace(job.spec.request, frames=result.frames)
         job.spec = replace(job.spec, request=request)
         self.server.queue.end(job, "completed")
@@ -123,7 +124,7 @@ class Dispatch:
         begun, wall = time.monotonic(), time.time()
         size = result.height, result.width
         try:
-            parameters = request.parameters(result.steps, size)
+            parameters = request.parameters(result.steps, size, result.computed)
             file = await self.server.codec.encoder.run(encoded, size, result.pixels, job.spec.how, parameters)
         except (OSError, ValueError) as error:  # a process that died, or an image that Pillow does not write
             log.event("image not encoded", job.id, level=40, error=str(error))
@@ -133,6 +134,7 @@ class Dispatch:
         job.span.part("file", wall, wall + parts_s["file"])
         self.server.metrics.seconds.labels("file").observe(parts_s["file"])
         job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
+        job.count(result.computed)
         job.files[index], job.size = file, size
         job.notify(ImageMade(index))
         if len(job.files) == job.spec.count:

@@ -68,7 +68,12 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
             "output_format": spec.how.kind,
             "size": f"{width}x{height}",
             "usage": _usage(),
-            "seqpar": {"id": job.id, "seconds": job.parts_s, "queue_s": (job.started or job.arrived) - job.arrived},
+            "seqpar": {
+                "id": job.id,
+                "seconds": job.parts_s,
+                **job.computed,
+                "queue_s": (job.started or job.arrived) - job.arrived,
+            },
         }
     )
     return Response(text, media_type="application/json", headers=body.ignored)
@@ -158,7 +163,7 @@ async def events(
                 yield encode_event(f"{prefix}.partial_image", **fields, partial_image_index=index)
             case ImageMade(image):
                 fields = _image_fields(job, image, job.size or (0, 0), job.files[image])
-                fields |= {"usage": _usage(), "seqpar": {**fields["seqpar"], "seconds": job.parts_s}}
+                fields |= {"usage": _usage(), "seqpar": {**fields["seqpar"], "seconds": job.parts_s, **job.computed}}
                 yield encode_event(f"{prefix}.completed", **fields)
     if job.problem is not None:
         yield encode_event("error", error=job.problem.shape)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from seqpar.serve.api.codec import Format, PixelFile
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError
@@ -99,6 +99,7 @@ class ServerJob:
     step: int = 0  # of the running image
     files: dict[int, bytes] = field(default_factory=dict[int, bytes])
     parts_s: dict[str, float] = field(default_factory=dict[str, float])
+    computed: dict[str, Any] = field(default_factory=dict[str, Any])  # with a step cache "steps_computed"
     size: tuple[int, int] | None = None
     stored: str | None = None  # the name of a video's file
     problem: Problem | None = None
@@ -106,6 +107,12 @@ class ServerJob:
     timer: asyncio.TimerHandle | None = None
     span: Span = field(default_factory=Span.begun)
     listener: Callable[[JobEvent], None] | None = None  # a stream, while it is sent
+
+    def count(self, computed: tuple[int, int] | None) -> None:
+        """Add up how many steps of an image or video were computed, and of how many; None without a step cache."""
+        if computed is not None:
+            before = self.computed.get("steps_computed", (0, 0))
+            self.computed["steps_computed"] = before[0] + computed[0], before[1] + computed[1]
 
     def notify(self, event: JobEvent) -> None:
         if self.listener is not None:

@@ -119,6 +119,7 @@ def _job(server: ApiServer, job: ServerJob) -> dict[str, Any]:
         "position": server.queue.ahead(job),
         "step": job.step,
         "steps": job.spec.steps,
+        **job.computed,
         "estimated_s": server.queue.estimate_s(job),
         "arrived": job.arrived,
         "started": job.started,
@@ -156,6 +157,7 @@ def _video(server: ApiServer, job: ServerJob, fps: float) -> dict[str, Any]:
             "position": server.queue.ahead(job),
             "estimated_s": server.queue.estimate_s(job),
             "seconds": job.parts_s,
+            **job.computed,
         },
     }
 

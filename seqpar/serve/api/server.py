@@ -98,7 +98,7 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
             metrics.ends.labels(code or job.state).inc()
             facts = {"model": job.spec.request.model, "pictures": job.spec.count, "steps": job.spec.steps}
             job.span.end(code, request=job.id, **facts, state=job.state)
-            log.event("ended", job.id, state=job.state, code=code)
+            log.event("ended", job.id, state=job.state, code=code, **job.computed)
             if server.keeps_records:
                 writer.ended(job)
 

@@ -59,13 +59,14 @@ class CheckedModel:
         loras: Mapping[str, Lora],
         precision: Precision | None = None,
         min_psnr: float | None = None,
+        cache: str | None = None,
         park: bool = False,
     ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
         source = ranks.on_all_ranks(lambda: find(name))
         prompts = () if source.takes == "classes" else ("a",)
         images = example_images(source.needs_image)
-        kept: Any = {"precision": precision, "min_psnr": min_psnr, "park": park}
+        kept: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
         request = GenerationRequest(name, dtype, prompts=prompts, images=images, **kept)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
@@ -117,6 +118,7 @@ class CheckedModel:
             frames=request.frames,
             fps=request.fps,
             precision=self.precision,
+            cache=self.example.request.cache,
             park=self.example.request.park,
             preset=request.preset,
         )
@@ -154,6 +156,7 @@ class CheckedModel:
             tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
             source.class_labels,
             self.precision,
+            self.example.request.cache,
             {name: preset.steps for name, preset in source.presets.items()},
         )
 

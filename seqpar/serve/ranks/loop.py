@@ -58,10 +58,14 @@ FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpa
 
 @dataclass(frozen=True)
 class Output:
-    """An image, or the frames of a video as values in [0, 1]. parts_s: seconds per part, by the host of this rank."""
+    """An image, or the frames of a video as values in [0, 1]. parts_s: seconds per part, by the host of this rank.
+
+    computed: how many steps a step cache has computed, and of how many.
+    """
 
     steps: int
     parts_s: dict[str, float]
+    computed: tuple[int, int] | None
     image: Image.Image | None = None
     frames_FHW3: Any = None
     fps: float = 0.0
@@ -117,8 +121,10 @@ class LoadedModel:
         (image,) = result.images
         ends("decode")
         if job.video:
-            return Output(job.steps, parts_s, frames_FHW3=image, fps=job.fps, sound=next(iter(result.sounds), None))
-        return Output(job.steps, parts_s, image)
+            shown: Any = {"frames_FHW3": image, "fps": job.fps, "sound": next(iter(result.sounds), None)}
+        else:
+            shown = {"image": image}
+        return Output(job.steps, parts_s, result.computed, **shown)
 
 
 @dataclass(frozen=True)
@@ -148,20 +154,22 @@ def run(
     sizes: Sequence[str],
     precision: Precision | None = None,
     min_psnr: float | None = None,
+    cache: str | None = None,
     park: bool = False,
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
     before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load. min_psnr: as
-    for `seqpar.parallelize`; a model without a result of a search is a ValueError. park: as for `seqpar.load`.
+    for `seqpar.parallelize`; a model without a result of a search is a ValueError. cache, park: as for `seqpar.load`.
     """
     path = os.environ.get(SOCKET)
     if path is None:
         raise ValueError(f"{SOCKET} is not set; start the ranks with `seqpar serve`")
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     dtype = dtype or default_dtype(mesh.device)
-    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), precision, min_psnr, park)
+    how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
+    models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), **how)
     warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
     loaded = {model.name: LoadedModel(model, mesh) for model in models}
     link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
@@ -185,10 +193,12 @@ def checked(
     loras: Mapping[str, Lora],
     precision: Precision | None = None,
     min_psnr: float | None = None,
+    cache: str | None = None,
     park: bool = False,
 ) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
-    models = [CheckedModel.of(name, dtype, mesh, loras, precision, min_psnr, park) for name in dict.fromkeys(names)]
+    how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
+    models = [CheckedModel.of(name, dtype, mesh, loras, **how) for name in dict.fromkeys(names)]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(
         lambda: {x.name: remarks(list(x.loras.by_name.values()), x.source.presets, None) for x in models}
@@ -292,8 +302,8 @@ def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
     if (image := output.image) is None:
         return _video(served, request, output)
     pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
-    memory = _memory(served.mesh)
-    return ImageResult(request.id, image.height, image.width, pixels, output.steps, output.parts_s, memory)
+    how = output.steps, output.parts_s, _memory(served.mesh), output.computed
+    return ImageResult(request.id, image.height, image.width, pixels, *how)
 
 
 def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
@@ -344,7 +354,7 @@ def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult
             return b""
         made = [output.frames_FHW3, *(() if output.sound is None else (output.sound.samples_CT,))]
         more = {"frames": frames, "fps": output.fps, "pixels": digest(made)}
-        comment = json.dumps(request.parameters(output.steps, (height, width)) | more)
+        comment = json.dumps(request.parameters(output.steps, (height, width), output.computed) | more)
         file = encoded(output.frames_FHW3, output.fps, comment, output.sound).getvalue()
         if len(file) > LONGEST - MARGIN:
             most = LONGEST - MARGIN
@@ -352,8 +362,9 @@ def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult
         return file
 
     file = served.mesh.on_all_ranks(encode)
-    parts_s, memory = {**output.parts_s, "file": time.perf_counter() - begun}, _memory(served.mesh)
-    return VideoResult(request.id, height, width, frames, output.fps, file, output.steps, parts_s, memory)
+    parts_s = {**output.parts_s, "file": time.perf_counter() - begun}
+    how = output.steps, parts_s, _memory(served.mesh), output.computed
+    return VideoResult(request.id, height, width, frames, output.fps, file, *how)
 
 
 def _memory(mesh: Mesh) -> tuple[int, ...]:

@@ -159,4 +159,4 @@ def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> Non
     rows = re.findall(r"^\| .+ \| (yes|no) \| \[.+\]\(docs/(\S+)\) \|$", text, re.MULTILINE)
     fused = {Path(path).stem.replace("-", "_") for answer, path in rows if answer == "yes"}
     assert fused - {"unidiffuser", "README"} == FUSED - {"ltx2"}  # on the page of ltx
-    assert {path for answer, path in rows if answer == "no"} == {"adapter.md#which-transformers"}
+    assert {path for answer, path in rows if answer == "no"} == {"models/others.md"}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from itertools import accumulate, repeat
+from types import MethodType
 from typing import Any
 
 import diffusers
@@ -337,15 +338,15 @@ class FlowMatchFixedSigmas(FlowMatchEulerDiscreteScheduler):
 
 def taking_mu(scheduler: Any) -> Any:
     """Return a scheduler whose `set_timesteps` takes `mu`, as pipelines pass it; multistep schedulers refuse it."""
-    own = scheduler.set_timesteps
+    own = type(scheduler).set_timesteps
     if scheduler.config.get("use_dynamic_shifting") or "mu" not in inspect.signature(own).parameters:
         return scheduler
 
     @wraps(own)
-    def set_timesteps(*args: Any, mu: object = None, **kwargs: Any) -> None:
-        own(*args, **kwargs)
+    def set_timesteps(self: Any, *args: Any, mu: object = None, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
 
-    scheduler.set_timesteps = set_timesteps
+    scheduler.set_timesteps = MethodType(set_timesteps, scheduler)  # of a copy in a copy, as LTX-2 makes for sound
     return scheduler
 
 

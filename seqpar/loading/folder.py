@@ -44,6 +44,7 @@ from seqpar.loading.parts import (
     MOST_BYTES,
     NAMES,
     PLACES,
+    UNCONDITIONAL,
     check_autoencoder,
     index_of,
     part_of,
@@ -117,6 +118,11 @@ class PipelineParts:
     def other_transformers(self) -> dict[str, Any]:
         """Return the transformers besides the first, without memory for weights, by their names."""
         return {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != self.main}
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether there are several transformers, of which each step calls one, so that they can be parked."""
+        return bool(self.other_transformers) and UNCONDITIONAL not in self.other_transformers
 
     @cached_property
     def transformer(self) -> Any:

@@ -20,7 +20,8 @@ from seqpar.types.arguments import shown
 
 # a pipeline's transformers; Wan 2.2 has one for early and one for late steps, MiniMax-H3 one for references, and
 # Ideogram 4 one for the unconditional branch
-NAMES = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer")
+UNCONDITIONAL = "unconditional_transformer"
+NAMES = ("transformer", "transformer_2", "transformer_ref", UNCONDITIONAL)
 INDEX, CONFIG, SCHEDULER = "model_index.json", "config.json", "scheduler_config.json"
 MODULAR = "modular_model_index.json"
 PLACES = "_places"  # in the index of a modular pipeline: name of a part -> where it lies, as `ComponentSpec` says it

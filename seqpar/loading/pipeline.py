@@ -34,7 +34,7 @@ from seqpar.loading.modular import name_missing, without_parts
 from seqpar.loading.names import building, no_bars
 from seqpar.loading.parking import Parking, WeightLayout
 from seqpar.loading.parts import NAMES as TRANSFORMERS
-from seqpar.loading.parts import parts_of
+from seqpar.loading.parts import UNCONDITIONAL, parts_of
 from seqpar.loading.placing import Placing, Team, begin, put
 from seqpar.loading.reading import Reader, check_finite
 from seqpar.loading.scaled import SCALE, source_of
@@ -292,11 +292,12 @@ def _parking(
     encoded: whether encoders leave memory before. everywhere: why all ranks have them, or None.
     """
     sizes = {name: part.layout.size for name, part in transformers.items()}
-    turns = [name for name, size in sizes.items() if size == max(sizes.values())]
+    turns = [name for name, size in sizes.items() if size == max(sizes.values()) and name != UNCONDITIONAL]
     encoders = encoders if turns else {}  # they lie in a transformer's place
     parts, left = [*(turns if len(turns) > 1 else ()), *encoders], list[str]()
     if len(turns) < 2:
-        left.append(f"{' and '.join(sizes) or 'transformers'}, because there are no two of one size that ranks read")
+        why = "each step calls both" if UNCONDITIONAL in sizes else "there are no two of one size that ranks read"
+        left.append(f"{' and '.join(sizes) or 'transformers'}, because {why}")
     if not encoders:
         none = "ranks read none" if turns else "ranks read no transformer in whose place they could be"
         why = "they leave memory before transformers come" if encoded else everywhere or none

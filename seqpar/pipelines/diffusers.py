@@ -160,7 +160,7 @@ class Source:
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and pairs_calls(parts.transformer)
         run = planned(parts, grid, request, parameters, guidance.on, guided)
-        held = (parts.transformer, *(() if request.park else parts.other_transformers.values()))
+        held = (parts.transformer, *(() if request.park and parts.take_turns else parts.other_transformers.values()))
         run = replace(
             run, load=replace(run.load, parameters=sum(x.numel() for part in held for x in part.parameters()))
         )
@@ -344,7 +344,7 @@ class DiffusersJob:
             raise ValueError(NO_LORA)
         parts = self.source.parts
         changed = lora_files.check_switched(lora, self.kind, parts.models)
-        if self.request.park and parts.other_transformers:
+        if self.request.park and parts.take_turns:
             return {placed: dict.fromkeys(layers, 0) for placed, layers in changed.items()}
         eight = set[str]()
         if self.request.precision is not None:

@@ -210,6 +210,12 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "because ranks read no transformer in whose place they could be" in said
     assert "parked while" not in said
+    both = pipelines.ideogram4().to(torch.float32)
+    both.register_modules(text_encoder=pipelines.t5(1).float(), tokenizer=pipelines.tokenizer(16))
+    both.save_pretrained(tmp_path / "both")
+    assert seat_of(seqpar.load(tmp_path / "both", dtype=torch.float32, park=True).transformer) is None
+    said = "not parked: transformer and unconditional_transformer, because each step calls both; text encoders, because"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_the_command_verifies_parked_weights(cpu_ranks: Pool, wan: Path, tmp_path: Path) -> None:

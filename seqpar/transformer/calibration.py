@@ -280,8 +280,9 @@ def fixed_run(pipe: Any, texts: Mapping[str, Tensor] | None = None) -> tuple[Fix
     known: dict[str, Any] = {**SIZES, "height": most, "width": most}
     known |= {"num_inference_steps": STEPS, "output_type": "pt" if modular else "latent"}
     known |= dict(texts or {"prompt": PROMPTS[0] if takes_one_prompt(name) else list(PROMPTS)})
-    if hasattr(pipe, "min_duration"):  # a pipeline that makes no shorter videos
-        known["num_frames"] = parameters["num_frames"].default
+    if hasattr(pipe, "min_duration"):  # a pipeline that makes no shorter videos makes smaller ones
+        most //= 2
+        known |= {"height": most, "width": most, "num_frames": parameters["num_frames"].default}
     if needs_picture(pipe):
         picture = _picture(most)
         known |= {"image": [picture] if takes_several_images(name) else picture}

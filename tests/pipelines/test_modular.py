@@ -25,6 +25,7 @@ from seqpar.loading.folder import parts_of_folder
 from seqpar.loading.parts import MODULAR
 from seqpar.loading.schedulers import build, taking_mu
 from seqpar.mesh.mesh import Mesh
+from seqpar.transformer import calibration
 from seqpar.transformer.parallelize import call_of
 from tests.cli.runs import SAME as SAME_FILE
 from tests.cli.runs import pixels, shown
@@ -254,7 +255,9 @@ def test_inputs_of_a_workflow_that_is_not_loaded_are_refused(folders: Callable[[
     seqpar.release(pipe)
 
 
-def test_a_folder_is_converted_to_8_bits(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_is_converted_to_8_bits_and_calibrated_by_small_videos(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="is a folder of diffusers; seqpar loads it as it is"):
         convert(folders("minimax_h3"), tmp_path / "x")
     convert(folders("minimax_h3"), tmp_path / "x", precision="fp8")
@@ -264,6 +267,15 @@ def test_a_folder_is_converted_to_8_bits(folders: Callable[[str], Path], tmp_pat
     assert before.raw is None
     assert after.raw is not None
     assert after.shapes == before.shapes
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "SIZES", {"height": 64, "width": 64, "num_frames": 5})
+    pipe = seqpar.load(tmp_path / "x", dtype=torch.bfloat16, mesh=Mesh.single(), precision="fp8")
+    assert "8 of 8 GEMMs in 8 bits are centred by fixed prompts" in capsys.readouterr().out
+    run, _ = calibration.fixed_run(pipe)
+    assert run is not None
+    sizes = [run.arguments[name] for name in ("height", "width", "num_frames")]
+    assert sizes == [32, 32, 124]  # no fewer frames are taken
+    seqpar.release(pipe)
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> float:

@@ -79,6 +79,16 @@ def test_defaults_say_what_they_are_not() -> None:
     assert "defaults of an H200, in bfloat16" in rates.load("NVIDIA H200", 1, "float32").source
 
 
+def test_a_known_card_has_rates_by_the_ratio_of_datasheets() -> None:
+    a100, small = (rates.load(name, 2, "bfloat16") for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"))
+    assert a100.source.startswith("an H200's, by datasheet (312 TFLOP/s, 2.04 TB/s, 300 GB/s); nothing was measured")
+    assert a100.gemm[-1][1] == pytest.approx(670 * 312 / 989)
+    assert a100.copy == pytest.approx(4.28 * 2.04 / 4.8)
+    (nbytes, us), (_, before) = a100.exchange["peer"][-1], rates.H200.exchange["peer"][-1]
+    assert (nbytes, us) == (rates.H200.exchange["peer"][-1][0], pytest.approx(6 + (before - 6) * 450 / 300))
+    assert {*a100.exchange} - {*small.exchange} == {"peer"}
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"gemm": 1}', "[1]"])
 def test_a_broken_file_is_one_message(text: str) -> None:
     path = rates.save(CPU, 1)

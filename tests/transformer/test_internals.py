@@ -123,6 +123,13 @@ def test_a_forward_in_the_place_of_all_hooks_stays() -> None:
     assert module(x).item() == 20  # it still calls the hook that it was set around
 
 
+def test_diffusers_keeps_the_config_of_a_cache() -> None:
+    module, config = MODELS["wan"].build(), diffusers.FirstBlockCacheConfig()
+    assert internals.cache_config(module) is None
+    module.enable_cache(config)
+    assert internals.cache_config(module) is config
+
+
 def test_diffusers_tells_that_scores_are_skipped() -> None:
     module: Any = MODELS["pixart"].build()
     attention = module.transformer_blocks[0].attn1

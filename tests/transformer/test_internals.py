@@ -18,6 +18,7 @@ import accelerate
 import accelerate.hooks
 import diffusers
 import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
 from packaging.requirements import Requirement
@@ -124,7 +125,7 @@ def test_a_forward_in_the_place_of_all_hooks_stays() -> None:
 
 
 def test_diffusers_keeps_the_config_of_a_cache() -> None:
-    module, config = MODELS["wan"].build(), diffusers.FirstBlockCacheConfig()
+    module, config = MODELS["wan"].build(), FirstBlockCacheConfig()
     assert internals.cache_config(module) is None
     module.enable_cache(config)
     assert internals.cache_config(module) is config

@@ -1,11 +1,13 @@
-"""What 8 bits cost the built-in model of prompts: a classifier judges its images of 500 prompts in both precisions.
+"""What 8 bits or step caches cost the built-in model of prompts: a classifier judges its images of 500 prompts.
 
 The classifier (`examples/_judge.py`) learns from new renders of the font that the model learned from, half of them
 decoded by the model's autoencoder. It never sees an image of the model. An image is right if thing, colour and
-background are those of its prompt. Everything has a fixed seed; on one core of a CPU it takes about half an hour.
+background are those of its prompt. Everything has a fixed seed; on one core of a CPU it takes about half an hour. A
+step cache decides for each prompt by itself (--batch 1).
 
     python examples/train_builtin.py render --font NotoColorEmoji.ttf --out emoji.npz
     python docs/tools/judged_precision.py --data emoji.npz
+    python docs/tools/judged_precision.py --data emoji.npz --cache dbcache taylorseer --steps 28 --batch 1
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.loading.names import NAMES
-from seqpar.transformer.parallelize import computed_by
+from seqpar.transformer.parallelize import computed_by, computed_steps
 from seqpar.types.flags import parsed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -40,7 +42,7 @@ GUIDANCE = 3.5
 
 @dataclass(frozen=True)
 class Flags:
-    """Judge images of the built-in model of prompts in the weights' dtype and in 8 bits."""
+    """Judge images of the built-in model of prompts with all steps in the weights' dtype, and otherwise."""
 
     data: Path
     """Renders of the font, by `examples/train_builtin.py render`."""
@@ -50,6 +52,8 @@ class Flags:
     prompts: int = 500
     batch: int = 50
     steps: int = 8
+    cache: tuple[str, ...] = ()
+    """Step caches to judge, in place of 8 bits."""
 
 
 def trained(flags: Flags, bench: Bench, vae: AutoencoderKL) -> Judge:
@@ -106,27 +110,39 @@ def main(flags: Flags) -> None:
     facts = said_facts(bench, flags.prompts)
     texts = all_prompts(bench.bank.names)
     rows = bench.grammar.index(facts, torch.ones_like(facts.name_B, dtype=torch.bool)).tolist()
-    pipe: Any = seqpar.load(FOLDER, precision="fp8", dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    ways: list[dict[str, Any]] = [{"cache": cache} for cache in flags.cache] or [{"precision": "fp8"}]
+    pipes: dict[str, Any] = {
+        name: seqpar.load(FOLDER, dtype=torch.float32, **way) for way in ways for name in way.values()
+    }
+    plain = next(iter(pipes.values()))
     size = {"height": PIXELS, "width": PIXELS, "num_inference_steps": flags.steps, "max_sequence_length": SHORT}
+    images = {name: list[Tensor]() for name in (*pipes, "plain")}
 
-    def drawn() -> Tensor:
-        images = list[Tensor]()
-        for start in range(0, len(rows), flags.batch):
-            prompts = [texts[row] for row in rows[start : start + flags.batch]]
-            noise = torch.Generator().manual_seed(start)
-            made = pipe(prompts, **size, guidance_scale=GUIDANCE, generator=noise, output_type="np")
-            images.append(torch.from_numpy(made.images).permute(0, 3, 1, 2) * 2 - 1)
-            print(f"{start + len(prompts)} of {len(rows)} images", flush=True)
-        return torch.cat(images)
+    def drawn(pipe: Any, start: int) -> Tensor:
+        prompts = [texts[row] for row in rows[start : start + flags.batch]]
+        noise = torch.Generator().manual_seed(start)
+        made = pipe(prompts, **size, guidance_scale=GUIDANCE, generator=noise, output_type="np")
+        return torch.from_numpy(made.images).permute(0, 3, 1, 2) * 2 - 1
 
-    eight = drawn()
-    print("8 bits", shares(judge, eight, facts), flush=True)
-    with computed_by(pipe, eight=False):
-        wide = drawn()
-    print("weights' dtype", shares(judge, wide, facts), flush=True)
-    squared = ((eight - wide) / 2).square().mean((1, 2, 3))
-    print(f"PSNR {(-10 * squared.log10()).mean():.1f} dB, worst {-10 * squared.max().log10():.1f} dB")
+    for start in range(0, len(rows), flags.batch):
+        for name, pipe in pipes.items():
+            pipe.set_progress_bar_config(disable=True)
+            images[name].append(drawn(pipe, start))
+        with computed_by(plain, eight=False, cache=False):
+            images["plain"].append(drawn(plain, start))
+        done = min(start + flags.batch, len(rows))
+        if done % 50 and done < len(rows):
+            continue
+        wide, seen = torch.cat(images["plain"]), facts.rows(slice(done))
+        print(f"{done} prompts\nweights' dtype, all steps {shares(judge, wide, seen)}", flush=True)
+        for name, pipe in pipes.items():
+            made = torch.cat(images[name])
+            decibels = -10 * ((made - wide) / 2).square().mean((1, 2, 3)).log10()
+            count = computed_steps(pipe)
+            steps = "" if count is None else f", {count[0] / count[1]:.0%} of the steps computed"
+            print(
+                f"{name} {shares(judge, made, seen)}, PSNR {decibels.mean():.1f} dB, worst {decibels.min():.1f}{steps}"
+            )
 
 
 if __name__ == "__main__":

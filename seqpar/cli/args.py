@@ -114,8 +114,8 @@ class Args(StartFlags, Options):
     """First compare a few steps with a single-rank run, block by block; stop at the first wrong block
     (docs/verifying.md)."""
     min_psnr: float | None = None
-    """With --precision: keep the GEMMs in the weights' dtype that `seqpar verify` found for this PSNR (in dB) and these
-    --steps and --scheduler (docs/precision.md)."""
+    """With --precision or --cache: keep the GEMMs in the weights' dtype, and take the threshold, that `seqpar verify`
+    found for this PSNR (in dB) and these --steps and --scheduler (docs/precision.md, docs/caching.md)."""
     cache: Annotated[str | None, Flag("NAME")] = None
     """Leave most blocks of similar steps out, which is faster and changes the results (docs/caching.md): dbcache or
     taylorseer, maybe with options, such as dbcache:threshold=0.2,head=2."""
@@ -150,9 +150,8 @@ class PlanArgs(Options):
 
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, such as 1 2 4 8: GPUs like this machine's, or H200s [all GPUs of this machine]."""
-    card: Annotated[str | None, Flag("CARD")] = None
-    """GPUs of another kind: h100, h200, a100, 4090 or b200, by their datasheets (docs/planner.md); one, unless --gpus
-    names another number."""
+    card: str | None = None
+    """GPUs of another kind: h100, h200, a100, 4090 or b200, by their datasheets (docs/planner.md) [one]."""
     hosts: int = 1
     """Machines over which the GPUs of each plan are distributed evenly."""
     explain: bool = False
@@ -164,13 +163,15 @@ class PlanArgs(Options):
 @dataclass(frozen=True)
 class VerifyArgs(StartFlags, Options):
     """Compare all strategies, transports and dtypes with one full-precision rank; fail if one is too imprecise. With
-    --precision fp8: measure what 8 bits change in the images of a diffusers pipeline (docs/precision.md)."""
+    --precision fp8 or --cache: measure what they change in the images of a diffusers pipeline (docs/precision.md)."""
 
     steps: int = 0
-    """Denoising steps; each runs 10 to 20 single-rank evaluations [3; with --precision 25]."""
+    """Denoising steps; each runs 10 to 20 single-rank evaluations [3; with --precision or --cache 25]."""
+    cache: Annotated[str | None, Flag("NAME")] = None
+    """As for `seqpar sample`; the error is measured."""
     min_psnr: float | None = None
-    """With --precision: search the GEMMs that have to keep the weights' dtype, so that no image has a lower PSNR, in
-    dB, for --min-psnr of `sample` and `serve`; fail if there are none."""
+    """With --precision or --cache: search the GEMMs that have to keep the weights' dtype and the threshold of the
+    cache, so that no image has a lower PSNR, in dB, for --min-psnr of `sample` and `serve`; fail if there are none."""
     dtype: Dtype = "auto"
     """Dtype to compare; auto is fp32 and bf16, on GPUs also fp16 (exact mode: bf16 and fp16)."""
     out: Path = Path("verify.json")
@@ -243,8 +244,8 @@ GROUPS = {
     "What to make": ("prompt", "negative_prompt", "image", "strength", "size", "frames", "fps", "seed", "repeat"),
     "Model": ("model", "lora", "steps", "preset", "guidance", "true_guidance", "scheduler", "eta"),
     "Models of classes (DiT, Large-DiT)": ("classes", "guidance_channels", "respacing"),
-    "How to split": ("gpus", "ranks", "card", "hosts", "mesh", "strategy", "transport", "local", "vae"),
-    "Precision": ("dtype", "precision", "attention_steps", "min_psnr", "cache", "exact", "verify"),
+    "How to split": ("gpus", "ranks", "hosts", "mesh", "strategy", "transport", "local", "vae"),
+    "Precision": ("dtype", "precision", "min_psnr", "cache", "exact", "verify"),
     "Output": ("out", "profile_out", "profile_steps"),
     "Advanced": ("park", "first_deadline_s", "deadline_s", "dry_run"),
 }

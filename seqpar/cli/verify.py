@@ -24,6 +24,7 @@ from seqpar.pipelines.protocol import scales
 from seqpar.planner.plan import check_names, is_lossy
 from seqpar.transformer.budget import check_budget
 from seqpar.transformer.parallelize import release
+from seqpar.transformer.step_cache import step_cache
 from seqpar.verifying.budget import keep_budget
 from seqpar.verifying.precision import PROMPTS, measure_precision
 from seqpar.verifying.ways import Row, judged, loaded, meshes, table, ways
@@ -40,7 +41,7 @@ def run_verify(args: VerifyArgs) -> None:
     if args.exact or (args.min_psnr is not None and torch.cuda.is_available()):
         exact.turn_on()  # before anything touches a GPU; a search is then the same on any number of them
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
-    if _in_eight(args):
+    if _is_lossy(args):
         _run_precision(args, ranks)
         return
     job, dtypes = ranks.on_all_ranks(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
@@ -71,7 +72,7 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
     """The job that the flags describe; ValueError for any flag that is wrong."""
     world = ranks.world.size
     if args.min_psnr is not None:
-        raise ValueError("got --min-psnr without --precision fp8, whose error it bounds")
+        raise ValueError("got --min-psnr without --precision fp8 or --cache, whose error it bounds")
     if any(not 1 <= count <= world for count in args.counts):
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
@@ -85,26 +86,26 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
 
 
 def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
-    """Measure what 8 bits change in each image; FloatingPointError if --min-psnr cannot be kept."""
+    """Measure what 8 bits and a cache change in each image; FloatingPointError if --min-psnr cannot be kept."""
 
     def checked_pipeline() -> DiffusersJob:
         prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
         job = check(replace(_as_sample(args), prompt=prompts), ranks)
         if not isinstance(job, DiffusersJob) or job.random is not None or args.image or args.counts or args.repeat > 1:
             raise ValueError(
-                "8 bits are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
+                "errors are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
                 "leave --image, --counts and --repeat out"
             )
         if args.min_psnr is not None and (args.lora or args.preset):
             raise ValueError("--min-psnr is searched without LoRAs and presets; leave --lora and --preset out")
-        check_budget(args.min_psnr, None, args.precision)
+        check_budget(args.min_psnr, None, args.precision, step_cache(args.cache))
         return job
 
     job = ranks.on_all_ranks(checked_pipeline)
     settings = {name: value for name, value in job.arguments.items() if name not in MADE_BY_PROMPT}
     for negative in job.arguments.get("negative_prompt", ())[:1]:  # also an empty one, for true guidance
         settings["negative_prompt"] = negative
-    same = ("mesh", "strategy", "local", "attention_steps", "transport", "precision", "preset")
+    same = ("mesh", "strategy", "local", "attention_steps", "transport", "precision", "cache", "preset")
     names = {name: getattr(args, name) for name in same}
     mesh = None if args.mesh == "auto" else args.mesh
     options = {**names, "mesh": mesh, "vae": VAE[args.vae], "loras": args.lora}
@@ -121,15 +122,15 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
         _write(args, results)
 
 
-def _in_eight(args: VerifyArgs) -> bool:
+def _is_lossy(args: VerifyArgs) -> bool:
     check_names(args.strategy, args.local, args.transport)
-    return args.precision is not None or is_lossy(args.local)
+    return args.precision is not None or args.cache is not None or is_lossy(args.local)
 
 
 def _as_sample(args: VerifyArgs) -> Args:
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    shared["steps"] = args.steps or (None if _in_eight(args) or args.preset else 3)
-    return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
+    shared["steps"] = args.steps or (None if _is_lossy(args) or args.preset else 3)
+    return Args(**{**shared, "cache": args.cache, "out": args.out.with_suffix(".png")})  # which is not made
 
 
 def _dtypes(args: VerifyArgs, device: torch.device) -> tuple[torch.dtype, ...]:

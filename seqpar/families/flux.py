@@ -51,7 +51,8 @@ def cuts_of_kin(*more: str) -> Cuts:
 
 CUTS = {"FluxTransformer2DModel": cuts_of_kin("controlnet_block_samples", "controlnet_single_block_samples")}
 STEPS_OF_KIN = StepBlocks(
-    dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("encoder_hidden_states", "hidden_states"))
+    dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), ("encoder_hidden_states", "hidden_states")),
+    threshold=0.12,
 )
 STEPS = {"FluxTransformer2DModel": STEPS_OF_KIN}
 

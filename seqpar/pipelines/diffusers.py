@@ -79,10 +79,10 @@ from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.attention8 import check_counts
 from seqpar.transformer.blocks import expected
-from seqpar.transformer.budget import Budget, budgeted, check_searched
+from seqpar.transformer.budget import Budget, budgeted
 from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
 from seqpar.transformer.parallelize import call_of, calls_of, computed_steps, parallelize, passing
-from seqpar.transformer.step_cache import StepCache, completed
+from seqpar.transformer.step_cache import StepCache, completed, step_cache
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.types.say import say
@@ -392,8 +392,11 @@ class DiffusersJob:
             return why_not(module, mesh.device, self.request.dtype)
 
         mesh.on_all_ranks(lambda: _check_precision(self.request, self.source.parts, why_not_on_mesh))
-        if self.request.min_psnr is not None:
-            check_searched(mesh, self.request.min_psnr, self.request.steps, self.request.model)
+        precision, calibrations = self.request.precision, dict[str, Calibration]()
+        attention, cache = is_lossy(plan.local.name), step_cache(self.request.cache)
+        least, steps, name = self.request.min_psnr, self.request.steps, self.request.model
+        if least is not None:
+            Budget(least, steps, "", name, precision, cache).check_searched(mesh)
 
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
@@ -406,28 +409,28 @@ class DiffusersJob:
             if (run := self.fixed_run(pipe, mesh.device)) is not None:
                 run()
 
-        def calibrate(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
-            run = self.fixed_run(pipe, mesh.device)
-            modules, least = transformers_of(pipe), self.request.min_psnr
-            calibrations.update(calibrated(mesh, pipe, modules, run, precision is not None, attention))
+        def look(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
+            nonlocal cache
+            modules = transformers_of(pipe)
+            if precision is not None or attention:
+                run = self.fixed_run(pipe, mesh.device)
+                calibrations.update(calibrated(mesh, pipe, modules, run, precision is not None, attention))
             if least is not None:
+                whose: Any = {"precision": precision, "cache": cache, "attention": attention}
                 scheduler = self.scheduler_of(pipe.scheduler)
-                budget = Budget.of(pipe, least, self.request.steps, self.request.model, scheduler)
-                calibrations.update(budgeted(mesh, calibrations, budget))
+                budget = Budget.of(pipe, least, steps, model=name, scheduler=scheduler, **whose)
+                kept, cache = budgeted(mesh, modules, calibrations, budget)
+                calibrations.update(kept)
 
-        precision, calibrations = self.request.precision, dict[str, Calibration]()
-        attention = is_lossy(plan.local.name)
-        if precision is None and not attention:
-            pipe = self.load_pipeline(mesh, () if on_encode is None else (encode,))
-        else:
-            pipe = self.load_pipeline(mesh, () if on_encode is None else (encode, encode_fixed), calibrate)
+        runs = () if on_encode is None else (encode, *((encode_fixed,) if precision is not None or attention else ()))
+        pipe = self.load_pipeline(mesh, runs, look)
         merging = lora_files.switched(pipe, loras, mesh) if loras else None
         mesh = settled(plan, None)
         sequence = plan.layout.sequence > 1
         strategy = plan.strategy.name if sequence else "auto"
         transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
         names: Any = {"strategy": strategy, "transport": transport, "local": plan.local.name, "vae": VAE[vae]}
-        how: Any = {"attention_steps": self.request.attention_steps, "cache": self.request.cache}
+        how: Any = {"attention_steps": self.request.attention_steps, "cache": cache}
         parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None, **how)
         reason = keep_fp32(pipe)
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main

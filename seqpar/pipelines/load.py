@@ -30,7 +30,7 @@ from seqpar.planner.plan import choose_local, is_lossy
 from seqpar.planner.search import Preferences
 from seqpar.transformer.attention8 import check_steps
 from seqpar.transformer.blocks import expected
-from seqpar.transformer.budget import check_budget, check_searched, steps_of
+from seqpar.transformer.budget import Budget, check_budget, steps_of
 from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
@@ -103,7 +103,7 @@ def load(
         check_kind("fp32_state", fp32_state, bool, expected="True or False")
         check_kind("park", park, bool, expected="True or False")
         check_precision(precision)
-        check_budget(min_psnr, budget_steps, precision)
+        check_budget(min_psnr, budget_steps, precision, step_cache(cache))
         check_steps(attention_steps, is_lossy(local), min_psnr)
         if preset is not None and min_psnr is not None:
             raise ValueError("got min_psnr= with preset=, expected one of them: budgets are searched without presets")
@@ -127,7 +127,7 @@ def load(
     parts, adapters, few = ranks.on_all_ranks(check)
     if min_psnr is not None:
         steps = steps_of(parts.caller) if budget_steps is None else budget_steps
-        check_searched(ranks, min_psnr, steps, str(path_or_id))
+        Budget(min_psnr, steps, "", str(path_or_id), precision, step_cache(cache)).check_searched(ranks)
     options: Any = {"look": expected, "eight": precision is not None, "park": park, "preset": preset}
     pipe = load_pipeline(parts, parts.kind, dtype, ranks, adapters, **options)
     names: Any = {"strategy": strategy, "local": local, "transport": transport, "vae": vae}

@@ -21,8 +21,9 @@ from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import Sound
 from seqpar.planner.plan import Plan
 from seqpar.planner.predict import Load
-from seqpar.transformer.budget import MOST_PSNR
+from seqpar.transformer.budget import MOST_PSNR, check_budget
 from seqpar.transformer.calibration import Precision, why_not_here
+from seqpar.transformer.step_cache import step_cache
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.vae.strips import DecodeMode
@@ -89,10 +90,11 @@ class GenerationRequest:
 
     def check_precision(self, device: torch.device) -> None:
         """Raise ValueError if a device cannot compute in this precision, or for a bound of an error there is not."""
-        if self.min_psnr is not None and self.precision is None:
-            self.refuse("it bounds the error of --precision fp8; add this flag", min_psnr=self.min_psnr)
+        if self.min_psnr is not None and self.precision is None and self.cache is None:
+            self.refuse("it bounds the error of --precision fp8 or --cache; add one", min_psnr=self.min_psnr)
         if self.min_psnr is not None and not 0 < self.min_psnr <= MOST_PSNR:
             raise ValueError(f"got --min-psnr {self.min_psnr}, expected more than 0 and at most {MOST_PSNR:g} dB")
+        check_budget(self.min_psnr, None, self.precision, step_cache(self.cache))
         if self.precision is not None and (reason := why_not_here(device, self.dtype)) is not None:
             self.refuse(reason, precision=self.precision)
 

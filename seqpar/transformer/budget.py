@@ -1,22 +1,25 @@
-"""A budget for the error of 8 bits: GEMMs that keep the weights' dtype, so that images keep a PSNR.
+"""A budget for the error of 8 bits and of a step cache: what is computed as without them, so that images keep a PSNR.
 
-`seqpar.verifying.budget` searches them by measuring images, and rank 0 keeps the result beside the calibrations, from
-where loading reads it: no request and no server chooses a GEMM.
+`seqpar.verifying.budget` searches GEMMs and a threshold by measuring images, and rank 0 keeps the result beside the
+calibrations, from where loading reads it: no request and no server chooses them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from torch import nn
+
 from seqpar.families._modular import parameters_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
-from seqpar.transformer.calibration import Calibration, key_of
+from seqpar.transformer.calibration import Calibration, key_of, weights_of
+from seqpar.transformer.step_cache import StepCache, completed
 from seqpar.types.arguments import check_whole
 from seqpar.types.say import say
 
@@ -24,76 +27,109 @@ MOST_PSNR = 200.0  # dB
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The least PSNR of an image in 8 bits against the weights' dtype, in dB, for a number of steps and a scheduler.
+class Found:
+    """The result of a search: GEMMs that keep the weights' dtype, and the threshold of a step cache."""
 
-    scheduler: its class and settings. model: as `seqpar verify` takes it, for messages.
+    gemms: list[str]
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The least PSNR of an image against all steps in the weights' dtype, in dB, for steps and a scheduler.
+
+    scheduler: its class and settings, empty if not known yet. model: as `seqpar verify` takes it, for messages.
+    precision, cache, attention (in 8 bits): whose error it bounds; the cache's threshold is searched.
     """
 
     min_psnr: float
     steps: int
     scheduler: str
     model: str
+    precision: str | None
+    cache: StepCache | None
+    attention: bool = False
 
     @staticmethod
-    def of(pipe: Any, min_psnr: float, steps: int | None, model: str | None = None, scheduler: Any = None) -> Budget:
-        """Return the budget of a pipeline; steps, model, scheduler: None takes the pipeline's own."""
+    def of(
+        pipe: Any, min_psnr: float, steps: int | None, *, model: str | None = None, scheduler: Any = None, **whose: Any
+    ) -> Budget:
+        """Return the budget of a pipeline; steps, model, scheduler: None takes the pipeline's own. whose: the rest."""
         scheduler = getattr(pipe, "scheduler", None) if scheduler is None else scheduler
         if scheduler is None:
             raise ValueError(f"min_psnr= needs a pipeline with a scheduler, got {type(pipe).__name__}")
         steps = steps_of(pipe) if steps is None else steps
         settings = sorted((key, x) for key, x in dict(scheduler.config).items() if not key.startswith("_"))
         own = getattr(pipe.config, "_name_or_path", None) or "MODEL"
-        return Budget(min_psnr, steps, f"{type(scheduler).__name__} {settings}", own if model is None else model)
+        used = f"{type(scheduler).__name__} {settings}"
+        return Budget(min_psnr, steps, used, own if model is None else model, **whose)
 
     def __str__(self) -> str:
-        return f"{self.min_psnr:g} dB in {self.steps} steps of {self.scheduler.partition(' ')[0]}"
+        of = f" of {self.scheduler.partition(' ')[0]}" if self.scheduler else ""
+        return f"{self.min_psnr:g} dB in {self.steps} steps{of}"
 
-    def path(self, made: Mapping[str, Calibration]) -> Path:
-        """Return the file of the result for the weights of these calibrations, this GPU and these libraries."""
-        key = key_of((self.scheduler, [(name, of.weights, bool(of.attention)) for name, of in made.items()]), ())
-        return cache_folder() / f"{_name(self.min_psnr, self.steps)}-{key}.json"
+    def check_searched(self, mesh: Mesh) -> None:
+        """Raise ValueError on all ranks if no model has a result for this, before weights load. Collective."""
+        if not mesh.share(any(cache_folder().glob(f"{self._name}-*.json")), bool):
+            raise ValueError(self.missing())
 
-    def read(self, mesh: Mesh, made: Mapping[str, Calibration]) -> list[str]:
-        """Return the names of the GEMMs that keep the weights' dtype; ValueError if there is no result. Collective."""
-        names = mesh.share(_read(self.path(made)) if mesh.is_main else None, list[str] | None)
-        if names is None:
-            raise ValueError(missing(self, self.min_psnr, self.steps, self.model))
-        return names
+    def missing(self) -> str:
+        """Return the text of the error where there is no result, with the command that makes one."""
+        what = "" if self.precision is None else f"--precision {self.precision} "
+        what += "" if self.cache is None else f"--cache {self.cache} "
+        return (
+            f"no search was made for {self} with these weights, this GPU and these libraries; run: seqpar verify "
+            f"{what}--min-psnr {self.min_psnr:g} --steps {self.steps} --model {self.model}, with the --scheduler and "
+            f"--local-attention of this run; for a pipeline that parallelize was given, call seqpar.keep_budget"
+        )
+
+    def path(self, modules: Mapping[str, nn.Module], made: Mapping[str, Calibration]) -> Path:
+        """Return the file of the result for the weights of these transformers, this GPU and these libraries."""
+        if self.precision is None:
+            weights: object = key_of((), weights_of(modules))
+        else:  # as they were before they were rounded
+            weights = [(name, of.weights) for name, of in made.items()]
+        caches = [] if self.cache is None else [completed(self.cache, module)[0] for module in modules.values()]
+        key = key_of((self.scheduler, weights, self.attention, [replace(of, threshold=None) for of in caches]), ())
+        return cache_folder() / f"{self._name}-{key}.json"
+
+    def read(self, mesh: Mesh, modules: Mapping[str, nn.Module], made: Mapping[str, Calibration]) -> Found:
+        """Return the result of the search; ValueError if there is none. Collective."""
+        path = mesh.on_all_ranks(lambda: self.path(modules, made))
+        found = mesh.share(_read(path) if mesh.is_main else None, Found | None)
+        if found is None or (found.threshold is None) != (self.cache is None):
+            raise ValueError(self.missing())
+        return found
 
     @staticmethod
-    def write(path: Path, names: list[str]) -> None:
+    def write(path: Path, found: Found) -> None:
         """Keep the result of a search; OSError if the cache cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(sorted(names)), encoding="utf-8")
+        part.write_bytes(msgspec.json.encode(found))
         os.replace(part, path)
 
-
-def check_searched(mesh: Mesh, min_psnr: float, steps: int, model: str) -> None:
-    """Raise ValueError on all ranks if no model has a result for a budget, before weights load. Collective."""
-    if not mesh.share(any(cache_folder().glob(f"{_name(min_psnr, steps)}-*.json")), bool):
-        raise ValueError(missing(f"{min_psnr:g} dB in {steps} steps", min_psnr, steps, model))
-
-
-def missing(budget: object, min_psnr: float, steps: int, model: str) -> str:
-    """Return the text of the error where there is no result, with the command that makes one."""
-    return (
-        f"no search was made for {budget} with these weights, this GPU and these libraries; run: seqpar verify "
-        f"--precision fp8 --min-psnr {min_psnr:g} --steps {steps} --model {model}, with the --scheduler and "
-        f"--local-attention of this run; for a pipeline that parallelize was given, call seqpar.keep_budget"
-    )
+    @property
+    def _name(self) -> str:
+        whose = [*((self.precision,) if self.precision else ()), *(("cache",) if self.cache else ())]
+        return f"budget-{'-'.join(whose)}-{self.min_psnr:g}-{self.steps}"
 
 
-def budgeted(mesh: Mesh, made: Mapping[str, Calibration], budget: Budget) -> dict[str, Calibration]:
-    """Return calibrations whose GEMMs keep the weights' dtype as the budget's search found; rank 0 prints how many.
+def budgeted(
+    mesh: Mesh, modules: Mapping[str, nn.Module], made: Mapping[str, Calibration], budget: Budget
+) -> tuple[dict[str, Calibration], StepCache | None]:
+    """Return calibrations whose GEMMs keep the weights' dtype as the budget's search found, and its step cache.
 
-    Collective; ValueError on all ranks if there is no result for these weights.
+    Rank 0 prints both. Collective; ValueError on all ranks if there is no result for these weights.
     """
-    names = budget.read(mesh, made)
-    if mesh.is_main:
-        say(f"{len(names)} GEMMs keep the dtype of the weights for {budget}")
-    return {name: replace(of, kept=kept_in(name, names)) for name, of in made.items()}
+    found, cache = budget.read(mesh, modules, made), budget.cache
+    if cache is not None:
+        cache = replace(cache, threshold=found.threshold)
+    if mesh.is_main and budget.precision is not None:
+        say(f"{len(found.gemms)} GEMMs keep the dtype of the weights for {budget}")
+    if mesh.is_main and cache is not None:
+        say(f"step cache {cache} for {budget}")
+    return {name: replace(of, kept=kept_in(name, found.gemms)) for name, of in made.items()}, cache
 
 
 def kept_in(transformer: str, names: Collection[str]) -> frozenset[str]:
@@ -101,14 +137,16 @@ def kept_in(transformer: str, names: Collection[str]) -> frozenset[str]:
     return frozenset(key for name in names for whose, _, key in [name.partition("|")] if whose == transformer)
 
 
-def check_budget(min_psnr: object, steps: object, precision: object) -> None:
+def check_budget(min_psnr: object, steps: object, precision: object, cache: StepCache | None) -> None:
     """Raise ValueError for a budget that is none."""
     if min_psnr is None and steps is None:
         return
     if min_psnr is None:
         raise ValueError("got budget_steps= without min_psnr=")
-    if precision is None:
-        raise ValueError('got min_psnr= without precision="fp8", whose error it bounds')
+    if precision is None and cache is None:
+        raise ValueError('got min_psnr= without precision="fp8" or cache=, whose error it bounds')
+    if cache is not None and (cache.threshold is not None or cache.mask):
+        raise ValueError(f"got min_psnr= with cache={cache}, whose threshold it finds; leave threshold and mask out")
     if isinstance(min_psnr, bool) or not isinstance(min_psnr, (int, float)) or not 0 < min_psnr <= MOST_PSNR:
         raise ValueError(f"got min_psnr={min_psnr!r}, expected more than 0 and at most {MOST_PSNR:g} dB")
     if steps is not None:
@@ -127,13 +165,8 @@ def steps_of(caller: Any) -> int:
     return known.default
 
 
-def _name(min_psnr: float, steps: int) -> str:
-    return f"budget-{min_psnr:g}-{steps}"
-
-
-def _read(path: Path) -> list[str] | None:
+def _read(path: Path) -> Found | None:
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return msgspec.json.decode(path.read_bytes(), type=Found)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None

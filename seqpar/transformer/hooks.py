@@ -286,8 +286,8 @@ class ShardedModule:
         # itself are cut before its forward.
         places = [(part, path) for path in self.cuts.places if path for part in submodules(self.module, path)]
         steps = {} if self.steps is None else self.steps.hooks(self.module)
-        for part, hook in steps.items():
-            hook.inside = self.fused.hooks.get(part)
+        for hook in steps.values():
+            hook.fused = self.fused
         fused = {part: hook for part, hook in self.fused.hooks.items() if part not in steps}
         hooks: tuple[tuple[Mapping[nn.Module, Any], str], ...]
         hooks = ((self._attention, ATTENTION), (steps, STEPS), (fused, FUSED))

@@ -40,10 +40,9 @@ from seqpar.transformer.calibration import Calibration, Precision, calibrated, c
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.first_block import in_its_place, put_back, take_off
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
-from seqpar.transformer.step_cache import StepCache, StepCaching, completed, step_cache
+from seqpar.transformer.step_cache import StepCache, completed, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
 from seqpar.vae import pipeline as sharing
@@ -241,8 +240,9 @@ def parallelize(
     such as "2:-2", all but the first two and the last two. calibrate: a function that calls the pipeline or transformer
     with typical inputs, or what `seqpar.transformer.calibration.calibrated` returned; None uses fixed prompts, which
     takes seconds once a model.
-    min_psnr: in dB, keeps the GEMMs in the weights' dtype that `seqpar.keep_budget` or `seqpar verify` found for it and
-    budget_steps steps (None: the pipeline's own number) of the pipeline's scheduler; without a result a ValueError.
+    min_psnr: in dB, takes the GEMMs in the weights' dtype and the cache's threshold that `seqpar.keep_budget` or
+    `seqpar verify` found for it, and budget_steps steps (None: the pipeline's own number) of its scheduler; without a
+    result a ValueError.
     cache: leaves most blocks of similar steps out, with an error (docs/caching.md): "dbcache" or "taylorseer", maybe
     with options ("dbcache:threshold=0.2,head=2"), or `seqpar.StepCache`.
     Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
@@ -260,14 +260,15 @@ def parallelize(
         _check_precision(precision, calibrate, native, modules, ranks, is_lossy(local))
         if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
             raise ValueError(f'local="{local}" takes the means of keys and values out before it rounds: {reason}')
-        check_budget(min_psnr, budget_steps, precision)
+        steps = step_cache(cache)
+        check_budget(min_psnr, budget_steps, precision, steps)
         check_steps(attention_steps, is_lossy(local), min_psnr)
         if attention_steps is not None:
             keeps_dtype(pipe_or_transformer, attention_steps)
         if min_psnr is not None and isinstance(calibrate, Mapping):
             raise ValueError("got min_psnr= with a calibration, expected None or a function for calibrate=")
-        budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps)
-        steps = step_cache(cache)
+        whose: Any = {"precision": precision, "cache": steps, "attention": is_lossy(local)}
+        budget = None if min_psnr is None else Budget.of(pipe_or_transformer, min_psnr, budget_steps, **whose)
         where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
         if is_modular(pipe_or_transformer) and calls_twice(pipe_or_transformer):  # whose two calls have no names
             where = {name: replace(of, calls_twice=True) for name, of in where.items()}
@@ -278,8 +279,8 @@ def parallelize(
 
     own, preferences, modules, where, budget = ranks.on_all_ranks(checked)
     axes = mesh if own is None else own.sizes
-    cache = step_cache(cache)
-    how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget, "cache": cache}
+    steps = step_cache(cache)
+    how = {"precision": precision, "calibrate": type(calibrate).__name__, "budget": budget, "cache": steps}
     how["attention_steps"] = attention_steps
     agree(ranks, {"mesh": axes, **names, "native": native, "vae": vae, "cfg": cfg, **how})
 
@@ -287,16 +288,15 @@ def parallelize(
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg, precision)
     handle = Handle(plan, own)
 
-    def calibrations() -> Mapping[str, Calibration]:
-        if precision is None and not is_lossy(local):
-            return {}
-        if isinstance(calibrate, Mapping):
-            return calibrate
-        made = calibrated(handle.mesh, pipe_or_transformer, modules, calibrate, precision is not None, is_lossy(local))
-        return made if budget is None else budgeted(handle.mesh, made, budget)
+    def lossy() -> tuple[Mapping[str, Calibration], StepCache | None]:
+        made: Mapping[str, Calibration] = calibrate if isinstance(calibrate, Mapping) else {}
+        if (precision is not None or is_lossy(local)) and not isinstance(calibrate, Mapping):
+            eight = calibrate, precision is not None, is_lossy(local)
+            made = calibrated(handle.mesh, pipe_or_transformer, modules, *eight)
+        return (made, steps) if budget is None else budgeted(handle.mesh, modules, made, budget)
 
     gemms = precision is not None
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, calibrations, gemms, cache)
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, lossy, gemms)
 
     # calls in place of the forwards
     for module in sharded:
@@ -414,6 +414,15 @@ def keep_dtype(pipe_or_transformer: Any, names: Collection[str]) -> None:
     refresh(pipe_or_transformer)
 
 
+def set_threshold(pipe_or_transformer: Any, threshold: float | None) -> None:
+    """Leave blocks of a step out up to this change of the first blocks from now on. Collective."""
+    for _, call in calls_of(pipe_or_transformer):
+        call.settle()
+        if call.steps is not None:
+            call.steps.options = replace(call.steps.options, threshold=threshold)
+            call.reset()
+
+
 def release(pipe_or_transformer: Any) -> None:
     """Undo `parallelize`: free graphs and exchanges and restore the transformer. Collective."""
     calls = calls_of(pipe_or_transformer)
@@ -476,36 +485,11 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
-    if call.steps is not None or resets is not None:
+    if call.steps is not None:
         ours[RESETS] = reset
-    ours |= _caching(call, ours)
     call.ends.callback(call.stand_aside, before.get("forward"))
     call.ends.callback(sharing.attach(module, ours))
     return call
-
-
-def _caching(call: ShardedCall, ours: Mapping[str, Any]) -> dict[str, Any]:
-    # diffusers' enable_cache and disable_cache, with our step cache in the place of a FirstBlockCache. ours: both, as
-    # they settle deferred calls
-    module, ranks = call.sharded.module, call.mesh.sequence.size
-    methods = {name: ours[name] for name in ("enable_cache", "disable_cache") if name in ours}
-    callers = None if in_its_place(module, ranks) is not None else call.steps
-    call.ends.callback(put_back, module)
-
-    def turned(name: str, *args: Any, **kwargs: Any) -> None:
-        was_ours = in_its_place(module, ranks) is not None
-        methods[name](*args, **kwargs)
-        options = in_its_place(module, ranks)
-        if options is not None:
-            steps = StepCaching(options, module, call.state)
-            take_off(module)
-            call.leave_out(steps)
-            call.state.say(f"FirstBlockCache decides by all tokens, as cache={str(options)!r}")
-        elif was_ours:
-            call.leave_out(callers)
-        refresh(module)
-
-    return {name: wraps(method)(partial(turned, name)) for name, method in methods.items()}
 
 
 def _sharded(
@@ -515,20 +499,16 @@ def _sharded(
     plan: Plan,
     cuts: Mapping[str, Cuts],
     native: bool,
-    calibrate: Callable[[], Mapping[str, Calibration]],
+    lossy: Callable[[], tuple[Mapping[str, Calibration], StepCache | None]],
     gemms: bool,
-    cache: StepCache | None = None,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
-    mesh, sharded, caches = handle.mesh, list[ShardedModule](), dict[str, StepCache | None]()
+    mesh, sharded = handle.mesh, list[ShardedModule]()
 
     def check() -> None:
         for name, module in modules.items():
             refuse_backends(module)
-            caches[name] = cache or in_its_place(module, mesh.sequence.size)
-            if cache is None and caches[name] is not None:
-                take_off(module)
             refuse(module, mesh, cuts[name].why_not(module), look(module))
             if mesh.sequence.size > 1:
                 check_joined(module, cuts[name])
@@ -536,21 +516,19 @@ def _sharded(
     try:
         mesh.on_all_ranks(check)
         mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
-        calibrations = calibrate()
+        calibrations, cache = lossy()
         for name, module in modules.items():
             known = calibrations.get(name)
             rounds = {} if known is None else known.attention
             bring(module)
             known = known if gemms else None
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, caches[name]))
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, cache))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())
             raise ValueError(f'local="{plan.local.name}" computes no attention of {kinds}; leave it out')
     except ValueError:
         for module in sharded:
             module.release()
-        for module in modules.values():
-            put_back(module)
         handle.leave()
         raise
     return sharded

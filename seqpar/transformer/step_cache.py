@@ -32,7 +32,7 @@ from seqpar.families._find import steps_of
 from seqpar.graphs.graphs import Recording
 from seqpar.kernels.step_cache import RESIDUALS, add_change, extrapolate
 from seqpar.mesh.mesh import Axis
-from seqpar.transformer.blocks import BlockHook
+from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.forward import CallState
 from seqpar.types.arguments import check_kind
 
@@ -96,8 +96,8 @@ class StepCache:
 
     def __str__(self) -> str:
         name = "taylorseer" if self.order else "dbcache"
-        shown = (x.name for x in fields(self) if getattr(self, x.name) != x.default)
-        options = ",".join(f"{key}={getattr(self, key)}" for key in shown if (name, key) != ("taylorseer", "order"))
+        defaults: dict[str, Any] = {x.name: x.default for x in fields(self)} | dict(NAMES[name])
+        options = ",".join(f"{key}={getattr(self, key)}" for key, x in defaults.items() if getattr(self, key) != x)
         return f"{name}:{options}" if options else name
 
 
@@ -456,7 +456,7 @@ class _Run:
 class StepHook(ModelHook):
     """A block of a transformer with a step cache. names: the inputs that its outputs replace, in order.
 
-    inside: what computes the block in place of the module's forward, if anything does.
+    fused: what may compute the block in place of the module's forward.
     """
 
     def __init__(
@@ -464,14 +464,15 @@ class StepHook(ModelHook):
     ) -> None:
         super().__init__()
         self._cache, self._names = cache, names
-        self.inside: BlockHook | None = None
+        self.fused: FusedBlocks | None = None
         self._starts, self._compares, self._may_skip, self._ends = starts, compares, may_skip, ends
 
     def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, or its inputs if it is left out."""
         cache = self._cache
-        if self.inside is not None:
-            own = partial(self.inside.compute, own, module)
+        inside = None if self.fused is None else self.fused.hooks.get(module)  # which may change between calls
+        if inside is not None:
+            own = partial(inside.compute, own, module)
         if not cache.runs or not (self._starts or self._may_skip):
             return own(*args, **kwargs)
         given = dict(zip(parameters(module), args, strict=False)) | kwargs

@@ -1,7 +1,8 @@
-"""`measure_precision`: what 8 bits change in the images of a pipeline, against its weights' own dtype.
+"""`measure_precision`: what 8 bits and a step cache change in the images of a pipeline.
 
-Each prompt is computed three times with one seed: in 8 bits, in the weights' dtype by the same fused blocks, and by
-diffusers' own modules. The difference of the last two is the floor: what another order of the same roundings changes.
+Each prompt is computed three times with one seed: so, in the weights' dtype with all steps by the same fused blocks,
+and by diffusers' own modules. The difference of the last two is the floor: what another order of the same roundings
+changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from seqpar.families._modular import called, is_modular, parameters_of, stepping
 from seqpar.loading.parts import transformers_of
-from seqpar.transformer.parallelize import call_of, calls_of, computed_by
+from seqpar.transformer.parallelize import call_of, calls_of, computed_by, computed_steps
 from seqpar.verifying.quality import distance
 
 PROMPTS = (
@@ -32,7 +33,7 @@ PROMPTS = (
     "A close view of a watch with its gears, macro photograph",
 )
 WORST = 5  # GEMMs that are named
-NO_EIGHT = 'the pipeline does not compute in 8 bits; call seqpar.parallelize(pipe, precision="fp8")'
+EXACT = 'the pipeline has neither 8 bits nor a step cache; call seqpar.parallelize(pipe, precision="fp8"), or cache='
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class PrecisionError:
-    """The error of 8 bits for each prompt, and the floor: the weights' dtype against diffusers' own modules.
+    """The error of 8 bits and a step cache for each prompt, and the floor: all steps in the weights' dtype against
+    diffusers' own modules.
 
     gemms: the GEMMs in 8 bits that rounding changes most in the calibration, with its error relative to their rms.
-    no_lpips: why LPIPS is left out, or None.
+    no_lpips: why LPIPS is left out, or None. whose: the error. computed: how many steps of each prompt a step cache has
+    computed, and of how many.
     """
 
     prompts: tuple[str, ...]
@@ -63,24 +66,28 @@ class PrecisionError:
     floor: tuple[Difference, ...]
     gemms: tuple[tuple[str, float], ...] = ()
     no_lpips: str | None = None
+    whose: str = "8 bits"
+    computed: tuple[tuple[int, int], ...] = ()
 
     @property
     def worst_psnr(self) -> float:
         return worst(self.errors)
 
     def __str__(self) -> str:
-        lines = [f"{'':12} {'PSNR mean, worst':>20} {'pixels mean, worst':>22} {'latents mean, worst':>22}"]
-        for name, runs in (("8 bits", self.errors), ("floor", self.floor)):
+        lines = [f"{'':14} {'PSNR mean, worst':>20} {'pixels mean, worst':>22} {'latents mean, worst':>22}"]
+        for name, runs in ((self.whose, self.errors), ("floor", self.floor)):
             psnr = [run.psnr for run in runs]
             shown = f"{sum(psnr) / len(psnr):.1f}, {min(psnr):.1f} dB"
             pixels, latents = ([run.pixels for run in runs], [run.latents for run in runs if run.latents is not None])
             cells = [f"{sum(of) / len(of):.2e}, {max(of):.2e}" if of else "-" for of in (pixels, latents)]
-            lines.append(f"{name:12} {shown:>20} {cells[0]:>22} {cells[1]:>22}")
+            lines.append(f"{name:14} {shown:>20} {cells[0]:>22} {cells[1]:>22}")
             if frames := [run.frames for run in runs if run.frames is not None]:
-                lines.append(f"{'  of frames':12} {f'{sum(frames) / len(frames):.1f}, {min(frames):.1f} dB':>20}")
+                lines.append(f"{'  of frames':14} {f'{sum(frames) / len(frames):.1f}, {min(frames):.1f} dB':>20}")
             if lpips := [run.lpips for run in runs if run.lpips is not None]:
-                lines.append(f"{'  LPIPS':12} {f'{sum(lpips) / len(lpips):.4f}, {max(lpips):.4f}':>20}")
+                lines.append(f"{'  LPIPS':14} {f'{sum(lpips) / len(lpips):.4f}, {max(lpips):.4f}':>20}")
         lines += [] if self.no_lpips is None else [self.no_lpips]
+        if self.computed:
+            lines.append(f"steps computed: {steps_text(self.computed)}")
         psnr = [*map(decibels, self.errors)]
         lines.append(f"worst prompt: {self.prompts[psnr.index(min(psnr))]}")
         if self.gemms:
@@ -91,11 +98,12 @@ class PrecisionError:
 def measure_precision(
     pipe: Any, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **arguments: Any
 ) -> PrecisionError:
-    """Compare the images of a pipeline in 8 bits with those in its weights' dtype; rank 0 prints it. Collective.
+    """Compare the images of a pipeline with those of all steps in its weights' dtype; rank 0 prints it. Collective.
 
-    pipe: a diffusers pipeline after `parallelize(pipe, precision="fp8")`, or with local="fp8". arguments: of its call,
-    such as `num_inference_steps`, `height` and `width`; the pipeline's own values otherwise. Prompt n has the seed
-    `seed + n`. Raises ValueError for a pipeline that does not compute in 8 bits or takes no prompt.
+    pipe: a diffusers pipeline after `parallelize` with precision="fp8", local="fp8" or cache=, or several, whose error
+    is one number. arguments: of its call, such as `num_inference_steps`, `height` and `width`; the pipeline's own
+    values otherwise. Prompt n has the seed `seed + n`. Raises ValueError for a pipeline without 8 bits and step cache,
+    or one that takes no prompt.
     """
     runs = Runs(pipe, prompts, seed, arguments)
     result = runs.measured().error
@@ -105,13 +113,16 @@ def measure_precision(
 
 
 class Runs:
-    """Runs of a pipeline in 8 bits: images of some prompts, each with its seed, to be compared with others."""
+    """Runs of a pipeline: images of some prompts, each with its seed, to be compared with others."""
 
     def __init__(self, pipe: Any, prompts: Sequence[str], seed: int, arguments: Mapping[str, Any]) -> None:
         calls = [call for _, call in calls_of(pipe)]
         self._parameters = parameters_of(pipe, "image" in arguments)
-        if not any(call.sharded.fused.calibration is not None or call.sharded.is_eight for call in calls):
-            raise ValueError(NO_EIGHT)
+        if not any(
+            call.sharded.fused.calibration is not None or call.sharded.is_eight or call.steps is not None
+            for call in calls
+        ):
+            raise ValueError(EXACT)
         if "prompt" not in self._parameters or not prompts:
             raise ValueError(f"{type(pipe).__name__} needs at least one prompt, and a call that takes prompt=")
         self.mesh, self._pipe, self._prompts, self._seed, self._arguments = (
@@ -131,21 +142,30 @@ class Runs:
         ]
 
     def measured(self) -> Measured:
-        """Compute the images in 8 bits, in the weights' dtype, and by diffusers' own modules."""
-        eight = self.drawn()
+        """Compute the images as the pipeline does, with all steps in the weights' dtype, and by diffusers' modules."""
+        lossy, cached = self.drawn(), self.has_cache
         gemms = in_8_bits(self._pipe)
-        if not gemms and not any(call.sharded.is_eight for _, call in calls_of(self._pipe)):
-            raise ValueError(NO_EIGHT)
-        with computed_by(self._pipe, eight=False):
+        eight = bool(gemms) or any(call.sharded.is_eight for _, call in calls_of(self._pipe))
+        if not (eight or cached):
+            raise ValueError(EXACT)
+        with computed_by(self._pipe, eight=False, cache=False):
             plain = self.drawn()
-        with computed_by(self._pipe, eight=False, fused=False):
+        with computed_by(self._pipe, eight=False, fused=False, cache=False):
             modules = self.drawn()
         largest = sorted(gemms, key=lambda gemm: (-gemm.error, gemm.name))[:WORST]
         named = tuple((gemm.name.replace("|", "."), gemm.error) for gemm in largest if gemm.error)
         lpips, why = distance(self.mesh.device)
-        errors, floor = differences(eight, plain, lpips), differences(plain, modules, lpips)
-        error = PrecisionError(tuple(self._prompts), errors, floor, named, why)
-        return Measured(error, eight, plain, gemms)
+        errors, floor = differences(lossy, plain, lpips), differences(plain, modules, lpips)
+        whose = ", ".join(["8 bits"] * eight + ["cache"] * cached)
+        error = PrecisionError(
+            tuple(self._prompts), errors, floor, named, why, whose, computed(lossy) if cached else ()
+        )
+        return Measured(error, lossy, plain, gemms)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a step cache is on."""
+        return any(call.steps is not None and call.steps.on for _, call in calls_of(self._pipe))
 
 
 @dataclass(frozen=True)
@@ -165,20 +185,24 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Measured:
-    """The error of 8 bits, images in 8 bits and in the weights' dtype, and the GEMMs that computed in 8 bits."""
+    """The error, images with it and of all steps in the weights' dtype, and the GEMMs that computed in 8 bits."""
 
     error: PrecisionError
-    eight: Sequence[Drawn]
+    lossy: Sequence[Drawn]
     plain: Sequence[Drawn]
     gemms: Sequence[Gemm]
 
 
 class Drawn(NamedTuple):
-    """The images of a prompt, as numbers from 0 to 1, and its last latents, where the pipeline reports its steps."""
+    """The images of a prompt, as numbers from 0 to 1, and its last latents, where the pipeline reports its steps.
+
+    computed: how many steps a step cache has computed, and of how many; None without one.
+    """
 
     latents: Tensor | None
     pixels: np.ndarray
     seconds: float
+    computed: tuple[int, int] | None = None
 
 
 Distance = Callable[[np.ndarray, np.ndarray], float]
@@ -187,6 +211,17 @@ Distance = Callable[[np.ndarray, np.ndarray], float]
 def differences(got: Sequence[Drawn], wanted: Sequence[Drawn], lpips: Distance | None = None) -> tuple[Difference, ...]:
     """Return the difference of each pair; the shorter sequence ends them."""
     return tuple(_difference(*pair, lpips) for pair in zip(got, wanted, strict=False))
+
+
+def computed(drawn: Sequence[Drawn]) -> tuple[tuple[int, int], ...]:
+    """Return how many steps of each image a step cache has computed, and of how many; empty without one."""
+    return tuple(image.computed for image in drawn if image.computed is not None)
+
+
+def steps_text(computed: Sequence[tuple[int, int]]) -> str:
+    """Return the steps of several prompts as text."""
+    counts = [count for count, _ in computed]
+    return f"{sum(counts) / len(counts):.1f} of {computed[0][1]} on average ({min(counts)} to {max(counts)})"
 
 
 def in_8_bits(pipe: Any) -> list[Gemm]:
@@ -214,7 +249,7 @@ def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> 
 
     settings = {"callback_on_step_end": stepped, "output_type": "np"}
     known = {name: value for name, value in settings.items() if name in parameters}
-    start = perf_counter()
+    start, before = perf_counter(), computed_steps(pipe) or (0, 0)
     arguments = {**arguments, **known, "generator": torch.Generator().manual_seed(seed)}
     if is_modular(pipe):
         with stepping(pipe, look):
@@ -222,11 +257,14 @@ def _drawn(pipe: Any, parameters: Any, arguments: dict[str, Any], seed: int) -> 
         images = made.frames if made.images is None else made.images
     else:
         images = pipe(**arguments)[0]
-    return Drawn(latents[0] if latents else None, np.asarray(images, dtype=np.float64), perf_counter() - start)
+    pixels, seconds = np.asarray(images, dtype=np.float64), perf_counter() - start
+    after = computed_steps(pipe)
+    count = None if after is None else (after[0] - before[0], after[1] - before[1])
+    return Drawn(latents[0] if latents else None, pixels, seconds, count)
 
 
 def _difference(got: Drawn, wanted: Drawn, lpips: Distance | None) -> Difference:
-    (got_latents, got_pixels, _), (latents, pixels, _) = got, wanted
+    (got_latents, got_pixels, *_), (latents, pixels, *_) = got, wanted
     of_latents = None
     if latents is not None and got_latents is not None:
         of_latents = float((got_latents.double() - latents.double()).norm() / latents.double().norm())

@@ -95,6 +95,25 @@ def test_the_error_of_8_bits_is_printed_written_and_bounded(
             run_verify(VerifyArgs(**{**vars(args), **wrong}))
 
 
+def test_a_threshold_is_searched_and_sample_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    shared: Any = {"prompt": ("a red heart",), "steps": 4, "cache": "dbcache:warmup=1", "min_psnr": 9.0}
+    image = Args("builtin-text", out=tmp_path / "x.png", **shared)
+    with pytest.raises(ValueError, match="run: seqpar verify --cache dbcache:warmup=1 --min-psnr 9 --steps 4"):
+        run(image)
+    run_verify(VerifyArgs("builtin-text", out=tmp_path / "precision.json", **shared))
+    found = json.loads((tmp_path / "precision.json").read_text())
+    ((count, _),) = found["precision"]["computed"]
+    assert count < 4
+    assert found["precision"]["errors"][0]["psnr"] >= 9
+    run(image)
+    said = capsys.readouterr().out
+    assert f"step cache dbcache:threshold={found['budget']['threshold']:g},warmup=1 for 9 dB in 4 steps" in said
+    assert f"steps computed {count} of 4" in said
+
+
 def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
     args, alone = VerifyArgs("dit-s/8", ("1",), size="128", out=tmp_path / "verdicts.json"), Mesh.single()
     assert RANDOM in _head(args, checked(args, alone), alone, "1 way", ())

@@ -22,10 +22,11 @@ from tests.transformer.test_pipelines import CASES
 PROMPTS = ("a cat", "two dogs")
 SIZE: Any = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16}
 PROBED = 1  # prompts of a probe, here
+CACHE = "dbcache:warmup=1"
 GAIN = 2.0  # dB over all in 8 bits
 
 
-def eight(change: float = 0.0, **budget: Any) -> Any:
+def eight(change: float = 0.0, precision: str | None = "fp8", **budget: Any) -> Any:
     pipe = CASES["flux"].pipe()
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
@@ -34,11 +35,19 @@ def eight(change: float = 0.0, **budget: Any) -> Any:
     def run() -> None:
         pipe("a house", output_type="latent", generator=torch.Generator().manual_seed(0), **SIZE)
 
-    return seqpar.parallelize(pipe, precision="fp8", calibrate=run, **budget)
+    eight: Any = {} if precision is None else {"precision": precision, "calibrate": run}
+    return seqpar.parallelize(pipe, **eight, **budget)
 
 
 def searched(
-    rank: int, world: int, device: torch.device, cache: Path, bound: float, prompts: Sequence[str] = PROMPTS
+    rank: int,
+    world: int,
+    device: torch.device,
+    cache: Path,
+    bound: float,
+    prompts: Sequence[str] = PROMPTS,
+    size: Any = SIZE,
+    **lossy: Any,
 ) -> tuple[Kept, list[int]]:
     """Return what a search finds, and how many prompts each of its runs draws."""
     counts, drawn = list[int](), Runs.drawn
@@ -52,8 +61,8 @@ def searched(
         patch.setenv("SEQPAR_CACHE", str(cache))
         patch.setattr(Runs, "drawn", counting)
         patch.setattr(budget, "PROBED", PROBED)
-        pipe = eight()
-        found = seqpar.keep_budget(pipe, bound, prompts, seed=3, model="tiny", **SIZE)
+        pipe = eight(**lossy)
+        found = seqpar.keep_budget(pipe, bound, prompts, seed=3, model="tiny", **size)
         seqpar.release(pipe)
     return found, counts
 
@@ -128,6 +137,36 @@ def test_a_budget_that_cannot_be_kept_is_said_and_changes_nothing(
     seqpar.release(pipe)
 
 
+def test_a_threshold_is_searched_for_what_8_bits_leave_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    size, drawn, runs = {**SIZE, "num_inference_steps": 5}, Runs.drawn, list[Runs]()
+    monkeypatch.setattr(Runs, "drawn", lambda self, count=None: (runs.append(self), drawn(self, count))[1])
+    found = dict[str | None, Kept]()
+    for precision in (None, "fp8"):
+        runs.clear()
+        pipe = eight(precision=precision, cache=CACHE)
+        found[precision] = now = seqpar.keep_budget(pipe, 30.0, PROMPTS[:1], seed=3, **size)
+        seqpar.release(pipe)
+        assert 3 < len(runs) <= (RUNS if precision is None else 2 * RUNS)
+        assert 30 <= now.after.worst_psnr < now.before.worst_psnr
+        assert all(1 <= count < 5 == steps for count, steps in now.after.computed)
+        assert f"threshold {now.threshold:g}: " in str(now)
+
+        # the result is that of this cache and precision, and has the same images
+        budget: Any = {"precision": precision, "min_psnr": 30.0, "budget_steps": 5}
+        pipe = eight(cache=CACHE, **budget)
+        again = seqpar.measure_precision(pipe, PROMPTS[:1], seed=3, **size)
+        seqpar.release(pipe)
+        assert (again.errors, again.computed) == (now.after.errors, now.after.computed)
+        assert 0 < again.floor[0].pixels < 1e-4
+        assert f"step cache {CACHE.replace(':', f':threshold={now.threshold:g},')} for 30 dB" in capsys.readouterr().out
+        command = f"run: seqpar verify {'--precision fp8 ' if precision else ''}--cache taylorseer"
+        assert command in raised(lambda budget=budget: eight(cache="taylorseer:warmup=1", **budget))
+    assert found["fp8"].after.errors != found[None].after.errors
+
+
 def gemms(*sizes: tuple[str, str, int]) -> Sequence[budget.Gemm]:
     return [budget.Gemm(f"transformer|{path}, {role}", path, "Block", role, size, 0.0) for path, role, size in sizes]
 
@@ -151,7 +190,8 @@ def test_groups_are_roles_and_ends_and_the_cheapest_are_joined() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"min_psnr": 30.0}, 'min_psnr= without precision="fp8"'),
+        ({"min_psnr": 30.0}, 'min_psnr= without precision="fp8" or cache='),
+        ({"cache": "dbcache:threshold=0.2", "min_psnr": 30.0}, "leave threshold and mask out"),
         ({"precision": "fp8", "min_psnr": math.inf}, "min_psnr=inf, expected more than 0 and at most 200 dB"),
         ({"precision": "fp8", "min_psnr": True}, "min_psnr=True"),
         ({"precision": "fp8", "budget_steps": 2}, "budget_steps= without min_psnr="),

@@ -43,6 +43,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.types.keys import KeyMap, TensorSource
 from seqpar.types.say import say
 
+SHARING = "ZImageControlNetModel"  # its pipeline gives it layers of the transformer, which so is read before
+
 
 @no_bars(diffusers_logging, transformers_logging)  # each counts parts that are loaded elsewhere, on every rank
 def load_pipeline(
@@ -76,6 +78,8 @@ def load_pipeline(
     everywhere = f"{kind.__name__} reads their layers" if reads_layers(kind.__name__) else None
     if everywhere is None and any(lora.changes_encoders for lora in loras):
         everywhere = "a LoRA changes them"
+    kinds = {kind for _, (_, kind) in parts_of(parts.index)}
+    shared = "a ControlNet has layers of the transformer, too" if SHARING in kinds else None
     if everywhere is not None and mesh.world.size > 1:
         _say(mesh, f"every rank loads the text encoders, because {everywhere}")
 
@@ -86,7 +90,7 @@ def load_pipeline(
 
         # all ranks begin to read the models of diffusers, but transformers that wait for the encoders to go
         weights = _weights(parts, dtype, mesh, eight)
-        late = [name for name in weights if (encoded or park) and name in TRANSFORMERS]
+        late = [name for name in weights if (encoded or park) and shared is None and name in TRANSFORMERS]
         coming = _begin({name: x for name, x in weights.items() if name not in late}, mesh, reader, team, size)
 
         # while weights come, models are built
@@ -127,7 +131,7 @@ def load_pipeline(
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
     waiting = {name: weights[name] for name in late}
-    parking = _parking(waiting, {} if encoded else encoders, encoded, everywhere, mesh) if park else None
+    parking = _parking(waiting, {} if encoded else encoders, encoded, everywhere or shared, mesh) if park else None
     for some in [waiting] if late and parking is None else [{name: part} for name, part in waiting.items()]:
         with no_collection(), Reader(mesh.device, team.size) as reader:
             _come(some, models, mesh, reader, team, parking)

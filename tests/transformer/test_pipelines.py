@@ -270,12 +270,19 @@ def test_a_controlnet_that_shares_layers_with_the_transformer(ranks: Pool, world
         assert (got - wanted).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("make", [pipelines.qwen_image_controlnet, pipelines.z_image_controlnet])
-def test_a_folder_with_a_controlnet_is_loaded(tmp_path: Path, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "park"),
+    [
+        (pipelines.qwen_image_controlnet, False),
+        (pipelines.z_image_controlnet, False),
+        (pipelines.z_image_controlnet, True),
+    ],
+)
+def test_a_folder_with_a_controlnet_is_loaded(tmp_path: Path, make: Callable[[], Any], park: bool) -> None:
     pipe = make().to(torch.float32)
     pipe.register_modules(text_encoder=pipelines.t5(1).float(), tokenizer=pipelines.tokenizer(16))
     pipe.save_pretrained(tmp_path)
-    loaded = seqpar.load(tmp_path, dtype=torch.float32, mesh=Mesh.single())
+    loaded = seqpar.load(tmp_path, dtype=torch.float32, mesh=Mesh.single(), park=park)
     weights = [dict(x.controlnet.named_parameters()) for x in (loaded, pipe)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 

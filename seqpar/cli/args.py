@@ -150,8 +150,9 @@ class PlanArgs(Options):
 
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, such as 1 2 4 8: GPUs like this machine's, or H200s [all GPUs of this machine]."""
-    card: str | None = None
-    """GPUs of another kind: h100, h200, a100, 4090 or b200, by their datasheets (docs/planner.md) [one]."""
+    card: Annotated[str | None, Flag("CARD")] = None
+    """GPUs of another kind: h100, h200, a100, 4090 or b200, by their datasheets (docs/planner.md); one, unless --gpus
+    names another number."""
     hosts: int = 1
     """Machines over which the GPUs of each plan are distributed evenly."""
     explain: bool = False
@@ -244,8 +245,8 @@ GROUPS = {
     "What to make": ("prompt", "negative_prompt", "image", "strength", "size", "frames", "fps", "seed", "repeat"),
     "Model": ("model", "lora", "steps", "preset", "guidance", "true_guidance", "scheduler", "eta"),
     "Models of classes (DiT, Large-DiT)": ("classes", "guidance_channels", "respacing"),
-    "How to split": ("gpus", "ranks", "hosts", "mesh", "strategy", "transport", "local", "vae"),
-    "Precision": ("dtype", "precision", "min_psnr", "cache", "exact", "verify"),
+    "How to split": ("gpus", "ranks", "card", "hosts", "mesh", "strategy", "transport", "local", "vae"),
+    "Precision": ("dtype", "precision", "attention_steps", "min_psnr", "cache", "exact", "verify"),
     "Output": ("out", "profile_out", "profile_steps"),
     "Advanced": ("park", "first_deadline_s", "deadline_s", "dry_run"),
 }

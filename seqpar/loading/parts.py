@@ -104,7 +104,7 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
         raise ValueError(f"got {path} with _class_name={name}, expected the name of a pipeline's class")
     checked(str(path), index, Labels)
     for name, value in index.items():
-        if not name.startswith("_") and isinstance(value, list):
+        if not name.startswith("_") and _may_be_part(value):
             part_of(index, name, path)
     return index
 
@@ -138,9 +138,14 @@ def part_of(index: Mapping[str, Any], name: str, path: object = INDEX) -> tuple[
             raise ValueError(f"got {path} with {name[:60]}={shown(value)}, {expected}")
 
 
+def _may_be_part(value: object) -> bool:
+    # a list of numbers is a setting
+    return isinstance(value, list) and (not value or not all(type(x) is int for x in value))
+
+
 def parts_of(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
     """Return name and (library, class) of each part that a model_index.json names, in its order."""
-    names = [name for name, value in index.items() if not name.startswith("_") and isinstance(value, list)]
+    names = [name for name, value in index.items() if not name.startswith("_") and _may_be_part(value)]
     return [(name, part) for name in names if (part := part_of(index, name)) is not None]
 
 

@@ -33,7 +33,7 @@ from seqpar.transformer.foreign import is_offloaded, name_of
 from seqpar.transformer.guidance import STATE, Branches, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
 from seqpar.transformer.masks import Preparation, keys_for
-from seqpar.transformer.step_cache import STEP
+from seqpar.transformer.step_cache import STEP, StepCaching
 from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
@@ -62,9 +62,8 @@ class ShardedCall:
         module, state, cuts = sharded.module, sharded.state, sharded.cuts
         self.sharded, self.state, self.mesh, self.before = sharded, state, state.mesh, dict(before or {})
         self.ends = ExitStack()  # what is undone at the release of this transformer
-        self.graphs, self.steps = Graphs(self.mesh, capture, state.check), sharded.steps
-        if self.steps is not None and isinstance(capture, CudaCapture):
-            self.steps.recording = lambda: capture.recording
+        self.graphs, self._capture = Graphs(self.mesh, capture, state.check), capture
+        self.leave_out(sharded.steps)
         self.label: str | None = None  # how the pipeline names the call that it makes now
         self.keeps_attention: Callable[[], bool] | None = None  # whether attention of the next call keeps the dtype
         self.boundary: Callable[[], None] | None = None  # runs before each call (`seqpar.mesh.boundary`)
@@ -321,6 +320,12 @@ class ShardedCall:
         except BaseException:
             self.reset()
             raise
+
+    def leave_out(self, steps: StepCaching | None) -> None:
+        """Leave out blocks by this step cache from the next call on; None computes all."""
+        self.steps = self.sharded.steps = steps
+        if steps is not None and isinstance(capture := self._capture, CudaCapture):
+            steps.recording = lambda: capture.recording
 
     def reset(self) -> None:
         """Begin a run: a step cache reuses nothing of the calls before."""

@@ -81,6 +81,11 @@ def hooks_on(module: nn.Module) -> dict[str, ModelHook]:
     return {} if registry is None else registry.hooks
 
 
+def cache_config(module: nn.Module) -> Any:
+    """Return the config of the cache that `enable_cache` has put on a transformer, or None."""
+    return getattr(module, "_cache_config", None)
+
+
 @contextmanager
 def without_bar(pipe: Any) -> Iterator[None]:
     """Show no progress bar of a pipeline's loop."""

@@ -40,9 +40,10 @@ from seqpar.transformer.calibration import Calibration, Precision, calibrated, c
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
+from seqpar.transformer.first_block import in_its_place, put_back, take_off
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
-from seqpar.transformer.step_cache import StepCache, completed, step_cache
+from seqpar.transformer.step_cache import StepCache, StepCaching, completed, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
 from seqpar.vae import pipeline as sharing
@@ -485,11 +486,36 @@ def install(sharded: ShardedModule, handle: Handle) -> ShardedCall:
     ours |= {"forward": call, "__reduce_ex__": refuse_copy}
     if theirs is not None:
         ours["cache_context"] = wraps(theirs)(cache_context)
-    if call.steps is not None:
+    if call.steps is not None or resets is not None:
         ours[RESETS] = reset
+    ours |= _caching(call, ours)
     call.ends.callback(call.stand_aside, before.get("forward"))
     call.ends.callback(sharing.attach(module, ours))
     return call
+
+
+def _caching(call: ShardedCall, ours: Mapping[str, Any]) -> dict[str, Any]:
+    # diffusers' enable_cache and disable_cache, with our step cache in the place of a FirstBlockCache. ours: both, as
+    # they settle deferred calls
+    module, ranks = call.sharded.module, call.mesh.sequence.size
+    methods = {name: ours[name] for name in ("enable_cache", "disable_cache") if name in ours}
+    callers = None if in_its_place(module, ranks) is not None else call.steps
+    call.ends.callback(put_back, module)
+
+    def turned(name: str, *args: Any, **kwargs: Any) -> None:
+        was_ours = in_its_place(module, ranks) is not None
+        methods[name](*args, **kwargs)
+        options = in_its_place(module, ranks)
+        if options is not None:
+            steps = StepCaching(options, module, call.state)
+            take_off(module)
+            call.leave_out(steps)
+            call.state.say(f"FirstBlockCache decides by all tokens, as cache={str(options)!r}")
+        elif was_ours:
+            call.leave_out(callers)
+        refresh(module)
+
+    return {name: wraps(method)(partial(turned, name)) for name, method in methods.items()}
 
 
 def _sharded(
@@ -504,11 +530,14 @@ def _sharded(
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
-    mesh, sharded = handle.mesh, list[ShardedModule]()
+    mesh, sharded, caches = handle.mesh, list[ShardedModule](), dict[str, StepCache | None]()
 
     def check() -> None:
         for name, module in modules.items():
             refuse_backends(module)
+            caches[name] = cache or in_its_place(module, mesh.sequence.size)
+            if cache is None and caches[name] is not None:
+                take_off(module)
             refuse(module, mesh, cuts[name].why_not(module), look(module))
             if mesh.sequence.size > 1:
                 check_joined(module, cuts[name])
@@ -522,13 +551,15 @@ def _sharded(
             rounds = {} if known is None else known.attention
             bring(module)
             known = known if gemms else None
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, cache))
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, caches[name]))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())
             raise ValueError(f'local="{plan.local.name}" computes no attention of {kinds}; leave it out')
     except ValueError:
         for module in sharded:
             module.release()
+        for module in modules.values():
+            put_back(module)
         handle.leave()
         raise
     return sharded

@@ -11,7 +11,7 @@ import pytest
 
 from seqpar import __version__
 from seqpar.cli import entry
-from seqpar.cli.args import Args, PlanArgs
+from seqpar.cli.args import GROUPS, Args, PlanArgs
 from seqpar.cli.main import command
 from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.command import main as serve
@@ -32,6 +32,7 @@ def test_help_explains_every_flag_and_there_are_few(
     fields = flags.__dataclass_fields__
     assert len(fields) <= 39  # 28 that say what to do; 7 that say how (--transport ... --verify); 3 that start
     assert all(f"--{name.replace('_', '-')}" in shown for name in fields)
+    assert set(fields) - {name for names in GROUPS.values() for name in names} <= {"explain"}
 
 
 def test_help_is_one_screen_with_the_commands_of_users() -> None:

@@ -20,7 +20,12 @@ from tests.support.pages import ROOT
 pytestmark = pytest.mark.whole
 # question -> the page and section that answers it, and words that it has
 QUESTIONS = {
-    "install": ("index.html", "start-in-two-minutes", "pip install"),
+    "install": ("install.html", "install", "pip install -e ."),
+    "which GPUs": ("install.html", "gpus", "RTX 40"),
+    "how fast on my cards": ("speed.html", "on-your-machine", "--card"),
+    "beside others": ("benchmarks/index.html", "beside-other-engines-on-two-gpus", "cache-dit"),
+    "memory in 8 bits": ("precision.html", "memory", "GB"),
+    "what runs": ("adapter.html", "what-runs-how", "TeaCache"),
     "FLUX on 2 GPUs": ("models/flux.html", "commands", "--nproc_per_node=2 launch/sample.py --model black-forest"),
     "out of memory": ("troubleshooting.html", "out-of-memory", "--vae tiled"),
     "wrong picture": ("troubleshooting.html", "a-wrong-or-another-picture", "--verify"),

@@ -470,3 +470,12 @@ def test_files_of_encoders_that_are_not_safetensors_are_left_to_transformers(tmp
     read, size = read_encoder(type(encoder), tmp_path, torch.float32)
     assert size == 0
     assert all(map(torch.equal, read.parameters(), encoder.parameters()))
+
+
+def test_a_setting_with_numbers_is_no_part(tmp_path: Path) -> None:
+    """Krea 2's index names layers of its text encoder beside its parts."""
+    krea = pipelines.krea2()
+    krea.register_to_config(text_encoder_select_layers=[2, 5])
+    krea.save_pretrained(tmp_path / "krea2")
+    loaded = seqpar.load(tmp_path / "krea2", dtype=torch.float32)
+    assert loaded.config.text_encoder_select_layers == [2, 5]

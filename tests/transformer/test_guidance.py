@@ -77,6 +77,7 @@ class Guided:
                 def call(text: int, latents: Tensor = latents) -> Tensor:
                     texts = random(tuple(given["encoder_hidden_states"].shape), 20 + text, device)
                     arguments = {**given, "hidden_states": latents, "encoder_hidden_states": texts}
+                    arguments["timestep"] = given["timestep"] - CLOCK["step"]
                     with self.labelled(module, text):
                         return module(**arguments, return_dict=False)[0][:, : latents.shape[1]]  # without variances
 
@@ -279,6 +280,7 @@ CACHES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object], str | N
 def with_cache(name: str, how: str) -> Guided:
     """Return the case of a cache. how: by `enable_cache`, or so before `parallelize`, or unannounced by a function."""
     config, apply, refused = CACHES[name]
+    refused = None if name == "FirstBlockCache" and how != "apply" else refused  # our step cache takes its place
     put = (lambda module: apply(module, config())) if how == "apply" else lambda module: module.enable_cache(config())
     return Guided(before=put, refused=refused, early=how == "before", always=name == "TextKVCache", steps=6)
 
@@ -286,6 +288,10 @@ def with_cache(name: str, how: str) -> Guided:
 CASES = GUIDANCE | {
     f"{name}, {how}": with_cache(name, how) for name in CACHES for how in ("enabled", "apply", "before")
 }
+
+CASES["FirstBlockCache, disabled"] = Guided(
+    before=lambda module: (module.enable_cache(CACHES["FirstBlockCache"][0]()), module.disable_cache()), steps=6
+)
 
 
 @cache
@@ -319,12 +325,26 @@ LAYOUTS += [
     for index, name in enumerate(CACHES)
     for how in ("enabled", ("before", "apply")[index % 2])[: 1 if CACHES[name][-1] is None else 2]
 ]
+LAYOUTS += [(2, 1, "FirstBlockCache, before"), (2, 1, "FirstBlockCache, disabled")]
 
 
 @pytest.mark.parametrize(("world", "cfg", "name"), LAYOUTS)
 def test_guidance_and_caches_are_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
     refused = CASES[name].refused if world > cfg or CASES[name].always else None
     assert_right_or_refused(ranks.run(world, sharded, name, cfg), truth(name, ranks.device), TOLERANCE, refused)
+
+
+def released(rank: int, world: int, device: torch.device, name: str) -> Tensor:
+    module = CASES[name].model.build().to(device)
+    CASES[name].before(module)
+    seqpar.parallelize(module, make_mesh(device))
+    seqpar.release(module)
+    return CASES[name].run(module, device)
+
+
+def test_diffusers_own_cache_is_there_again_after_the_release(ranks: Pool) -> None:
+    name = "FirstBlockCache, before"
+    assert_right_or_refused(ranks.run(2, released, name), truth(name, ranks.device), TOLERANCE, None)
 
 
 def test_negative_control_every_case_changes_the_latents(ranks: Pool) -> None:

@@ -18,6 +18,7 @@ import accelerate
 import accelerate.hooks
 import diffusers
 import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
 from packaging.requirements import Requirement
@@ -121,6 +122,13 @@ def test_a_forward_in_the_place_of_all_hooks_stays() -> None:
     assert not internals.is_hooked(module)
     internals.unregister(module, "ours")
     assert module(x).item() == 20  # it still calls the hook that it was set around
+
+
+def test_diffusers_keeps_the_config_of_a_cache() -> None:
+    module, config = MODELS["wan"].build(), FirstBlockCacheConfig()
+    assert internals.cache_config(module) is None
+    module.enable_cache(config)
+    assert internals.cache_config(module) is config
 
 
 def test_diffusers_tells_that_scores_are_skipped() -> None:

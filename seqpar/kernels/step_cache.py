@@ -31,8 +31,9 @@ CASES: tuple[dict[str, int], ...] = (
     {"batch": 1, "tokens": 5, "width": 1152, "pad": 0},
     {"batch": 2, "tokens": 3, "width": 40, "pad": 8},
     {"batch": 1, "tokens": 1, "width": 3072, "pad": 0},
+    {"batch": 2, "tokens": 5, "width": 40, "pad": 0, "transposed": 1},
 )
-"""Shapes that tests use. pad: numbers between two rows."""
+"""Shapes that tests use. pad: numbers between two rows. transposed: whether streams have contiguous tokens."""
 
 
 def add_change(x_BlE: Tensor, start_BlE: Tensor, before_BlE: Tensor, sums_2: Tensor) -> None:
@@ -52,7 +53,8 @@ def _units(x: Tensor) -> Tensor:
 
 
 def launch_change(x_BlE: Tensor, start_BlE: Tensor, before_BlE: Tensor, sums_2: Tensor) -> None:
-    contiguous_rows(x_BlE, start_BlE, before_BlE)
+    x_BlE, start_BlE = _with_rows(x_BlE), _with_rows(start_BlE)
+    contiguous_rows(before_BlE)
     batch, tokens, width = x_BlE.shape
     if x_BlE.numel():
         strides = (stride for x in (x_BlE, start_BlE, before_BlE) for stride in x.stride()[:2])
@@ -73,12 +75,18 @@ def reference_extrapolate(x_BlE: Tensor, residuals: Sequence[Tensor], weights_J:
 
 
 def launch_extrapolate(x_BlE: Tensor, residuals: Sequence[Tensor], weights_J: Tensor, out_BlE: Tensor) -> None:
-    contiguous_rows(x_BlE, out_BlE, *residuals)
+    x_BlE = _with_rows(x_BlE)
+    contiguous_rows(out_BlE, *residuals)
     batch, tokens, width = x_BlE.shape
     every = [*residuals, *[x_BlE] * (RESIDUALS - len(residuals))]
     strides = (stride for x in (x_BlE, out_BlE, *every) for stride in x.stride()[:2])
     if x_BlE.numel():
         extrapolate_kernel[tokens, batch](x_BlE, out_BlE, *every, weights_J, *strides, width, len(residuals), BLOCK)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    # patches of a convolution have contiguous tokens, also where blocks keep the strides of what they get
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @jit

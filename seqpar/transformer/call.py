@@ -155,6 +155,8 @@ class ShardedCall:
             with exact_mode(state), sharded.watch.during(), attention_backend():
                 outputs = sharded.forward(**arguments, return_dict=False)
                 outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)  # Kandinsky's is alone
+            if steps is not None:
+                steps.check_ended()
         finally:
             state.active = False
             if self.steps is not None:
@@ -249,6 +251,8 @@ class ShardedCall:
         if ends or any(changed for changed, *_ in per_rank):
             self.mesh.on_all_ranks(lambda: _raise(key))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
+            if self.steps is not None:
+                self.steps.forget()
             if waits:
                 self._refuse_change()
             if not is_first:
@@ -353,6 +357,7 @@ class ShardedCall:
             self.boundary()
         except CancelledError:
             self._guidance.cancel("a result of a cancelled run was read")
+            self.reset()
             raise
 
     def check_delivered(self) -> None:

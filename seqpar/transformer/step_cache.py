@@ -124,6 +124,7 @@ class _Branch:
     residuals: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
     computed: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])  # the first and the last timestep
+    rounds: bool = False  # whether timesteps have 16 bits, in which neighbours may be one number
 
     def restart(self) -> None:
         self.computed.clear()
@@ -132,7 +133,7 @@ class _Branch:
     def continues(self, time: float) -> bool:
         """Return whether a timestep goes on in the direction of those before."""
         first, last = self.times[0], self.times[-1]
-        return time != last and (last - first) * (time - last) >= 0
+        return (self.rounds or time != last) and (last - first) * (time - last) >= 0
 
 
 def step_cache(value: StepCache | str | None) -> StepCache | None:
@@ -204,12 +205,14 @@ class StepCaching:
 
     def reset(self) -> None:
         """Start a run: nothing of earlier calls is reused."""
-        for branches in self._branches.values():
-            for branch in branches:
-                if branch is not None:
-                    branch.restart()
+        self.forget()
         self._ordinals.clear()
         self.log = []
+
+    def forget(self) -> None:
+        """Compute the next step of each branch, because weights changed in a run."""
+        for branch in (one for branches in self._branches.values() for one in branches if one is not None):
+            branch.restart()
 
     def ordinal(self, label: str | None, text: Tensor | None) -> int:
         """Return which branch of guidance a call is, by the name that its pipeline gives it, or by its text's memory.
@@ -270,7 +273,16 @@ class StepCaching:
         text, time = self.text_of(arguments), arguments[self._of.time]
         bits = _bits(text) if text is not None else branch.seen.new_zeros(1)
         now = torch.as_tensor(time, device=branch.seen.device).double().max().reshape(1).view(torch.int64)
+        branch.rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
         self._run = _Run(branch, (bits != branch.seen).long(), bits, now)
+
+    def check_ended(self) -> None:
+        """Raise ValueError if others have left out the block at which this call's step would have ended."""
+        if self._run is not None and self._run.streams:
+            raise ValueError(
+                f"something else left out the last block that {self.options} may leave out, and with it the result of "
+                f"the others; compute that block, or choose another back= or no step cache"
+            )
 
     def end(self) -> None:
         self._run = None
@@ -283,11 +295,11 @@ class StepCaching:
     def compares(self, streams: Mapping[str, Tensor], latents: Tensor) -> None:
         """End the head: compare its residual with the last computed step's. streams: inputs of the next block."""
         run = self._run
-        if run is None:
+        if run is None or run.start_BlE is None:  # others have left out the first block
+            self._run = None
             return
         branch, rehearses = run.branch, self._rehearses
-        run.streams, run.made = streams, dict(self._state.made)
-        assert run.start_BlE is not None
+        run.streams, run.made, run.converted = streams, dict(self._state.made), dict(self._state.converted)
         before = branch.before_BlE
         if before is None:
             before = branch.before_BlE = torch.zeros_like(latents, memory_format=torch.contiguous_format)
@@ -310,11 +322,12 @@ class StepCaching:
 
     def ends(self, results: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
         """End the rest: keep its residual, or return what kept ones make. results: None if it was left out."""
-        run, state = self._run, self._state
-        assert run is not None
+        run, state, self._run = self._run, self._state, None
+        if run is None or not run.streams:
+            return results or ()  # others have left out a block from which on this call may leave blocks out
         branch = run.branch
         state.handed.clear()  # what blocks left for the next ones is not kept
-        state.made = run.made
+        state.made, state.converted = run.made, run.converted
         if results is None:
             made = [torch.empty_like(x) for x in branch.residuals[0]]
             self._reuse(run, made)
@@ -382,8 +395,7 @@ class StepCaching:
         if branch.times and (texts or not branch.continues(time)):  # another run, which nothing has announced
             branch.restart()
             if leads:
-                for one in (one for branches in self._branches.values() for one in branches if one is not None):
-                    one.restart()
+                self.forget()
                 self.log = []
         branch.times = [*branch.times[:1], time]
         if leads:
@@ -451,6 +463,9 @@ class _Run:
     start_BlE: Tensor | None = None
     streams: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     made: dict[Hashable, tuple[object, Any]] = field(default_factory=dict[Hashable, tuple[object, Any]])
+    converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(
+        default_factory=dict[Hashable, tuple[Tensor | None, Tensor | None]]
+    )
 
 
 class StepHook(ModelHook):

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 import seqpar
 from seqpar.families._cuts import StepBlocks, parameters, submodules
 from seqpar.families._find import STEPS
+from seqpar.mesh.boundary import CancelledError, StepBoundary
 from seqpar.transformer.parallelize import call_of
 from seqpar.transformer.step_cache import StepCache
 from tests.support.diffusers_tiny import MODELS, Tiny, flat, of_family
@@ -238,8 +239,14 @@ def two_runs(rank: int, world: int, device: torch.device, second: str) -> tuple[
     if second == "an error":
         with pytest.raises(ValueError, match="finite"):
             module(**tiny.arguments(device) | {"timestep": torch.tensor(torch.nan)})
+    if second == "a cancel":
+        call.boundary = StepBoundary(call.mesh, lambda: "cancelled")
+        with pytest.raises(CancelledError):
+            module(**tiny.arguments(device))
+        call.boundary = None
     if second == "the end of a pipeline":
         module._reset_stateful_cache()
+    if second in ("a cancel", "the end of a pipeline"):
         times = (0.75, 0.7, 0.6, 0.5)  # as if the first run went on
     made = run(steps=4, shift=shift, times=times)
     call.reset()
@@ -250,6 +257,7 @@ RUNS = (
     "another text",
     "the same text",
     "an error",
+    "a cancel",
     "the end of a pipeline",
     "timesteps that grow",
     "two branches without names",
@@ -261,3 +269,58 @@ def test_a_run_reuses_nothing_of_another_one(ranks: Pool, second: str) -> None:
     for made, alone in ranks.run(2, two_runs, second):
         assert len({tuple(x.flatten()[:4].tolist()) for x in alone}) == len(alone)
         assert all(map(torch.equal, made, alone))
+
+
+def logged(
+    rank: int, world: int, device: torch.device, dtype: torch.dtype, times: Sequence[float], changed: int
+) -> list[bool]:
+    tiny = tiny_of("FluxTransformer2DModel")
+    module, given = tiny.build().to(device), tiny.arguments(device)
+    seqpar.parallelize(module, make_mesh(device), cache=StepCache(mask="1000"))
+    for step, time in enumerate(times):
+        if step == changed:
+            seqpar.refresh(module)  # as adapters that are switched in a run
+        module(**given | {"timestep": torch.full_like(given["timestep"], time, dtype=dtype)})
+    call = call_of(module)
+    assert call is not None
+    assert call.steps is not None
+    return [step.computed for step in call.steps.log]
+
+
+# twice the same timestep is another run, unless 16 bits round two timesteps to one number
+@pytest.mark.parametrize(
+    ("dtype", "times", "changed", "log"),
+    [
+        (torch.float32, (1.0, 1.0, 0.5, 0.5), -1, [True]),
+        (torch.bfloat16, (1.0, 1.0, 0.5, 0.5), -1, [True, False, False, False]),
+        (torch.float32, (1.0, 0.8, 0.6, 0.4), 2, [True, False, True, False]),
+    ],
+)
+def test_a_run_goes_on_until_timesteps_or_weights_change(
+    ranks: Pool, dtype: torch.dtype, times: Sequence[float], changed: int, log: list[bool]
+) -> None:
+    assert ranks.run(2, logged, dtype, times, changed) == [log, log]
+
+
+def without(rank: int, world: int, device: torch.device, layers: list[int], cached: bool) -> list[Tensor] | str:
+    tiny = tiny_of("SD3Transformer2DModel")
+    module, given = tiny.build().to(device), tiny.arguments(device) | {"skip_layers": layers}
+    if cached:
+        seqpar.parallelize(module, make_mesh(device), cache=StepCache(mask="10"))
+    with torch.no_grad(), StayDouble():
+        try:
+            timesteps = [{"timestep": given["timestep"] * time} for time in (1.0, 0.5, 0.25)]
+            return [flat(module(**given | time, return_dict=False))[0].cpu() for time in timesteps]
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [-1]])
+def test_blocks_that_a_call_leaves_out_itself_hide_no_result(ranks: Pool, layers: list[int]) -> None:
+    layers = [tiny_of("SD3Transformer2DModel").config["num_layers"] - 1] if layers == [-1] else layers
+    wanted = without(0, 1, torch.device(ranks.device), layers, False)
+    for made in ranks.run(2, without, layers, True):
+        if layers in ([0], [1]):
+            assert all(torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(made, wanted, strict=True))
+        else:
+            assert "left out the last block" in made

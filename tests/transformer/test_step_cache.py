@@ -304,7 +304,8 @@ def test_a_run_goes_on_until_timesteps_or_weights_change(
 
 def without(rank: int, world: int, device: torch.device, layers: list[int], cached: bool) -> list[Tensor] | str:
     tiny = tiny_of("SD3Transformer2DModel")
-    module, given = tiny.build().to(device), tiny.arguments(device) | {"skip_layers": layers}
+    module: Any = tiny.build().to(device)
+    given: dict[str, Any] = tiny.arguments(device) | {"skip_layers": layers}
     if cached:
         seqpar.parallelize(module, make_mesh(device), cache=StepCache(mask="10"))
     with torch.no_grad(), StayDouble():

@@ -21,6 +21,7 @@ from torch import Tensor
 from seqpar.graphs.signature import Form, form_of
 from seqpar.mesh.mesh import Mesh, collected
 from seqpar.mesh.watch import Calls
+from seqpar.types.say import say
 
 WARM_UP = 2  # runs before capture, because libraries load, tune and allocate in their first calls
 
@@ -273,7 +274,7 @@ class Graphs:
             if captured is not None:
                 captured.release()
             if self._prints:
-                print(f"seqpar: CUDA graph capture failed, running eagerly: {reasons[0]}", flush=True)
+                say(f"CUDA graph capture failed, running eagerly: {reasons[0]}")
             self.release()
             self._capture = None
             return None

@@ -16,7 +16,7 @@ from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
-from tests.support.diffusers_tiny import HEADS, sizes
+from tests.support.diffusers_tiny import HEADS, MODELS, sizes
 from tests.support.meshes import random
 
 WORDS = ("blurry", "a", "the", "red", "blue", "old", "cat", "house", "sea", "on", "of")
@@ -226,6 +226,15 @@ def wan_i2v() -> Any:
             image_processor=ENCODERS.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
         )
     )
+
+
+def wan_animate() -> Any:
+    """Return a Wan 2.2 Animate pipeline, which makes a video of a picture in segments, by the poses of two others."""
+    sizes_of_faces = {"motion_encoder_channel_sizes": {"8": 6, "4": 6}, "image_dim": WIDTH, "text_dim": WIDTH}
+    config = {**MODELS["wananimate"].config, **sizes_of_faces, "in_channels": 36, "latent_channels": 16}
+    model = random_weights(THEIRS.WanAnimateTransformer3DModel(**{**config, "out_channels": 16}), 5)
+    parts = {name: part for name, part in wan_i2v().components.items() if name != "transformer_2"}
+    return quiet(THEIRS.WanAnimatePipeline(**{**parts, "transformer": model}))
 
 
 def flux2_klein() -> Any:

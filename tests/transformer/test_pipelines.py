@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from PIL import Image
 from torch import Tensor
 
 import seqpar
@@ -136,6 +137,8 @@ FLUX_EMBEDDED = {
     "true_cfg_scale": 2.0,
 }
 PICTURE = random((1, 3, 20, 12), 7).sigmoid()
+FRAME = Image.linear_gradient("L").convert("RGB").resize((64, 32))
+ANIMATE = {"image": FRAME, "pose_video": [FRAME] * 9, "face_video": [FRAME] * 9, "height": 32, "width": 64}
 # calls of one pipeline each, in this order; the first ones are decoded too, and no call follows a change
 FLUX = {
     "flux": Case(pipelines.flux, SHORT, output="pt"),
@@ -174,6 +177,9 @@ OTHERS = {
     "ovis-image": Case(pipelines.ovis_image, {**OVIS, "negative_prompt": None}, prompt=None, output="pt"),
     "ideogram 4": Case(pipelines.ideogram4, {**SHORT, "guidance_scale": 3.0, "guidance_schedule": None}, output="pt"),
     "kandinsky 5": Case(pipelines.kandinsky5, KANDINSKY, prompt=None),
+    "wan-animate, two segments": Case(
+        pipelines.wan_animate, {**ANIMATE, "guidance_scale": 2.0, "segment_frame_length": 5}, output="pt"
+    ),
     "qwen-image, ControlNet": Case(
         pipelines.qwen_image_controlnet, {**EMBEDDED, "true_cfg_scale": 3.0, "control_image": PICTURE}, prompt=None
     ),

@@ -297,7 +297,7 @@ def parallelize(
         return (made, steps) if budget is None else budgeted(handle.mesh, modules, made, budget)
 
     gemms = precision is not None
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, lossy, gemms)
+    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, lossy, gemms, cache is not None)
 
     # calls in place of the forwards
     for module in sharded:
@@ -527,6 +527,7 @@ def _sharded(
     native: bool,
     lossy: Callable[[], tuple[Mapping[str, Calibration], StepCache | None]],
     gemms: bool,
+    has_cache: bool,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
@@ -535,8 +536,8 @@ def _sharded(
     def check() -> None:
         for name, module in modules.items():
             refuse_backends(module)
-            caches[name] = cache or in_its_place(module, mesh.sequence.size)
-            if cache is None and caches[name] is not None:
+            caches[name] = None if has_cache else in_its_place(module, mesh.sequence.size)
+            if caches[name] is not None:
                 take_off(module)
             refuse(module, mesh, cuts[name].why_not(module), look(module))
             if mesh.sequence.size > 1:
@@ -551,7 +552,7 @@ def _sharded(
             rounds = {} if known is None else known.attention
             bring(module)
             known = known if gemms else None
-            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, caches[name]))
+            sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, caches[name] or cache))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())
             raise ValueError(f'local="{plan.local.name}" computes no attention of {kinds}; leave it out')

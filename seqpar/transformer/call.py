@@ -13,6 +13,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -105,12 +106,12 @@ class ShardedCall:
             steady = self._calls - self._changes[-1] > 1  # the module did not change in the last step
             task = self._guidance.task(call, self.label, self._coupled(call), steady)
             if task is None:
-                version, compute = self.sharded.version(), self._compute_deferred
+                version, compute = self.sharded.version(), partial(self._compute_deferred, self._ordinal)
                 results = self._guidance.defer(call, version, self._texts, compute).whole
             else:
                 # 3. rows over data and cfg, then tokens over the sequence axis, in one CUDA graph
                 rows, splits = cut_rows(task.form, task.axes)
-                rows = self._with_step(rows, call, task)
+                rows = self._with_step(rows, call, task, self._ordinal)
                 with self.graphs.entered(self.compute, rows, self._generation, self._is_eager()) as compute:
                     outputs = copied(compute(rows))
 
@@ -295,17 +296,19 @@ class ShardedCall:
 
     # 3. Rows and tokens -------------------------------------------------------------------------------------------
 
-    def _compute_deferred(self, call: Form) -> Form:
-        # the results of a deferred call that are read before the next call
+    def _compute_deferred(self, ordinal: int, call: Form) -> Form:
+        # the results of a deferred call that are read before the next call. ordinal: which branch of guidance it is
         key = self._followed()
         self._compare({CALL: f"reads a result of {type(self.sharded.module).__name__}", **self._texts}, key)
-        with torch.autocast(self.mesh.device.type, enabled=False):  # as it was called, wherever it is read
+        # as it was called, wherever it is read
+        with torch.autocast(self.mesh.device.type, enabled=False), self._resetting():
             task = self._guidance.alone(call)
             rows, splits = cut_rows(task.form, task.axes)
+            rows = self._with_step(rows, call, task, ordinal)
             outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager())
             return self._guidance.results(task, joined_rows(outputs, splits))
 
-    def _with_step(self, rows: Form, call: Form, task: Task) -> Form:
+    def _with_step(self, rows: Form, call: Form, task: Task, ordinal: int) -> Form:
         # the rows, with the number of the buffers of a step cache
         if self.steps is None or not self.steps.has(call.whole):
             return rows
@@ -313,7 +316,7 @@ class ShardedCall:
         own = _kind(call)
         kind = own and (first, own, tuple(axis.name for axis in task.axes))
         both = task.first is not None  # the first branch decides, by the ranks that compute it
-        number = self.steps.enter(kind, 0 if both else self._ordinal, not both or self.mesh.cfg.rank == 0)
+        number = self.steps.enter(kind, 0 if both else ordinal, not both or self.mesh.cfg.rank == 0)
         return form_of(rows.whole | {STEP: number})
 
     @contextmanager

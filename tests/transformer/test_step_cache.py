@@ -148,7 +148,13 @@ def counted(counts: Counter[str], function: Callable[..., Any], *args: Any, **kw
 
 
 def cached(
-    rank: int, world: int, device: torch.device, kind: str, options: StepCache, layout: dict[str, Any]
+    rank: int,
+    world: int,
+    device: torch.device,
+    kind: str,
+    options: StepCache,
+    layout: dict[str, Any],
+    branches: int = 2,
 ) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
     tiny, sizes = tiny_of(kind), {name: size for name, size in layout.items() if isinstance(size, int)}
     module = tiny.build().to(device)
@@ -158,7 +164,7 @@ def cached(
     assert call is not None
     for hook in call.sharded.fused.hooks.values():
         hook._function = partial(counted, counts, hook._function)
-    made = loop(tiny, module, device)
+    made = loop(tiny, module, device, branches=branches)
     assert bool(counts) == bool(call.sharded.fused.hooks), "fused blocks did not compute"
     assert call.steps is not None
     return [x.cpu() for x in made], [(step.computed, step.change) for step in call.steps.log]
@@ -193,15 +199,18 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @cache
-def decided(device: str) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
-    return cached(0, 1, torch.device(device), "FluxTransformer2DModel", CHANGES, {"cfg": 1})
+def decided(device: str, branches: int) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
+    return cached(0, 1, torch.device(device), "FluxTransformer2DModel", CHANGES, {"cfg": 1}, branches)
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, Any]) -> None:
-    wanted, log = decided(ranks.device)
+# the last row has no guidance: its calls wait for a second one, and are computed where they are read
+@pytest.mark.parametrize(
+    ("world", "layout", "branches"), [*((*row, 2) for row in LAYOUTS), (4, {"cfg": 2, "data": 2}, 1)]
+)
+def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, Any], branches: int) -> None:
+    wanted, log = decided(ranks.device, branches)
     assert {computed for computed, _ in log[2:]} == {True, False}  # both kinds of decisions
-    made = ranks.run(world, cached, "FluxTransformer2DModel", CHANGES, layout)
+    made = ranks.run(world, cached, "FluxTransformer2DModel", CHANGES, layout, branches)
     for results, steps in made:
         assert [computed for computed, _ in steps] == [computed for computed, _ in log]
         assert max(float((x - y).abs().max()) for x, y in zip(results, wanted, strict=True)) <= TOLERANCE

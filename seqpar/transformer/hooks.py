@@ -155,7 +155,7 @@ class ShardedModule:
         finalize(self, _unhook, self._hooked).atexit = False
         self._attention = dict[nn.Module, AttentionHook]()
         self.watch = BlockWatch(self.state, {})
-        self.fused = FusedBlocks(module, self.state, native, calibration, self._parts)
+        self.fused = FusedBlocks(module, self.state, native, calibration, partial(_parts, ref(self)))
         self._look()
         try:
             self.follow()
@@ -240,7 +240,9 @@ class ShardedModule:
     def release(self) -> None:
         """Take all off and free the exchanges; collective. The next call puts all on again."""
         self._remove()
-        self.fused = FusedBlocks(self.module, self.state, self._native, self.fused.calibration, self._parts)
+        self.fused = FusedBlocks(
+            self.module, self.state, self._native, self.fused.calibration, partial(_parts, ref(self))
+        )
         self.state.exchanges.release()
 
     def _remove(self) -> None:
@@ -264,9 +266,6 @@ class ShardedModule:
                 f"each rank's tokens alone pass {foreign.named}; where that needs all tokens results are wrong: "
                 f"seqpar.verify tells"
             )
-
-    def _parts(self) -> Mapping[nn.Module, int]:
-        return {} if self.steps is None else self.steps.parts(self.module)
 
     def _find_attention(self) -> None:
         paths = {part: name for name, part in self.module.named_modules()}
@@ -304,6 +303,12 @@ class ShardedModule:
             for part, hook in inside.items():
                 register_innermost(part, hook, name)
         self._hooked += wanted
+
+
+def _parts(sharded: ref[ShardedModule]) -> Mapping[nn.Module, int]:
+    # of a step cache; a strong reference would be a cycle, which keeps the exchanges until the garbage collector runs
+    owner = sharded()
+    return {} if owner is None or owner.steps is None else owner.steps.parts(owner.module)
 
 
 def _unhook(hooked: list[tuple[ref[nn.Module], str]]) -> None:

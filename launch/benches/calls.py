@@ -223,6 +223,7 @@ def _with_step_cache(case: Case, strategy: str, options: StepCache, names: tuple
     time = STEPS_OF[case.model.theirs].time
 
     def two_steps() -> Tensor:
+        out = torch.empty(0)
         for _ in range(2):  # each step has another timestep, as in a run
             now = case.arguments[time].float() * (1 - next(steps) / STEPS)
             out = step_of(module, case, names, {time: now})

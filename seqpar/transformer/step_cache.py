@@ -384,7 +384,7 @@ class StepCaching:
         """Whether this call leaves them out."""
         return self._run is not None and self._skips
 
-    # CachedStep -----------------------------------------------------------------------------------------------------
+    # Deciding -----------------------------------------------------------------------------------------------------
 
     def _computes(self) -> bool:
         # waits for the head, and decides; all ranks read the same numbers

@@ -124,5 +124,5 @@ def test_a_run_prints_no_line_of_other_libraries(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, check=True
     )
-    bars = {line.partition(":")[0] for line in done.stderr.splitlines() if line}
+    bars = {line.partition(":")[0] for line in done.stderr.splitlines() if line.strip()}
     assert bars == {"encoding", "denoising", "decoding"}

@@ -26,7 +26,7 @@ QUESTIONS = {
     "beside others": ("benchmarks/index.html", "beside-other-engines-on-two-gpus", "cache-dit"),
     "memory in 8 bits": ("precision.html", "memory", "GB"),
     "what runs": ("adapter.html", "what-runs-how", "TeaCache"),
-    "FLUX on 2 GPUs": ("models/flux.html", "commands", "--nproc_per_node=2 launch/sample.py --model black-forest"),
+    "FLUX on 2 GPUs": ("models/flux.html", "commands", "seqpar sample --gpus 2 --model black-forest"),
     "out of memory": ("troubleshooting.html", "out-of-memory", "--vae tiled"),
     "wrong picture": ("troubleshooting.html", "a-wrong-or-another-picture", "--verify"),
     "LoRA": ("adapter.html", "adapters-your-own-blocks-offload", "load_lora_weights"),

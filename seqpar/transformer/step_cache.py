@@ -426,7 +426,7 @@ class StepCaching:
         return not changed_by <= options.threshold * size
 
     def _weigh(self, branch: _Branch, at: int) -> None:
-        # weights of the polynomial through the residuals of computed steps; those that are not there count nothing
+        # Lagrange weights of the residuals of computed steps; a missing residual has the weight 0
         if self.options.order == 0:
             return
         steps, weights = branch.computed, [0.0] * (self.options.order + 1)

@@ -171,7 +171,8 @@ def ours(case: Case) -> Iterator[Row]:
             about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
             yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
         if case.args.cache is not None:
-            yield from with_step_cache(case, strategy, case.args.cache)
+            for way in ways if eight is not None else ways[:1]:  # not by diffusers' own modules
+                yield from with_step_cache(case, strategy, case.args.cache, way)
     if world % 2 == 0:
         strategy, way = case.args.strategy[0], ways[0]
         name, about = f"{way}, both branches on a cfg axis", {"strategy": strategy, "launch": way, "cfg": 2}
@@ -183,11 +184,8 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
     module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
     transport = "auto" if alone and cfg == 1 else case.args.transport
-    local = "fp8" if way.endswith(ATTENTION) else case.wide_local
-    chosen = {"local": local, "transport": transport, "native": not way.startswith("generic")}
-    if case.args.precision is not None and case.args.precision in way:
-        chosen |= {"precision": case.args.precision, "calibrate": lambda: module(**case.arguments)}
-    seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
+    chosen = options_of(case, module, way)
+    seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, transport=transport, **chosen)
     try:
         keeps = Keeps(case)
         step = keeps(partial(step_of, module, case, BRANCHES[:cfg]))
@@ -198,17 +196,28 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
         seqpar.release(module)
 
 
+def options_of(case: Case, module: Any, way: str) -> dict[str, Any]:
+    """Return the options of `parallelize` that the name of a way stands for."""
+    local = "fp8" if way.endswith(ATTENTION) else case.wide_local
+    chosen: dict[str, Any] = {"local": local, "native": not way.startswith("generic")}
+    if case.args.precision is not None and case.args.precision in way:
+        chosen |= {"precision": case.args.precision, "calibrate": lambda: module(**case.arguments)}
+    return chosen
+
+
 SCHEDULES = {"each step computed": "1", "every second step computed": "10"}
 
 
-def with_step_cache(case: Case, strategy: str, cache: str) -> Iterator[Row]:
+def with_step_cache(case: Case, strategy: str, cache: str, way: str) -> Iterator[Row]:
     """Yield a row for each schedule of a step cache: two steps of one call, and of two (the branches of guidance)."""
     for schedule, mask in SCHEDULES.items():
         for calls in (1, 2):
             about = {"strategy": strategy, "launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
-            name = f"fused blocks, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
+            about |= {"precision": case.args.precision} if way != "fused blocks" else {}
+            about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
+            name = f"{way}, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
             options = replace(StepCache.of(cache), mask=mask)
-            ready = partial(_with_step_cache, case, strategy, options, BRANCHES[:calls])
+            ready = partial(_with_step_cache, case, strategy, way, options, BRANCHES[:calls])
             yield Row("ours", name, ready, case.ceiling(strategy), about, times=2 * calls)
 
 
@@ -216,9 +225,11 @@ STEPS = 1 << 16  # of a run; more than are timed
 
 
 @contextmanager
-def _with_step_cache(case: Case, strategy: str, options: StepCache, names: tuple[str, ...]) -> Iterator[Timed]:
+def _with_step_cache(
+    case: Case, strategy: str, way: str, options: StepCache, names: tuple[str, ...]
+) -> Iterator[Timed]:
     module, alone, steps = shared_copy(case.theirs), case.mesh.sequence.size == 1, count()
-    chosen = {"local": case.wide_local, "transport": "auto" if alone else case.args.transport, "cache": options}
+    chosen = options_of(case, module, way) | {"transport": "auto" if alone else case.args.transport, "cache": options}
     seqpar.parallelize(module, case.mesh, strategy="auto" if alone else strategy, **chosen)
     time = STEPS_OF[case.model.theirs].time
 

@@ -164,19 +164,29 @@ def ours(case: Case) -> Iterator[Row]:
     eight = case.args.precision
     world, ways = case.mesh.world.size, ["fused blocks", "generic" if eight is None else f"fused blocks, {eight}"]
     ways += [f"{ways[-1]}{ATTENTION}"] if eight is not None and case.args.local == "fp8" else []
+    fused = ways if eight is not None else ways[:1]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
-            about = {"strategy": strategy, "launch": way, "cfg": 1}
-            about |= {"precision": eight} if eight is not None and eight in way else {}
-            about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
+            about = facts_of(case, strategy, way) | {"cfg": 1}
             yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
         if case.args.cache is not None:
-            for way in ways if eight is not None else ways[:1]:  # not by diffusers' own modules
+            for way in fused:
                 yield from with_step_cache(case, strategy, case.args.cache, way)
-    if world % 2 == 0:
-        strategy, way = case.args.strategy[0], ways[0]
-        name, about = f"{way}, both branches on a cfg axis", {"strategy": strategy, "launch": way, "cfg": 2}
+    strategy = case.args.strategy[0]
+    for way in fused if world % 2 == 0 else ():
+        name, about = f"{way}, both branches on a cfg axis", facts_of(case, strategy, way) | {"cfg": 2}
         yield Row("ours", name, partial(_ours, case, strategy, way, 2), case.ceiling(strategy), about, times=2)
+
+
+def facts_of(case: Case, strategy: str, way: str) -> dict[str, str]:
+    """Return what the line of a row says about its way."""
+    eight = case.args.precision
+    return {
+        "strategy": strategy,
+        "launch": way,
+        **({"precision": eight} if eight is not None and eight in way else {}),
+        **({"local": "fp8"} if way.endswith(ATTENTION) else {}),
+    }
 
 
 @contextmanager
@@ -212,9 +222,7 @@ def with_step_cache(case: Case, strategy: str, cache: str, way: str) -> Iterator
     """Yield a row for each schedule of a step cache: two steps of one call, and of two (the branches of guidance)."""
     for schedule, mask in SCHEDULES.items():
         for calls in (1, 2):
-            about = {"strategy": strategy, "launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
-            about |= {"precision": case.args.precision} if way != "fused blocks" else {}
-            about |= {"local": "fp8"} if way.endswith(ATTENTION) else {}
+            about = facts_of(case, strategy, way) | {"launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
             name = f"{way}, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
             options = replace(StepCache.of(cache), mask=mask)
             ready = partial(_with_step_cache, case, strategy, way, options, BRANCHES[:calls])

@@ -184,7 +184,7 @@ def test_frequent_events_are_one_line_per_second(
             logger.warning("of another package")
             for name, often in (("ours", False), ("often", True)):
                 record = logging.LogRecord(log.LOGGER, logging.INFO, "", 0, name, (), None)
-                record.often, record.facts = often, {"number": number}
+                record.every_s, record.facts = 0.1 if often else None, {"number": number}
                 handler.handle(record)
         while handler._held:  # pyright: ignore
             await asyncio.sleep(0.01)

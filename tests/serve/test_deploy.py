@@ -75,17 +75,34 @@ def test_probes_metrics_and_flags_of_kubernetes_are_those_of_the_server() -> Non
     assert probes == ["/ready", "/ready", "/health"]
     assert set(probes) <= set(OPEN)  # they have no key
     assert container["resources"]["limits"]["nvidia.com/gpu"] == args.gpus
-    assert pod["spec"]["terminationGracePeriodSeconds"] > args.grace_s
+    *_, before_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > args.grace_s + int(before_s)
     labels = pod["metadata"]["labels"]
     assert by_kind["Service"]["spec"]["selector"] == labels == by_kind["Deployment"]["spec"]["selector"]["matchLabels"]
     scaler = by_kind["HorizontalPodAutoscaler"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == by_kind["Deployment"]["metadata"]["name"]
     name = scaler["metrics"][0]["pods"]["metric"]["name"]
-    assert f"\n{name} 7.0\n" in Metrics(lambda: 7, lambda: ()).text().decode()
+    assert f"\n{name} 7.0\n" in Metrics(lambda: 7, int, lambda: ()).text().decode()
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy" / "kubernetes.md").read_text(), re.DOTALL)
     assert yaml.safe_load(block)["rules"][0]["seriesQuery"] == name
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert all(any(str(path).startswith(f"{mount}/") for mount in mounts) for path in (args.keys, args.jobs))
+
+
+def test_the_dashboard_shows_each_metric_of_the_server_with_its_labels() -> None:
+    panels = json.loads((FILES / "grafana.json").read_text())["panels"]
+    metrics = Metrics(int, int, tuple)._registry._collector_to_names  # pyright: ignore[reportPrivateUsage]
+    of = {name: metric for metric, names in metrics.items() for name in names}
+    shown = set[Any]()
+    for text in (target["expr"] for panel in panels for target in panel["targets"]):
+        (name, selected), *more = re.findall(r"(seqpar_\w+)\{(.*?)\}", text)
+        assert name in of, name
+        assert name.endswith("_total") == (of[name]._type == "counter")
+        used = {*re.findall(r"(\w+)=", selected), *", ".join(re.findall(r"by \((.*?)\)", text)).split(", ")}
+        assert used <= {"instance", "le", "", *of[name]._labelnames}, text  # `instance` is the scraped server
+        assert (text.count("("), more) == (text.count(")"), [])
+        shown.add(of[name])
+    assert shown == {*metrics}
 
 
 def options(script: str) -> argparse.Namespace:

@@ -67,6 +67,9 @@ def test_requests_before_the_ranks_are_ready(tmp_path: Path) -> None:
         answers.append(front.http.post(GENERATIONS, json={"prompt": "x"}))
         assert [(x.status_code, x.json()["error"]["code"]) for x in answers] == [(503, "not_ready")] * 3
         assert front.http.get("/health").status_code == 200
+        assert [event["path"] for event in front.events if event["event"] == "answered"] == [
+            "/ready"
+        ]  # a line a minute
         (tmp_path / "slow-start").unlink()
         front.event("ready")
 

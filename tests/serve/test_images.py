@@ -102,7 +102,7 @@ def test_models_documentation_and_metrics(front: Running) -> None:
     answer = front.http.post(GENERATIONS, json={"prompt": "x", "quality": "hd", "user": "me", "seed": None})
     assert (answer.status_code, answer.headers["x-ignored"]) == (200, "user, quality")
     numbers = front.http.get("/metrics").text
-    for line in ('jobs_total{end="completed"}', "queue_length 0.0", 'memory_bytes{rank="1"} 2000.0'):
+    for line in ('jobs_total{end="completed",model="toy"}', "queue_length 0.0", 'memory_bytes{rank="1"} 2000.0'):
         assert f"seqpar_{line}" in numbers
 
 

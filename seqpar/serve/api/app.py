@@ -14,6 +14,7 @@ from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
 from seqpar.serve.api import records
+from seqpar.serve.api.access import AccessLog
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
 from seqpar.serve.api.gate import EDITS, GENERATIONS, ApiKeys, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
@@ -42,7 +43,7 @@ def create_app(server: ApiServer, keys: ApiKeys | None, hosts: frozenset[str]) -
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/ready", ready, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
-    return Gate(app, server.name, keys, hosts)
+    return AccessLog(Gate(app, keys, hosts), server.name, server.metrics.answered)
 
 
 async def page() -> Response:

@@ -9,6 +9,7 @@ import asyncio
 import re
 import resource
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +68,14 @@ def allow_files(connections: int) -> None:
 class Connections:
     """The open connections of a server. most: how many. head_s: timeout of a request's headers.
 
+    on_refused(status): called for each answer to a connection without a request.
+
     idle: connections without a request in progress, the one that has been idle longest first.
     """
 
     most: int
     head_s: float = HEAD_S
+    on_refused: Callable[[int], None] = lambda status: None
     open: set[Connection] = field(default_factory=set["Connection"])
     idle: dict[Connection, None] = field(default_factory=dict["Connection", None])
 
@@ -127,6 +131,10 @@ class Connection(H11Protocol):
                 return
         super().handle_events()
 
+    def send_400_response(self, msg: str) -> None:
+        self._among.on_refused(400)
+        super().send_400_response(msg)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
@@ -152,6 +160,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, event: str, problem: Problem) -> None:
         """Answer a connection without a request, and close it."""
+        self._among.on_refused(problem.status)
         log.often(event, level=30, client=self.client and self.client[0])
         body = msgspec.json.encode({"error": problem.shape})
         headers = {**problem.headers, "content-type": "application/json", "content-length": len(body)}

@@ -63,7 +63,7 @@ class Dispatch:
             return
         span.parts(begun, answer.parts_s)
         self.server.queue.speeds.measured(request.model, answer.steps, answer.parts_s)
-        self.server.metrics.observe(answer)
+        self.server.metrics.observe(request.model, answer)
         if job.ended is None:
             index = job.done_count
             self.server.queue.image_done(job)
@@ -81,7 +81,7 @@ class Dispatch:
                 files.create_task(self._encode_preview(job, image, message))
                 return
             job.step = message.index
-            self.server.metrics.steps.inc()
+            self.server.metrics.steps.labels(request.model).inc()
             job.notify(Stepped(image, message.index, message.count))
 
         answer = asyncio.create_task(self.server.replica.run(request, on_message))
@@ -90,7 +90,7 @@ class Dispatch:
         ended.cancel()
         if not answer.done():
             self.server.replica.cancel(request.id)
-            self.server.metrics.cancels.inc()
+            self.server.metrics.cancels.labels(request.model).inc()
             await asyncio.wait([answer], timeout=self.server.args.stuck_s)
             if not answer.done():
                 log.event("cancel timed out, terminating ranks", job.id, level=40, after_s=self.server.args.stuck_s)
@@ -132,7 +132,7 @@ class Dispatch:
             return
         parts_s = {**result.parts_s, "file": time.monotonic() - begun}
         job.span.part("file", wall, wall + parts_s["file"])
-        self.server.metrics.seconds.labels("file").observe(parts_s["file"])
+        self.server.metrics.seconds.labels(request.model, "file").observe(parts_s["file"])
         job.parts_s |= {name: job.parts_s.get(name, 0.0) + seconds for name, seconds in parts_s.items()}
         job.count(result.computed)
         job.files[index], job.size = file, size

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
-from time import monotonic
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from seqpar.serve.api import log
+from seqpar.serve.api.access import PROBES
 from seqpar.serve.api.errors import ProblemError, refused, short
 
 GENERATIONS, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
@@ -28,7 +26,6 @@ JSON, FORM = "application/json", "multipart/form-data"
 LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
 BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # routes that take a body
 BODY_S = 60.0  # for a body to arrive
-PROBES = ("/health", "/ready")
 OPEN = ("/", *PROBES, "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})
 NO_KEY = "missing or invalid API key; send the header Authorization: Bearer KEY"
@@ -72,39 +69,28 @@ def read_keys(path: Path) -> ApiKeys:
 
 @dataclass(frozen=True)
 class Gate:
-    """ASGI middleware. name: of this server, with which ids begin. hosts: its names besides localhost."""
+    """ASGI middleware. hosts: names of this server besides localhost."""
 
     app: ASGIApp
-    name: str
     keys: ApiKeys | None
     hosts: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through or refuse it; every response has the request's id."""
+        """Let a request through or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        id_, begun = f"{self.name}-{secrets.token_urlsafe(12)}", monotonic()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = id_
-                facts = {"method": scope["method"], "path": scope["path"], "status": message["status"]}
-                if scope["path"] not in PROBES:  # asked every few seconds; loading and ready are events of the log
-                    log.event("answered", id_, **facts, seconds=round(monotonic() - begun, 3))
-            await send(message)
-
         try:
             key = self._key_of(scope)
-            scope.setdefault("state", {}).update(id=id_, key=key)
+            scope.setdefault("state", {})["key"] = key
             if scope["method"] == "POST" and scope["path"] in BODIES:
                 kinds = BODIES[scope["path"]]
                 # no name for the body, up to 50 MB, which would keep it until the request is answered
                 receive = replayed(await read_body(kinds, Headers(scope=scope), receive), receive)
         except ProblemError as error:
-            await error.problem.response()(scope, receive, send_with_id)
+            await error.problem.response()(scope, receive, send)
             return
-        await self.app(scope, receive, send_with_id)
+        await self.app(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> str:
         """The name of the request's key, "" where none is needed."""

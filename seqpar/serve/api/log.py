@@ -29,7 +29,7 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimited(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
-    """Writes to stderr; frequent events at most once per second, the last one with the number of events as `count`.
+    """Writes to stderr; frequent events once in a while, the last one with the number of events as `count`.
 
     Events of other packages count as frequent: uvicorn and asyncio log what any client can cause. A single event is
     written immediately, without a count.
@@ -41,7 +41,7 @@ class RateLimited(logging.StreamHandler):  # pyright: ignore[reportMissingTypeAr
 
     def emit(self, record: logging.LogRecord) -> None:
         # only the thread of the event loop can hold records back
-        if not getattr(record, "often", record.name != LOGGER) or not _in_loop():
+        if _every_s(record) is None or not _in_loop():
             super().emit(record)
             return
         kind = f"{record.name} {record.getMessage()}"
@@ -53,13 +53,18 @@ class RateLimited(logging.StreamHandler):  # pyright: ignore[reportMissingTypeAr
     def _write(self, kind: str, record: logging.LogRecord) -> None:
         super().emit(record)
         self._held[kind] = 0, None
-        asyncio.get_running_loop().call_later(OFTEN_S, self._write_held, kind)
+        asyncio.get_running_loop().call_later(_every_s(record) or OFTEN_S, self._write_held, kind)
 
     def _write_held(self, kind: str) -> None:
         count, record = self._held.pop(kind)
         if record is not None:
             record.facts = {**getattr(record, "facts", {}), "count": count}
             self._write(kind, record)
+
+
+def _every_s(record: logging.LogRecord) -> float | None:
+    """Seconds between two lines of a frequent event, None for another one."""
+    return getattr(record, "every_s", None if record.name == LOGGER else OFTEN_S)
 
 
 def _in_loop() -> bool:
@@ -82,6 +87,9 @@ def event(name: str, request: str | None = None, level: int = logging.INFO, **fa
     logging.getLogger(LOGGER).log(level, name, extra={"request": request, "facts": facts})
 
 
-def often(name: str, level: int = logging.INFO, **facts: object) -> None:
-    """Log an event at most once per second, whatever its facts."""
-    logging.getLogger(LOGGER).log(level, name, extra={"facts": facts, "often": True})
+def often(
+    name: str, request: str | None = None, level: int = logging.INFO, every_s: float | None = None, **facts: object
+) -> None:
+    """Log an event at most once in `every_s`, by default OFTEN_S, whatever its facts."""
+    extra = {"request": request, "facts": facts, "every_s": every_s or OFTEN_S}
+    logging.getLogger(LOGGER).log(level, name, extra=extra)

@@ -95,7 +95,8 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
 
         def on_end(job: ServerJob) -> None:
             code = None if job.problem is None else job.problem.code
-            metrics.ends.labels(code or job.state).inc()
+            waited_s = None if job.started is None else job.started - job.arrived
+            metrics.ended(job.spec.request.model, code or job.state, waited_s, time.time() - job.arrived)
             facts = {"model": job.spec.request.model, "pictures": job.spec.count, "steps": job.spec.steps}
             job.span.end(code, request=job.id, **facts, state=job.state)
             log.event("ended", job.id, state=job.state, code=code, **job.computed)
@@ -104,11 +105,12 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
 
         codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end)
         replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
-        metrics = Metrics(lambda: queue.length, lambda: replica.memory)
+        metrics = Metrics(lambda: queue.length, lambda: len(queue.active) - queue.length, lambda: replica.memory)
         store = shared or JobFolder(folder, *kept)
         server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()))
         dispatch = Dispatch(server)
-        http = http_server(create_app(server, keys, frozenset({args.host})), Connections(args.connections))
+        connections = Connections(args.connections, on_refused=lambda status: metrics.answered("", "", status))
+        http = http_server(create_app(server, keys, frozenset({args.host})), connections)
         writer = RecordWriter(server)
         writing = asyncio.create_task(writer.run())
         writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server

@@ -43,11 +43,11 @@ class ApiServer:
         return self.replica.facts
 
 
-def _server(request: Request) -> ApiServer:
+async def _server(request: Request) -> ApiServer:
     return request.app.state.server
 
 
-def _key(request: Request) -> str:
+async def _key(request: Request) -> str:
     return request.state.key
 
 

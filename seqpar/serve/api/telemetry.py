@@ -23,24 +23,45 @@ SECOND = 1_000_000_000  # in the unit of spans
 
 
 class Metrics:
-    """queued: number of waiting jobs. memory: bytes per rank."""
+    """queued, running: number of jobs that wait for their first image, and of others. memory: bytes per rank."""
 
-    def __init__(self, queued: Callable[[], int], memory: Callable[[], tuple[int, ...]]) -> None:
-        self._memory, registry = memory, CollectorRegistry()
-        length = Gauge("seqpar_queue_length", "Jobs that wait for their first image", registry=registry)
-        length.set_function(queued)
-        parts, name = "Seconds per part of an image", "seqpar_part_seconds"
-        self.ends = Counter("seqpar_jobs", "Jobs by how they ended", ["end"], registry=registry)
-        self.seconds = Histogram(name, parts, ["part"], buckets=BUCKETS, registry=registry)
-        self.steps = Counter("seqpar_steps", "Denoising steps", registry=registry)
-        self.cancels = Counter("seqpar_cancels", "Requests cancelled while they ran", registry=registry)
-        self.restarts = Counter("seqpar_restarts", "Restarts of the ranks", registry=registry)
-        self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank", ["rank"], registry=registry)
-        self._registry = registry
+    def __init__(
+        self, queued: Callable[[], int], running: Callable[[], int], memory: Callable[[], tuple[int, ...]]
+    ) -> None:
+        self._memory, self._registry = memory, CollectorRegistry()
+        every: Any = {"registry": self._registry}
+        timed: Any = {"registry": self._registry, "buckets": BUCKETS}
+        Gauge("seqpar_queue_length", "Jobs that wait for their first image", **every).set_function(queued)
+        Gauge("seqpar_running", "Jobs that have begun and not ended", **every).set_function(running)
+        self._answers = Counter("seqpar_responses", "HTTP answers", ["method", "route", "status"], **every)
+        self._ends = Counter("seqpar_jobs", "Jobs by how they ended", ["model", "end"], **every)
+        self._waits = Histogram("seqpar_wait_seconds", "From arrival to the first image's begin", ["model"], **timed)
+        self._latencies = Histogram("seqpar_latency_seconds", "From arrival to completion", ["model"], **timed)
+        self._speeds = Histogram("seqpar_steps_per_second", "Speed of an image's steps", ["model"], **timed)
+        self.seconds = Histogram("seqpar_part_seconds", "Seconds per part of an image", ["model", "part"], **timed)
+        self.steps = Counter("seqpar_steps", "Denoising steps", ["model"], **every)
+        self.cancels = Counter("seqpar_cancels", "Requests cancelled while they ran", ["model"], **every)
+        self.restarts = Counter("seqpar_restarts", "Restarts of the ranks", **every)
+        self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank: of its GPU, or of the host", ["rank"], **every)
 
-    def observe(self, result: ImageResult | VideoResult) -> None:
+    def answered(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP answer. route: "" for one that no route gave."""
+        self._answers.labels(method, route, str(status)).inc()
+
+    def observe(self, model: str, result: ImageResult | VideoResult) -> None:
+        """Record the parts and the speed of a result of the ranks."""
         for part, seconds in result.parts_s.items():
-            self.seconds.labels(part).observe(seconds)
+            self.seconds.labels(model, part).observe(seconds)
+        if stepping := result.parts_s.get("steps"):
+            self._speeds.labels(model).observe(result.steps / stepping)
+
+    def ended(self, model: str, end: str, waited_s: float | None, latency_s: float) -> None:
+        """Record the end of a job. waited_s: None if it never began."""
+        self._ends.labels(model, end).inc()
+        if waited_s is not None:
+            self._waits.labels(model).observe(waited_s)
+        if end == "completed":
+            self._latencies.labels(model).observe(latency_s)
 
     def text(self) -> bytes:
         for rank, count in enumerate(self._memory()):

@@ -39,22 +39,30 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     return any(voted for voted, *_ in compared(mesh, form, [vote]))
 
 
-def compared(mesh: Mesh, form: Mapping[str, object], numbers: Sequence[int]) -> list[list[int]]:
+class Described:
+    """What ranks compare: values by their names, compared by `repr`. `CALL` says what this rank does ("calls X")."""
+
+    def __init__(self, form: Mapping[str, object]) -> None:
+        self.texts = {name: str(value) if name == CALL else repr(value) for name, value in sorted(form.items())}
+        digest = hashlib.blake2b(repr(self.texts).encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "big", signed=True)
+
+
+def compared(mesh: Mesh, form: Mapping[str, object] | Described, numbers: Sequence[int]) -> list[list[int]]:
     """Return the numbers of every rank, in rank order; raise the same ValueError on every rank if `form` differs.
 
-    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). numbers: at most
+    numbers: at most
     `NUMBERS`, sent with the comparison, so that ranks can decide together without another message. All comparisons have
     one size, because ranks that do different things meet in one. Raises TimeoutError if a rank does not take part.
     """
     numbers = [*numbers, *[0] * (NUMBERS - len(numbers))]
     if mesh.world.size == 1:
         return [numbers]
-    texts = {name: str(value) if name == CALL else repr(value) for name, value in sorted(form.items())}
-    digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
-    local = torch.tensor([int.from_bytes(digest, "big", signed=True), *numbers])
+    described = form if isinstance(form, Described) else Described(form)
+    local = torch.tensor([described.digest, *numbers])
     per_rank = gathered(mesh.world, mesh.device, local, "the comparison of the forms of all ranks' inputs")
     if len(set(per_rank[:, 0].tolist())) > 1:
-        raise ValueError(_difference(mesh.collect(texts, dict[str, str])))
+        raise ValueError(_difference(mesh.collect(described.texts, dict[str, str])))
     return per_rank[:, 1:].tolist()
 
 

@@ -215,6 +215,7 @@ class FusedBlocks:
         self.scale = 1.0
         self.hooks: dict[nn.Module, BlockHook] = {}
         self.reasons: dict[str, str] = {}
+        self._text: str | None = None  # what `text` returns, until weights are taken again
 
     @property
     def merged(self) -> bool:
@@ -302,7 +303,7 @@ class FusedBlocks:
         return [path for path, block in self._blocks if adapters.are_on(block)]
 
     def _take_weights(self) -> None:
-        self.lacks_memory = False
+        self.lacks_memory, self._text = False, None
         try:
             self._merge()
         except torch.OutOfMemoryError:
@@ -397,6 +398,11 @@ class FusedBlocks:
 
     def text(self) -> str:
         """Return what computes the blocks, as a text that must be equal on all ranks."""
+        if self._text is None:
+            self._text = self._described()
+        return self._text
+
+    def _described(self) -> str:
         if not self.hooks:
             return "by its own modules"
         own = next((f", {len(self.reasons)} by its own modules, because {why}" for why in self.reasons.values()), "")

@@ -13,6 +13,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -27,17 +28,18 @@ from seqpar.graphs.graphs import Capture, CudaCapture, Graphs, copied
 from seqpar.graphs.signature import Form, form_of
 from seqpar.loading.parking import bring
 from seqpar.mesh.boundary import CancelledError
-from seqpar.mesh.inputs import CALL, broadcast, compared, shapes
+from seqpar.mesh.inputs import CALL, Described, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
 from seqpar.transformer.attention8 import KEEPS
 from seqpar.transformer.foreign import is_offloaded, name_of
 from seqpar.transformer.guidance import STATE, Branches, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
 from seqpar.transformer.masks import Preparation, keys_for
-from seqpar.transformer.step_cache import STEP, StepCaching
+from seqpar.transformer.step_cache import StepCaching
 from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
+DESCRIBED = 16  # kinds of calls of which is kept what ranks compare
 SOON = 8  # calls; a module that changed twice within them goes on changing, so that a graph would not be replayed
 
 
@@ -72,6 +74,8 @@ class ShardedCall:
         self.__wrapped__ = type(module).forward.__get__(module)
         self.__name__ = "forward"
         self.__signature__ = self._signature = inspect.signature(forward_of(type(module)).__get__(module))
+        parameters, empty = self._signature.parameters.values(), inspect.Parameter.empty
+        self._required = {x.name for x in parameters if x.default is empty}
         exact = state.plan.exact
         moves_only = cuts.prepare is not None and state.moves_only
         self._preparation = Preparation(cuts, self.mesh.sequence.size, exact, moves_only)
@@ -82,6 +86,7 @@ class ShardedCall:
         self._key: Hashable = None
         self._ordinal = 0  # which branch of guidance the last call is
         self._texts: Mapping[str, str] = {}
+        self._described = dict[Hashable, Described]()
         self._generation, self._calls, self._changes = 0, 0, deque[int]((-SOON, -SOON), maxlen=2)
         self._reached = False
         self._reaches: Any = None  # the module's last forward that has called this one; None: it is this one
@@ -140,10 +145,10 @@ class ShardedCall:
         sharded.fused.refuse_memory()
         state.begin()
         try:
-            number, steps = arguments.pop(STEP, None), self.steps
+            steps = self.steps
             state.keeps_attention = arguments.pop(KEEPS, False)
             if steps is not None:
-                steps.begin(number, arguments)
+                steps.begin(call.mark, arguments)
             note = arguments.pop(NOTE, None)
             state.masks, state.padding, state.prefix, is_whole = keys_for(sharded.cuts, arguments, note)
             state.active = not is_whole
@@ -168,6 +173,9 @@ class ShardedCall:
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names; those that are left out are missing."""
+        names = self._signature.parameters
+        if not args and kwargs.keys() <= names.keys() and self._required <= kwargs.keys():
+            return {name: kwargs[name] for name in names if name in kwargs}  # as below, in a tenth of the time
         arguments = self._signature.bind(*args, **kwargs).arguments
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -183,11 +191,9 @@ class ShardedCall:
         self._calls += 1
         key = self._followed()
         key = key if isinstance(key, ValueError) else _not_finite(arguments) or key
-        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
-        shown[CALL] = f"calls {type(self.sharded.module).__name__}"
         numbers = self._preparation.read(form) if self.mesh.is_main else 0
         ordinal = 0 if self.steps is None else self.steps.ordinal(self.label, self.steps.text_of(arguments))
-        numbers, self._ordinal = self._compare({**shapes(form.tensors), **shown}, key, numbers, ordinal)
+        numbers, self._ordinal = self._compare(self._shown(form, gradients), key, numbers, ordinal)
         if gradients:
             raise ValueError(f"{gradients[0]} requires grad, but parallelize supports inference only. Detach it")
         device = self.mesh.device
@@ -195,6 +201,19 @@ class ShardedCall:
         for message in messages:
             self.state.say(message)
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _shown(self, form: Form, gradients: Sequence[str]) -> Described:
+        # what all ranks compare; it is made once for calls of one kind
+        of = None if form.kind is None else (form.kind, tuple(gradients), tuple(self._texts.items()))
+        known = self._described.get(of)
+        if known is None:
+            shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
+            known = Described({**shapes(form.tensors), **shown, CALL: f"calls {type(self.sharded.module).__name__}"})
+            if len(self._described) >= DESCRIBED:
+                self._described.clear()
+            if of is not None:
+                self._described[of] = known
+        return known
 
     def computed(self, form: Form) -> Form:
         """Return the arguments with which calls are computed: those of the last `rank_0s`, as `Cuts.prepare` says."""
@@ -237,7 +256,7 @@ class ShardedCall:
         return key
 
     def _compare(
-        self, form: Mapping[str, object], key: Hashable, numbers: int = 0, ordinal: int = 0
+        self, form: Mapping[str, object] | Described, key: Hashable, numbers: int = 0, ordinal: int = 0
     ) -> tuple[int, int]:
         """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
 
@@ -310,14 +329,14 @@ class ShardedCall:
 
     def _with_step(self, rows: Form, call: Form, task: Task, ordinal: int) -> Form:
         # the rows, with the number of the buffers of a step cache
-        if self.steps is None or not self.steps.has(call.whole):
+        if self.steps is None or not self.steps.has(call):
             return rows
         first = None if task.first is None or task.first.arguments is None else _kind(task.first.arguments)
         own = _kind(call)
         kind = own and (first, own, tuple(axis.name for axis in task.axes))
         both = task.first is not None  # the first branch decides, by the ranks that compute it
         number = self.steps.enter(kind, 0 if both else ordinal, not both or self.mesh.cfg.rank == 0)
-        return form_of(rows.whole | {STEP: number})
+        return replace(rows, mark=number)
 
     @contextmanager
     def _resetting(self) -> Iterator[None]:
@@ -412,7 +431,7 @@ class ShardedCall:
 
 def _kind(call: Form) -> Hashable:
     # one for steps whose attention is in 8 bits and those whose attention keeps its dtype
-    if KEEPS not in call.values:  # each call comes here, and a form takes a part of a millisecond
+    if KEEPS not in call.values:
         return call.kind
     return form_of({name: x for name, x in call.whole.items() if name != KEEPS}).kind
 

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from seqpar.families._cuts import StepBlocks, parameters, submodules
 from seqpar.families._find import steps_of
 from seqpar.graphs.graphs import Recording
+from seqpar.graphs.signature import Form
 from seqpar.kernels.step_cache import RESIDUALS, add_change, extrapolate
 from seqpar.mesh.mesh import Axis
 from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.forward import CallState
 from seqpar.types.arguments import check_kind
 
-STEP = "seqpar_step"  # an argument besides the transformer's own: which buffers a call uses
 KINDS = 8  # kinds of calls that keep buffers: a size has one to three
 BRANCHES = 8  # of guidance, each with its text; more are computed whole
 NAMES: Mapping[str, Mapping[str, int]] = {"dbcache": {"order": 0}, "taylorseer": {"order": 1}}
@@ -116,7 +116,8 @@ class _Branch:
     number: int
     seen: Tensor  # bits of the text, added up
     sums: Tensor
-    host: Tensor
+    host: Tensor  # what the decision reads
+    weights: Tensor  # of the residuals, on the host, from where the reuse takes them
     weights_J: Tensor
     decides: bool = True  # whether this rank's latents take part in the decision
     before_BlE: Tensor | None = None
@@ -229,7 +230,7 @@ class StepCaching:
         return text if isinstance(text, Tensor) else None
 
     def enter(self, kind: Hashable, ordinal: int, decides: bool = True) -> int | None:
-        """Return the number of the buffers that the next call uses (`STEP`); None if a call of this kind has none.
+        """Return the number of the buffers that the next call uses (`Form.mark`); None if calls of the kind have none.
 
         kind: equal on all ranks for calls whose ranks compute the same shapes as before. decides: whether this rank
         computes the branch of guidance that decides; another rank may compute it.
@@ -244,18 +245,18 @@ class StepCaching:
         branches, device = self._branches[kind], self._state.mesh.device
         if (branch := branches[ordinal]) is None:
             self._made += 1
-            host = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
             integers: Any = {"dtype": torch.int64, "device": device}
-            weights = torch.eye(self.options.order + 1, dtype=torch.float64, device=device)[0]
-            made = self._made * BRANCHES + ordinal
-            branch = _Branch(made, torch.zeros(1, **integers), torch.zeros(2, **integers), host, weights, decides)
-            branches[ordinal] = branch
+            host, weights = torch.zeros(4, dtype=torch.int64), torch.eye(self.options.order + 1, dtype=torch.float64)[0]
+            if device.type == "cuda":
+                host, weights = host.pin_memory(), weights.pin_memory()
+            seen, sums, number = torch.zeros(1, **integers), torch.zeros(2, **integers), self._made * BRANCHES + ordinal
+            branch = branches[ordinal] = _Branch(number, seen, sums, host, weights, weights.to(device), decides)
         self._now, self._decided = branch, None
         return branch.number
 
-    def has(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a call of these arguments can leave blocks out."""
-        return self.on and self._of.time in arguments
+    def has(self, call: Form) -> bool:
+        """Return whether a call can leave blocks out."""
+        return self.on and (self._of.time in call.tensors or self._of.time in call.values)
 
     # In a call ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class StepCaching:
         recording = self.recording()
         return recording is not None and recording.is_rehearsal
 
-    def begin(self, number: int | None, arguments: Mapping[str, Any]) -> None:
+    def begin(self, number: Hashable, arguments: Mapping[str, Any]) -> None:
         """Begin a call's computation. number: what `enter` returned; None computes all blocks. arguments: whole."""
         branch, self._run, self._skips = self._now, None, False
         if number is None or branch is None or branch.number != number:
@@ -365,6 +366,8 @@ class StepCaching:
         return list(zip(given, outputs[0].split(sizes, 1), residuals[0].split(sizes, 1), strict=True))
 
     def _reuse(self, run: _Run, outputs: Sequence[Tensor]) -> None:
+        if self.options.order:
+            run.branch.weights_J.copy_(run.branch.weights, non_blocking=True)
         by_age = [self._pieces(run, outputs, residuals) for residuals in run.branch.residuals]
         for same in zip(*by_age, strict=True):
             residuals = [_three(residual) for *_, residual in same]
@@ -434,7 +437,7 @@ class StepCaching:
             weights[index] = 1.0
             for other in steps:
                 weights[index] *= (at - other) / (step - other) if other != step else 1.0
-        branch.weights_J.copy_(torch.tensor(weights, dtype=torch.float64))
+        branch.weights.copy_(torch.tensor(weights, dtype=torch.float64))
 
     def _read(self, branch: _Branch) -> tuple[int, int, int, float]:
         if branch.seen.is_cuda:

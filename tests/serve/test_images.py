@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import io
 import json
@@ -17,6 +18,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from safetensors import deserialize
 
 from seqpar.pipelines.image_files import digest
 from seqpar.serve.api import codec, jobs
@@ -66,6 +68,10 @@ def test_formats(front: Running) -> None:
     for kind in ("jpeg", "webp"):
         made: Any = front.ai.images.generate(model="toy", prompt="x", output_format=kind, output_compression=50)
         assert (opened(made.data[0].b64_json).format, made.output_format) == (kind.upper(), kind)
+    made = front.ai.images.generate(model="toy", prompt="x", seed=7, extra_body={"output_format": "safetensors"})
+    ((name, array),) = deserialize(base64.b64decode(made.data[0].b64_json))
+    assert (name, array["dtype"], array["shape"]) == ("image", "U8", [24, 16, 3])
+    assert array["data"] == pixels_of(7, 24, 16)
     pixels = pixels_of(1, 64, 64)
     small, large = (len(encoded((64, 64), pixels, Format("jpeg", quality), {})) for quality in (10, 95))
     assert small < large

@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.numpy import save
 
 from seqpar.serve.api.accept import check_fields
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, FORM, GENERATIONS, JSON, VIDEOS
 from seqpar.serve.api.requests import Generation
 from seqpar.serve.messages import ServedModel
-from tests.support.front import LIMIT_S, Running, file_of
+from tests.support.front import LIMIT_S, PIXELS, Running, file_of
 
 IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is required; see /openapi.json"),
@@ -39,7 +40,7 @@ IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"size": "\u0661x\u0661"}, 'must be "auto"'),
     ({"size": [16, 16]}, "size [16, 16] should be a valid string"),
     ({"response_format": "png"}, "response_format 'png' should be 'b64_json' or 'url'"),
-    ({"output_format": "gif"}, "output_format 'gif' should be 'png', 'jpeg' or 'webp'"),
+    ({"output_format": "gif"}, "output_format 'gif' should be 'png', 'jpeg', 'webp' or 'safetensors'"),
     ({"output_compression": 101}, "output_compression 101 should be"),
     ({"output_compression": -1}, "output_compression -1 should be"),
     ({"seed": -1}, "seed -1 should be"),
@@ -120,6 +121,13 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
     (EDITS, {"prompt": "x"}, [("image", b"no image")], "got image 1, which is none, expected a picture as PNG, JPEG"),
     (EDITS, {"prompt": "x"}, [("image", file_of(kind="gif"))], "got image 1, which is none"),
     (EDITS, {"prompt": "x"}, [PNG, ("image", file_of()[:-30])], "got image 2, which is broken"),
+    (
+        EDITS,
+        {"prompt": "x"},
+        [("image", save({"image": PIXELS[0]}))],
+        "image 1 has tensors [('image', 'U8', 10, 3)], exp",
+    ),
+    (EDITS, {"prompt": "x"}, [("image", save({"image": PIXELS})[:-9])], "image 1 is no safetensors file"),
     (EDITS, {"prompt": "x"}, [("image", bomb())], "got image 1 of 10000x10000 pixels (height x width), expected at"),
     (EDITS, {"prompt": "x"}, [("images", file_of())], "unknown files 'images'; send files as image or image[]"),
     (EDITS, {"prompt": "x"}, [PNG] * 18, "the request cannot be read"),

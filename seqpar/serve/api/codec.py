@@ -27,9 +27,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
 from seqpar.serve.api import log
+from seqpar.serve.api.errors import short
 from seqpar.serve.messages import InputImage
 
-ImageKind = Literal["png", "jpeg", "webp"]
+ImageKind = Literal["png", "jpeg", "webp", "safetensors"]
 T = TypeVar("T")
 JOIN_S = 2.0  # seconds for the thread of a pool whose processes were killed
 DECODERS = 2  # requests whose files are decoded at the same time
@@ -37,7 +38,7 @@ DECODERS = 2  # requests whose files are decoded at the same time
 
 @dataclass(frozen=True)
 class Format:
-    """How an image is written. quality: 0 to 100, of JPEG and WebP; PNG is lossless."""
+    """How an image is written. quality: 0 to 100, of JPEG and WebP; the others are lossless."""
 
     kind: ImageKind = "png"
     quality: int = 100
@@ -158,6 +159,11 @@ def encoded(
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
     if enlarged is not None:
         image = image.resize((enlarged[1], enlarged[0]), Image.Resampling.BICUBIC)
+    if how.kind == "safetensors":
+        import numpy as np  # not in the API server's own process
+        from safetensors.numpy import save
+
+        return save({"image": np.array(image)}, {"seqpar": json.dumps(parameters)})
     if how.kind == "png":
         info = PngInfo()
         info.add_text("seqpar", json.dumps(parameters))
@@ -176,8 +182,11 @@ def pixels_in(files: Sequence[bytes]) -> int:
     pixels = 0
     for file in files:
         try:
-            with Image.open(io.BytesIO(file), formats=FORMATS) as image:
-                count = image.width * image.height
+            if is_array(file):
+                count = len(file) // 3
+            else:
+                with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+                    count = image.width * image.height
         except BROKEN:
             break
         if count > MOST_PIXELS:
@@ -189,12 +198,37 @@ def pixels_in(files: Sequence[bytes]) -> int:
 
 
 def written(files: Sequence[bytes], path: Path) -> tuple[InputImage, ...]:
-    """Decode PNG, JPEG or WebP files, and write their pixels into a new file; ValueError for other files."""
+    """Decode files of images, and write their pixels into a new file; ValueError for other files."""
     images = list[InputImage]()
     with path.open("xb") as out:
         for number, file in enumerate(files, 1):
-            image = decoded(f"image {number}", io.BytesIO(file))
-            pixels = image.tobytes()
+            what = f"image {number}"
+            if is_array(file):
+                (height, width), pixels = array_of(what, file)
+            else:
+                image = decoded(what, io.BytesIO(file))
+                (height, width), pixels = (image.height, image.width), image.tobytes()
             out.write(pixels)
-            images.append(InputImage(image.height, image.width, digest(pixels)))
+            images.append(InputImage(height, width, digest(pixels)))
     return tuple(images)
+
+
+def is_array(file: bytes) -> bool:
+    """Whether this begins as a safetensors file does: with the length of a JSON object, which no image file has."""
+    return file[8:9] == b"{" and int.from_bytes(file[:8], "little") <= len(file) - 8
+
+
+def array_of(what: str, file: bytes) -> tuple[tuple[int, int], bytes]:
+    """(height, width) and pixels of a safetensors file with `image`, uint8 (H, W, 3); ValueError for other tensors."""
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        tensors = deserialize(file)
+    except SafetensorError as error:
+        raise ValueError(f"{what} is no safetensors file: {error}") from error
+    found = [(name, tensor["dtype"], *tensor["shape"]) for name, tensor in tensors]
+    match found:
+        case [("image", "U8", int(height), int(width), 3)] if height and width:
+            return (height, width), bytes(tensors[0][1]["data"])
+        case _:
+            raise ValueError(f"{what} has tensors {short(str(found))}, expected image of U8 [height, width, 3]")

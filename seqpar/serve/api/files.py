@@ -31,8 +31,9 @@ from seqpar.serve.api.codec import ImageKind
 from seqpar.serve.api.errors import ProblemError, refused, short
 
 Stored = ImageKind | Literal["mp4"]
-NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(png|jpeg|webp|mp4)")
+NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(png|jpeg|webp|safetensors|mp4)")
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MEDIA = {"mp4": "video/mp4", "safetensors": "application/octet-stream"}
 LONGEST = 1 << 24  # bytes of a record: a prompt has at most 1 MB, or 6 MB with all of it escaped
 HEADERS = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
 
@@ -113,7 +114,7 @@ class JobFolder:
         match, path = NAME.fullmatch(name), self._of_key(key) / name
         if match is None or (found := await asyncio.to_thread(self._kept, path)) is None:
             return None
-        media = f"{'video' if match[1] == 'mp4' else 'image'}/{match[1]}"
+        media = MEDIA.get(match[1], f"image/{match[1]}")
         return Download(path, media_type=media, headers=HEADERS, stat_result=found)
 
     async def forget(self, key: str, name: str) -> None:

@@ -68,7 +68,7 @@ def test_formats(front: Running) -> None:
     for kind in ("jpeg", "webp"):
         made: Any = front.ai.images.generate(model="toy", prompt="x", output_format=kind, output_compression=50)
         assert (opened(made.data[0].b64_json).format, made.output_format) == (kind.upper(), kind)
-    made = front.ai.images.generate(model="toy", prompt="x", seed=7, extra_body={"output_format": "safetensors"})
+    made = front.ai.images.generate(model="toy", prompt="x", extra_body={"seed": 7, "output_format": "safetensors"})
     ((name, array),) = deserialize(base64.b64decode(made.data[0].b64_json))
     assert (name, array["dtype"], array["shape"]) == ("image", "U8", [24, 16, 3])
     assert array["data"] == pixels_of(7, 24, 16)

@@ -26,7 +26,7 @@ class Qkv8:
     softmax ignores q k_centre^T, and its rows add up to 1, so that attention of q8, k8 and v8 is (out - v_centre)
     v_scale: the local attention needs no scale, and all numbers are fixed before any call.
     k_scale_G: powers of two in fp32. v_scale: one for all heads, so that a product of the output can take it into the
-    scale of a row. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
+    scale of a row; no power of two. k_centre_GD: fp32. v_centre_GD: in the model's dtype.
     """
 
     k_scale_G: Tensor

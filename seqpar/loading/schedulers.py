@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import wraps
 from itertools import accumulate, repeat
 from types import MethodType
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from seqpar.loading.errors import context
 from seqpar.loading.parts import check_scheduler
+from seqpar.types.names import near
 
 
 def spaced(respacing: str, train: int) -> list[int]:
@@ -249,6 +249,12 @@ LIKE = {  # some of the schedulers of each process
 }
 
 
+@functools.cache
+def known() -> tuple[str, ...]:
+    """Return the names of diffusers' schedulers."""
+    return tuple(name for name in dir(diffusers) if name.endswith("Scheduler"))
+
+
 def build(config: Mapping[str, Any], name: str | None = None, model: Any = None) -> Any:
     """Return the scheduler of a configuration, or the diffusers class `name` with that configuration.
 
@@ -258,9 +264,8 @@ def build(config: Mapping[str, Any], name: str | None = None, model: Any = None)
     """
     check_scheduler(config)
     chosen = config.get("_class_name", "DDIMScheduler") if name is None else name
-    known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
-    if chosen not in known:
-        raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
+    if chosen not in known():
+        raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known())}")
     kind, settings = getattr(diffusers, chosen), dict[str, Any]()
     learned = model is not None and model.out_channels == 2 * model.in_channels
     if learned and chosen == "DDPMScheduler" and "variance_type" not in config:
@@ -301,14 +306,6 @@ def check_steps(scheduler: Any, steps: int) -> None:
     most = getattr(scheduler.config, "num_train_timesteps", steps)
     if not 1 <= steps <= most:
         raise ValueError(f"got {steps} steps, expected 1 to {most}")
-
-
-def near(name: str, known: Sequence[str]) -> str:
-    """Return the known names that are most like this one, or the first ones, as text for a message."""
-    lower = {other.lower(): other for other in known}
-    alike = [lower[other] for other in lower if name and name.lower() in other][:5]
-    alike = alike or [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
-    return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
 
 
 class FlowMatchFixedSigmas(FlowMatchEulerDiscreteScheduler):

@@ -126,6 +126,14 @@ def own_rate(caller: Any) -> float | None:
     return getattr(caller, "fps", None) if is_modular(caller) else None
 
 
+def length_of(caller: Any) -> tuple[int, int] | None:
+    """Return the least and most frames of a modular pipeline that says how long its videos are, or None."""
+    rate = own_rate(caller)
+    if rate is None or not hasattr(caller, "min_duration"):
+        return None
+    return int(caller.min_duration * rate), int(caller.max_duration * rate)
+
+
 def check_limits(request: GenerationRequest, caller: Any) -> None:
     """Raise ValueError for a size or a length that a modular pipeline says it does not make."""
     name, rate = type(caller).__name__, own_rate(caller)
@@ -135,8 +143,8 @@ def check_limits(request: GenerationRequest, caller: Any) -> None:
     if request.size is not None and any(side % unit for side in request.size):
         height, width = request.size
         raise ValueError(f"size {height}x{width} is not divisible by {unit}, as {name} needs")
-    if request.frames is not None and rate is not None and hasattr(caller, "min_duration"):
-        least, most = int(caller.min_duration * rate), int(caller.max_duration * rate)
+    if request.frames is not None and (length := length_of(caller)) is not None:
+        least, most = length
         if not least <= request.frames <= most:
             raise ValueError(f"got --frames {request.frames}, expected {least} to {most}: {name} makes no others")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
@@ -14,7 +14,6 @@ from torch import Tensor
 from seqpar.loading.folder import load_vae
 from seqpar.loading.names import BUILTIN
 from seqpar.loading.parts import part_of, read_pipeline, read_scheduler
-from seqpar.loading.schedulers import near
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import draw_noise
@@ -27,6 +26,7 @@ from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_PRESET, NO_VIDEOS, 
 from seqpar.planner.plan import Plan
 from seqpar.transformer.calibration import Precision
 from seqpar.types.guidance import Guidance, check_pictures
+from seqpar.types.names import class_number, parts
 
 
 def listed(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
@@ -35,25 +35,7 @@ def listed(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]
     odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
     if odd:
         raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
-    return {int(key): _parts(str(names)) for key, names in labels.items()}
-
-
-def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int]) -> int:
-    # a whole label stands for the classes that all of its parts have in common
-    common = set.intersection(*(names.get(part, set()) for part in _parts(label)))
-    if len(common) == 1:
-        return common.pop()
-    if common:
-        several = " and ".join(map(str, sorted(common)))
-        raise ValueError(f"got class {label!r}, which stands for {several}, expected one of these numbers")
-    if label.isdecimal() and int(label) in numbers:
-        return int(label)
-    wanted = f"one of {near(label, list(names))}, or" if names else "a number"
-    raise ValueError(f"got class {label!r}, expected {wanted} 0 to {max(numbers)}")
-
-
-def _parts(label: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in label.split(","))
+    return {int(key): parts(str(names)) for key, names in labels.items()}
 
 
 __all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "generate"]
@@ -91,14 +73,10 @@ class Files(_files.Files):
 
         ValueError for an unknown class, with similar names, and for a name of several classes, with their numbers.
         """
-        numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
-        if all(isinstance(label, int) and label in numbers for label in classes):
+        labels = self.class_labels
+        if all(isinstance(label, int) and label in labels for label in classes):
             return list(map(int, classes))
-        names = dict[str, set[int]]()
-        for number, own in self.labels.items():
-            for name in own:
-                names.setdefault(name, set()).add(number)
-        return [_class_id(str(label), names, numbers) for label in classes]
+        return [class_number(str(label), labels) for label in classes]
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -106,9 +84,9 @@ class Files(_files.Files):
         return tuple(map(self.class_name, sorted(self.labels)))
 
     @property
-    def class_labels(self) -> tuple[str, ...]:
-        """All names of all classes, by number."""
-        return tuple(name for number in sorted(self.labels) for name in self.labels[number])
+    def class_labels(self) -> Mapping[int, tuple[str, ...]]:
+        """The names of each class, by number; () for one without a name."""
+        return self.labels or dict.fromkeys(range(self.blueprint.config.num_classes), ())
 
     def check(self, request: GenerationRequest) -> OwnJob:
         reason = "this model generates images of classes (--classes)"

@@ -54,6 +54,7 @@ from seqpar.pipelines.arguments import (
     draws_anew,
     frame_rate,
     frames_of,
+    length_of,
     makes_videos,
     own_rate,
     shown_image,
@@ -100,12 +101,16 @@ class Source:
 
     parts: PipelineParts
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = class_labels = ()
+    class_names = ()
 
     @staticmethod
     def locate(source: Path | RandomModel) -> Source:
         """Return the source of a pipeline's folder, of a transformer's file in one, or of a model of random weights."""
         return Source(parts_of_random(source) if isinstance(source, RandomModel) else parts_of_folder(source))
+
+    @property
+    def class_labels(self) -> dict[int, tuple[str, ...]]:
+        return {}
 
     @property
     def takes_images(self) -> bool:
@@ -175,17 +180,23 @@ class Source:
                 f"got --steps {request.steps}, expected 2 or more: {kind.__name__} counts the end as a step"
             )
 
-        # a scheduler that does not fit, or that cannot make so many steps
         takes_sigmas = gives_sigmas(kind.__name__) and not (preset is not None and preset.sigmas)
         if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
-            scheduler = _schedulers.build(parts.scheduling, request.scheduler)
+            scheduler = self.schedule(request.scheduler, request.steps, run.load.tokens, takes_sigmas)
             if request.attention_steps is not None:
                 check_counts(scheduler)
-            if takes_sigmas:
-                _schedulers.check_steps(scheduler, request.steps)
-                timing = _schedulers.flow_timing(scheduler, request.steps, run.load.tokens)
-                timed(scheduler, request.steps, timing=timing)
         return DiffusersJob(kind, self, request, arguments, guidance, embedded, preset, **vars(run))
+
+    def schedule(self, name: str | None, steps: int, tokens: int = 1024, sigmas: bool | None = None) -> Any:
+        """Return the scheduler of this name, or the pipeline's own; ValueError if it does not fit, or for such steps.
+
+        tokens: of the state. sigmas: whether the pipeline gives them to it; None for the folder's class.
+        """
+        scheduler = _schedulers.build(self.parts.scheduling or {}, name)
+        if gives_sigmas(self.parts.kind.__name__) if sigmas is None else sigmas:
+            _schedulers.check_steps(scheduler, steps)
+            timed(scheduler, steps, timing=_schedulers.flow_timing(scheduler, steps, tokens))
+        return scheduler
 
 
 def _preset(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> Preset | None:
@@ -310,7 +321,8 @@ class DiffusersJob:
 
     @property
     def frames(self) -> Frames | None:
-        return frames_of(self.parameters, self.source.parts)
+        frames, length = frames_of(self.parameters, self.source.parts), length_of(self.caller)
+        return frames if frames is None or length is None else Frames(frames.usual, frames.unit, *length)
 
     @property
     def fps(self) -> float:
@@ -582,6 +594,16 @@ class DiffusersModel:
         generator = torch.Generator().manual_seed(job.request.seed)
         pipe, arguments = self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
         return pipe, set_scale(pipe, arguments) if is_modular(pipe) else arguments
+
+    def takes(self, job: DiffusersJob) -> bool:
+        check = getattr(self._pipe(job.kind), "check_inputs", None)
+        names = () if check is None else inspect.signature(check).parameters.values()
+        given = {x.name: job.arguments.get(x.name, None if x.default is x.empty else x.default) for x in names}
+        given |= dict(zip(SIDES, job.request.size or job.default_pixels, strict=True)) if {*SIDES} <= {*given} else {}
+        try:
+            return check is None or check(**given) is None
+        except (ValueError, TypeError):
+            return False
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
         return self.merging is not None and self.merging.switch(tuple(loras))

@@ -114,8 +114,12 @@ class Files:
     vae: Any = None
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = class_labels = ()  # of a model of classes
+    class_names = ()  # of a model of classes
     takes_images = needs_image = False
+
+    @property
+    def class_labels(self) -> Mapping[int, tuple[str, ...]]:
+        return {}
 
     @property
     def presets(self) -> dict[str, Preset]:
@@ -411,6 +415,9 @@ class Loaded:
 
     def verified(self, job: OwnJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
         return self, dict(job.settings)
+
+    def takes(self, job: OwnJob) -> bool:
+        return True  # its check knows the sizes
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
         return False

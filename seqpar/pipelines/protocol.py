@@ -125,8 +125,8 @@ class Source(Protocol):
     """The checked files of a model, before any weight is read.
 
     takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
-    model of classes, and all of them. takes_images, needs_image: whether it takes input images, and generates nothing
-    without one. presets: by their names.
+    model of classes, and all of them by number. takes_images, needs_image: whether it takes input images, and generates
+    nothing without one. presets: by their names.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
@@ -135,7 +135,7 @@ class Source(Protocol):
     def class_names(self) -> tuple[str, ...]: ...
 
     @property
-    def class_labels(self) -> tuple[str, ...]: ...
+    def class_labels(self) -> Mapping[int, tuple[str, ...]]: ...
 
     @property
     def takes_images(self) -> bool: ...
@@ -146,6 +146,13 @@ class Source(Protocol):
     @property
     def presets(self) -> Mapping[str, Preset]: ...
 
+    def schedule(self, name: str | None, steps: int) -> Any:
+        """Return a diffusers scheduler by its class name, None for the model's own.
+
+        ValueError for one that does not fit the model or its pipeline, or cannot make so many steps.
+        """
+        ...
+
     def check(self, request: GenerationRequest) -> Job:
         """Return the job of a request; ValueError if it does not fit. Reads configs and headers, no weights."""
         ...
@@ -153,10 +160,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Frames:
-    """Numbers of frames that a decoder generates: `usual`, and those that differ from it by a multiple of `unit`."""
+    """Numbers of frames that a decoder generates: `usual`, and those that differ from it by a multiple of `unit`.
+
+    least, most: of the pipeline, None if it has no such limit.
+    """
 
     usual: int
     unit: int
+    least: int = 1
+    most: int | None = None
 
 
 class Job(Protocol):
@@ -317,6 +329,10 @@ class Model(Protocol):
 
     def verified(self, job: Any, evaluations: int) -> tuple[Any, dict[str, Any]]:
         """Return target and keyword arguments of `seqpar.verify` for the first evaluations of a job."""
+        ...
+
+    def takes(self, job: Any) -> bool:
+        """Return whether the loaded pipeline takes a job's size."""
         ...
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:

@@ -16,6 +16,8 @@ HEAD = 4  # bytes of the length before a message
 LONGEST = 1 << 28  # bytes of a message: holds the pixels of an 8192 x 8192 image
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Kind = Literal["classes", "texts"]
+TEXT, IMAGE = "text", "image"  # what a request starts from
+MOST_STEPS = 1000
 NOT_STORED = ("id", "deadline_s", "partial_images", "images", "pixels", "loras")  # fields that no image file keeps
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
@@ -68,6 +70,11 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     fps: int | None = None
     preset: str | None = None
 
+    @property
+    def inputs(self) -> str:
+        """What the request starts from, in the words of `ServedModel.takes`."""
+        return IMAGE if self.images else TEXT
+
     def parameters(self, steps: int, size: tuple[int, int], computed: tuple[int, int] | None = None) -> dict[str, Any]:
         """Parameters stored in an output file: those of the request, and the steps and size that the model chose.
 
@@ -93,21 +100,36 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class VideoFacts(msgspec.Struct, frozen=True):
-    """Defaults of a video model. Frame counts differ by multiples of `unit`."""
+    """Defaults of a video model. Frame counts differ by multiples of `unit`, from `least` to `most`."""
 
     fps: float
     frames: int
     unit: int = 1
+    least: int = 1
+    most: int | None = None
+
+
+class Takes(msgspec.Struct, frozen=True):
+    """What a model takes beside some inputs. refused: field of a request -> why it is not taken.
+
+    several: whether it takes several images. beside: field -> the field without which it has no effect.
+    """
+
+    refused: dict[str, str] = {}
+    several: bool = False
+    beside: dict[str, str] = {}
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A loaded model. size: default (height, width). layout: for people. step_s: predicted seconds per step at `size`.
+    """A loaded model, and what it takes (`seqpar.serve.rules`).
 
-    loras: names of the LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. edits: whether it takes
-    input images; needs_picture: whether it requires one. video: None for image models. sizes: sizes it takes, `size`
-    first; unit: divides the sides of every size. schedulers, labels: names of schedulers and classes that requests may
-    have. precision: of GEMMs, None for the dtype of the weights. cache: which steps are computed, None for all.
-    presets: the number of steps of each.
+    size: default (height, width). layout: for people. step_s: predicted seconds per step at `size`. loras: names of the
+    LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. video: None for image models. sizes: sizes it
+    takes, `size` first; unit: divides the sides of every size. schedulers: the least and most steps of each that fits;
+    own: of the model's own. labels: the names of each class, by number. precision: of GEMMs, None for the dtype of the
+    weights. cache: which steps are computed, None for all. presets: the number of steps of each. takes: by what a
+    request starts from, as `ImageRequest.inputs`. loads: pixels of all frames, ascending, and predicted seconds of a
+    step; memory does not suffice from `limit` pixels on.
     """
 
     name: str
@@ -118,16 +140,27 @@ class ServedModel(msgspec.Struct, frozen=True):
     step_s: float
     classes: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
-    edits: bool = False
-    needs_picture: bool = False
     video: VideoFacts | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     unit: int = 1
-    schedulers: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
+    schedulers: dict[str, tuple[int, int]] = {}
+    own: tuple[int, int] = (1, MOST_STEPS)
+    labels: dict[int, tuple[str, ...]] = {}
     precision: str | None = None
     cache: str | None = None
     presets: dict[str, int] = {}
+    takes: dict[str, Takes] = msgspec.field(default_factory=lambda: {TEXT: Takes()})
+    loads: tuple[tuple[int, float], ...] = ()
+    limit: int | None = None
+
+    @property
+    def edits(self) -> bool:
+        """Whether it takes input images."""
+        return IMAGE in self.takes
+
+    @property
+    def needs_picture(self) -> bool:
+        return TEXT not in self.takes
 
     def lora(self, name: str) -> str | None:
         """The entry of `loras` that NAME or NAME@TRANSFORMER means; None if there is none, or more than one."""

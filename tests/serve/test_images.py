@@ -28,7 +28,7 @@ from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, GENERATIONS
 from seqpar.serve.api.jobs import JobSpec, Queue
 from seqpar.serve.messages import ImageRequest, InputImage
-from tests.support.fake_replica import pixels_of
+from tests.support.fake_replica import FACTS, pixels_of
 from tests.support.front import LIMIT_S, PIXELS, Running, file_of, opened, running, until
 
 
@@ -97,9 +97,9 @@ def test_links_lead_to_files_until_they_expire(front: Running, tmp_path: Path) -
 
 
 def test_models_documentation_and_metrics(front: Running) -> None:
-    assert [model.id for model in front.ai.models.list()] == ["toy", "other", "editor", "changer", "movie", "clip"]
+    assert [model.id for model in front.ai.models.list()] == [*FACTS]
     models = front.http.get("/v1/models").json()["data"]
-    assert [model["seqpar"]["edits"] for model in models] == [False, False, True, True, False, True]
+    assert [model["seqpar"]["edits"] for model in models] == [False, False, True, True, False, True, True, False]
     about = front.http.get("/openapi.json").json()["components"]["schemas"]["Generation"]["properties"]
     assert "ignored" in about["quality"]["description"]
     assert front.http.get("/health").json() == {"status": "ok"}

@@ -80,7 +80,8 @@ def test_the_answer_allows_nothing_but_its_own_script(front: Running) -> None:
 
 def test_it_offers_what_the_models_support(page: Page) -> None:
     assert page.driver.switch_to.active_element == page["prompt"]
-    assert page.offers("model") == ["toy", "other", "editor"]  # no models that generate videos or require an image
+    # no models that generate videos or require an image
+    assert page.offers("model") == ["toy", "other", "editor", "strict", "breeds"]
     assert page.offers("size") == ["16x24", "40x24"]
     assert page["loras"].text.split("\n")[1:] == ["style", "lines"]
     page.choose("model", "other")

@@ -32,6 +32,7 @@ from seqpar.serve.messages import (
     Ready,
     ServedModel,
     Step,
+    Takes,
     ToRanks,
     ToServer,
     VideoFacts,
@@ -41,21 +42,40 @@ from seqpar.serve.messages import (
 )
 
 STEPS, SIZE = 4, (24, 16)  # by default; (height, width)
-VIDEO = VideoFacts(fps=8.0, frames=9, unit=4)
+VIDEO = VideoFacts(fps=8.0, frames=9, unit=4, most=401)
+COMMON: dict[str, Any] = {
+    "kind": "texts",
+    "size": SIZE,
+    "steps": STEPS,
+    "layout": "one rank",
+    "step_s": 0.5,
+    "precision": "fp8",
+}
 FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
     "other": {},
-    "editor": {"edits": True},
-    "changer": {"edits": True, "needs_picture": True},
+    "editor": {"takes": {"text": Takes({"strength": "it changes an input image"}), "image": Takes(several=True)}},
+    "changer": {"takes": {"image": Takes()}},
     "movie": {
         "video": VIDEO,
         "loras": ("high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2"),
     },
-    "clip": {"video": VIDEO, "edits": True, "needs_picture": True},
+    "clip": {"video": VIDEO, "takes": {"image": Takes()}},
+    "strict": {
+        "unit": 8,
+        "schedulers": {"DDIMScheduler": (1, 1000), "PNDMScheduler": (4, 1000), "LCMScheduler": (1, 50)},
+        "own": (2, 1000),
+        "presets": {"lightning-4": 4},
+        "takes": {
+            "text": Takes({"true_guidance": "", "negative_prompt": "it has one branch"}),
+            "image": Takes(beside={"negative_prompt": "true_guidance"}),
+        },
+        "loads": ((100, 0.1), (1_000_000, 100.0)),
+        "limit": 5_000_000,
+    },
+    "breeds": {"kind": "classes", "labels": {0: ("cat", "crane"), 1: ("tench", "Tinca tinca"), 2: ("crane",)}},
 }
-MODELS = tuple(
-    ServedModel(name, "texts", SIZE, STEPS, "one rank", 0.5, precision="fp8", **facts) for name, facts in FACTS.items()
-)
+MODELS = tuple(ServedModel(**{**COMMON, "name": name, **facts}) for name, facts in FACTS.items())
 SHRINK = 4
 
 

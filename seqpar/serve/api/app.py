@@ -146,6 +146,8 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "classes": model.classes,
         "loras": model.loras,
         "presets": model.presets,
+        "schedulers": model.schedulers,
+        "takes": msgspec.to_builtins(model.takes),
         "precision": model.precision,
         "cache": model.cache,
     }

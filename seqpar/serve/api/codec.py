@@ -59,12 +59,14 @@ class InputFiles:
     images: tuple[InputImage, ...] = ()
     file: PixelFile | None = None
 
+    @staticmethod
+    def of(count: int) -> InputFiles:
+        """What stands for so many images before they are decoded."""
+        return InputFiles((InputImage(0, 0, ""),) * count)
+
     @property
     def path(self) -> str | None:
         return None if self.file is None else str(self.file.path)
-
-
-NO_INPUTS = InputFiles()
 
 
 class ProcessDiedError(OSError):

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from seqpar.serve.api.codec import Format, PixelFile
+import msgspec
+
+from seqpar.serve.api.codec import Format, InputFiles, PixelFile
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError
 from seqpar.serve.api.telemetry import Span
 from seqpar.serve.messages import ImageRequest
@@ -75,6 +77,11 @@ class JobSpec:
     count: int = 1
     how: Format = field(default_factory=Format)
     fps: float | None = None
+
+    def having(self, inputs: InputFiles) -> JobSpec:
+        """The same with input images, which have been decoded."""
+        request = msgspec.structs.replace(self.request, images=inputs.images, pixels=inputs.path)
+        return replace(self, request=request, pixels=inputs.file)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from fastapi import Request
 from pydantic import (
@@ -26,11 +26,11 @@ from starlette.datastructures import UploadFile
 from seqpar.serve.api.codec import Format, ImageKind, InputFiles
 from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
 from seqpar.serve.api.jobs import JobSpec, Priority
-from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts, size_of
+from seqpar.serve.messages import MOST_STEPS, ImageRequest, ServedModel, VideoFacts, size_of
+from seqpar.serve.rules import MOST_SIDE, nearest_frames
 
 # OpenAI's fields without a meaning here
 IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
-MOST_SIDE = 8192  # pixels; a message holds an image of this width and height
 MOST_SEED = 2**63 - 1
 LEAST_STRENGTH = 0.001  # at least one step of any number of steps
 MOST_FRAMES = 4096
@@ -71,7 +71,7 @@ class CommonFields(BaseModel):
     model: Annotated[str | None, Field(description="One of /v1/models; the first if left out.")] = None
     size: Annotated[str, Field(description='"WIDTHxHEIGHT" in pixels, or "auto" for the size of the model.')] = "auto"
     seed: Annotated[int | None, Field(ge=0, le=MOST_SEED, description="Of image i: seed + i.")] = None
-    steps: Annotated[int | None, Field(ge=1, le=1000)] = None
+    steps: Annotated[int | None, Field(ge=1, le=MOST_STEPS)] = None
     guidance: Scale | None = None
     true_guidance: Scale | None = None
     negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
@@ -104,12 +104,6 @@ class CommonFields(BaseModel):
         if value != "auto" and (size is None or max(size) > MOST_SIDE):
             raise ValueError(f'must be "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, such as "1024x768"')
         return value
-
-    @model_validator(mode="after")
-    def _sets_steps_once(self) -> Self:
-        if self.preset is not None and (self.steps is not None or self.scheduler is not None):
-            raise ValueError("preset sets steps and scheduler; leave it or them out")
-        return self
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -215,27 +209,15 @@ class VideoRequest(CommonFields):
 
     def _frames(self, facts: VideoFacts) -> int:
         if self.seconds is None:
-            frames = facts.frames if self.frames is None else self.frames
-            near = _nearest(frames, facts)
-            if near != frames:
-                text = f"got frames {frames}, expected {facts.frames % facts.unit} more than a multiple of {facts.unit}"
-                raise refused(400, "invalid_value", f"{text}, such as {near}", "frames")
-            return frames
+            return facts.frames if self.frames is None else self.frames
         if self.frames is not None:
             raise refused(400, "invalid_value", "seconds and frames exclude each other; leave one out", "seconds")
         fps = self.fps or facts.fps
-        frames = _nearest(round(self.seconds * fps), facts)
+        frames = nearest_frames(round(self.seconds * fps), facts.frames, facts.unit)
         if frames > MOST_FRAMES:
             text = f"seconds {self.seconds:g} at {fps:g} frames per second exceed {MOST_FRAMES} frames"
             raise refused(400, "invalid_value", f"{text}; request a shorter video", "seconds")
         return frames
-
-
-def _nearest(frames: int, facts: VideoFacts) -> int:
-    """The number of frames closest to this one that a model makes."""
-    rest = facts.frames % facts.unit
-    near = round((frames - rest) / facts.unit) * facts.unit + rest
-    return near if near > 0 else near + facts.unit
 
 
 # forms ---------------------------------------------------------------------------------------------------------------

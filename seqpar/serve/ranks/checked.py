@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from seqpar.loading.lora import Lora
-from seqpar.loading.names import random_model_of
+from seqpar.loading.names import errors_only, random_model_of
+from seqpar.loading.schedulers import known
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
@@ -23,13 +24,19 @@ from seqpar.pipelines.protocol import GenerationRequest, Job, Source
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences
-from seqpar.serve.messages import ImageRequest, ServedModel, VideoFacts
+from seqpar.serve.messages import IMAGE, MOST_STEPS, TEXT, ImageRequest, ServedModel, Takes, VideoFacts
+from seqpar.serve.rules import SLOW_S
 from seqpar.transformer.calibration import Precision
 
 EXAMPLE = 256  # pixels along a side of the image that a model is planned with if it requires one
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
 LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
-SLOW_S = 60.0  # a step that is predicted to take less is never rejected: predictions are no measurements
+POWERS, HALVED = range(-6, 16), 5  # of the area of sizes that are predicted; the limit is within 2 % of it
+FEW_STEPS = range(1, 6)  # some schedulers make no fewer than the last
+TAKES_NO = re.compile(r"takes no \w+$")
+TRIED = {"negative_prompt": "a", "guidance": 2.0, "true_guidance": 2.0, "strength": 0.5, "fps": 24}  # fields alone
+FLAG = re.compile(r"--([a-z][a-z-]*)")
+FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpar sample` with another name in the API
 SUFFIX = ".safetensors"
 LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -101,6 +108,11 @@ class CheckedModel:
 
     def job(self, request: ImageRequest, images: Sequence[Picture]) -> Job:
         """The checked job of a request; ValueError if it does not fit the model."""
+        job = self.source.check(self._order(request, images))
+        check_step(request, self.plan, job.load, self.room)
+        return job
+
+    def _order(self, request: ImageRequest, images: Sequence[Picture]) -> GenerationRequest:
         is_classes = self.source.takes == "classes"
         order = GenerationRequest(
             self.name,
@@ -122,23 +134,20 @@ class CheckedModel:
             park=self.example.request.park,
             preset=request.preset,
         )
-        if request.steps is not None:
-            order = replace(order, steps=request.steps)
-        job = self.source.check(order)
-        check_step(request, self.plan, job.load, self.room)
-        return job
+        return order if request.steps is None else replace(order, steps=request.steps)
 
-    def facts(self, size: tuple[int, int]) -> ServedModel:
-        """The model as the API describes it. size: of its images by default."""
-        source = self.source
+    def facts(self, size: tuple[int, int], takes_size: Fits = lambda size: True) -> ServedModel:
+        """The model as the API describes it, with what it takes. size: of its images by default.
+
+        takes_size: whether the loaded pipeline takes a size. What it takes is found by its own check of requests.
+        """
+        source, video = self.source, self.video
 
         def fits(other: tuple[int, int]) -> bool:
-            try:
-                self.job(ImageRequest("", self.name, self.prompt, size=other), self.input_images)
-            except ValueError:
-                return False
-            return True
+            return self.why_not({"size": other}, self.input_images) is None and takes_size(other)
 
+        with errors_only(diffusers.utils.logging):  # of settings that schedulers change
+            schedulers = schedulers_of(source)
         return ServedModel(
             self.name,
             "classes" if source.takes == "classes" else "texts",
@@ -148,17 +157,103 @@ class CheckedModel:
             self.plan.ms / 1e3,
             source.class_names,
             tuple(self.loras.by_name),
-            source.takes_images,
-            source.needs_image,
-            self.video,
-            sizes_near(size, fits) if self.video is None and not source.needs_image else (),
-            unit_of(size, fits),
-            tuple(name for name in dir(diffusers) if name.endswith("Scheduler")),
-            source.class_labels,
+            video,
+            sizes_near(size, fits) if video is None and not source.needs_image else (),
+            unit := unit_of(size, fits),
+            schedulers,
+            (self._least_steps, MOST_STEPS),
+            {number: tuple(names) for number, names in source.class_labels.items()},
             self.precision,
             self.example.request.cache,
-            {name: preset.steps for name, preset in source.presets.items()},
+            {name: preset.steps for name, preset in source.presets.items() if not self.why_not({"preset": name})},
+            self._takes(),
+            *self._loads(size, unit),
         )
+
+    def why_not(self, fields: Mapping[str, Any], images: Sequence[Picture] = ()) -> str | None:
+        """Why the model's own check refuses these fields of a request; None if it takes them."""
+        try:
+            self.job(ImageRequest("", self.name, self.prompt, **fields), images or self.input_images)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @property
+    def _least_steps(self) -> int:
+        return next((steps for steps in FEW_STEPS if not self.why_not({"steps": steps})), 1)
+
+    def _takes(self) -> dict[str, Takes]:
+        """What the model takes by what requests start from: each field is tried alone."""
+        kinds = {TEXT: (), IMAGE: example_images(self.source.takes_images)}
+        if self.source.needs_image:
+            del kinds[TEXT]
+        kinds = {kind: images for kind, images in kinds.items() if kind == TEXT or images}
+        return {kind: self._fields(images) for kind, images in kinds.items() if self.why_not({}, images) is None}
+
+    def _fields(self, images: Sequence[Picture]) -> Takes:
+        reasons = {name: self.why_not({name: value}, images) for name, value in TRIED.items()}
+        both = {"negative_prompt": TRIED["negative_prompt"], "true_guidance": TRIED["true_guidance"]}
+        beside = {"negative_prompt": "true_guidance"} if reasons["negative_prompt"] else {}
+        beside = beside if beside and self.why_not(both, images) is None else {}
+        refused = {name: self._reason(text) for name, text in reasons.items() if text and name not in beside}
+        return Takes(refused, bool(images) and self.why_not({}, (*images, *images)) is None, beside)
+
+    def _reason(self, text: str) -> str:
+        # without the flag before it and the advice after it; "" where it says nothing more
+        reason = (text.partition(f"--model {self.name}: ")[2] or text).partition(";")[0]
+        return "" if TAKES_NO.search(reason) else in_fields(reason)
+
+    def _loads(self, size: tuple[int, int], unit: int) -> tuple[tuple[tuple[int, float], ...], int | None]:
+        """`ServedModel.loads` and `limit`, of sizes in the default's shape whose area doubles."""
+        ranking, frames = self.plan.ranking, 1 if self.video is None else self.video.frames
+
+        def run(power: float) -> tuple[int, float, bool]:
+            """Pixels, seconds of a step, and whether memory suffices, for the default's area times 2^power."""
+            height, width = (max(unit, round(side * 2 ** (power / 2) / unit) * unit) for side in size)
+            order = self._order(ImageRequest("", self.name, self.prompt, size=(height, width)), self.input_images)
+            step = predict(ranking.work, self.source.check(order).load, self.plan.layout, ranking.rates)
+            return height * width * frames, step.ms / 1e3, step.too_big(self.room) is None
+
+        loads = list[tuple[int, float]]()
+        if not all(size) or self.example.why_not_planned is not None:
+            return (), None
+        try:
+            for power in POWERS:
+                pixels, seconds, fits = run(power)
+                if not fits:
+                    low, high = float(power - 1), float(power)
+                    for _ in range(HALVED):
+                        middle = (low + high) / 2
+                        low, high = (middle, high) if run(middle)[2] else (low, middle)
+                    return tuple(loads), run(high)[0]
+                loads.append((pixels, seconds))
+        except ValueError:  # a size that the pipeline does not make; others are checked when their turn comes
+            pass
+        return tuple(loads), None
+
+
+def in_fields(text: str) -> str:
+    """A message of `seqpar sample` for clients: on one line, with fields of the API in place of flags."""
+    named = FLAG.sub(lambda flag: FIELDS.get(flag[1], flag[1].replace("-", "_")), text)
+    return " ".join(named.split())
+
+
+def schedulers_of(source: Source) -> dict[str, tuple[int, int]]:
+    """The least and most steps of each scheduler that fits a model."""
+
+    def made(name: str, steps: int) -> Any:
+        try:
+            return source.schedule(name, steps)
+        except ValueError:
+            return None
+
+    found = dict[str, tuple[int, int]]()
+    for name in known():
+        if (scheduler := made(name, FEW_STEPS[-1])) is not None:
+            limits = map(scheduler.config.get, ("num_train_timesteps", "original_inference_steps"))
+            least = next(steps for steps in FEW_STEPS if made(name, steps) is not None)
+            found[name] = least, min((MOST_STEPS, *filter(None, limits)))
+    return found
 
 
 def example_images(needed: bool) -> tuple[Picture, ...]:
@@ -180,7 +275,7 @@ def _video_facts(job: Job) -> VideoFacts | None:
     frames = job.frames
     if frames is None:
         raise ValueError(f"the files of {job.request.model} do not state a number of frames; serve another model")
-    return VideoFacts(job.fps, frames.usual, frames.unit)
+    return VideoFacts(job.fps, frames.usual, frames.unit, frames.least, frames.most)
 
 
 # sizes ---------------------------------------------------------------------------------------------------------------

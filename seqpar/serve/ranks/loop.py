@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,22 +37,22 @@ from seqpar.serve.messages import (
     ImageResult,
     Partial,
     Ready,
+    ServedModel,
     Step,
     ToServer,
     VideoResult,
     size_of,
 )
-from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, loras_in
+from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, in_fields, loras_in
 from seqpar.serve.ranks.link import ServerLink
 from seqpar.serve.ranks.preview import Previews, Watch
+from seqpar.serve.rules import why_not
 from seqpar.transformer.calibration import Precision
 
 MARGIN = 1 << 16  # bytes of a message besides the file of a video
 IDLE_S = 60.0  # after which idle ranks exchange a message, so that no wait for a request reaches a deadline
 AUTO = "auto"  # as a size: the model's own
 WARM_STEPS = 4  # the second call of a shape is captured
-FLAG = re.compile(r"--([a-z][a-z-]*)")
-FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpar sample` with another name in the API
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,18 @@ class LoadedModel:
         """Load the weights. Collective."""
         self._checked = checked
         self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
-        self.facts = checked.facts(checked.example.default_pixels)
+        self.facts = ranks.on_rank_0(self._facts, ServedModel)
+
+    def _facts(self) -> ServedModel:
+        checked, model = self._checked, self._model
+        default = checked.example.default_pixels
+
+        def takes(size: tuple[int, int]) -> bool:
+            request = ImageRequest("", checked.name, checked.prompt, size=size)
+            return model.takes(checked.job(request, checked.input_images))
+
+        # a pipeline that refuses its own size, which fewer arguments can make it do, says nothing of others
+        return checked.facts(default, takes if all(default) and takes(default) else lambda size: True)
 
     def make(
         self,
@@ -111,9 +121,9 @@ class LoadedModel:
             if not done:  # decoding begins
                 ends("steps")
 
+        if (refusal := why_not(self.facts, request)) is not None:
+            raise ValueError(refusal.text)
         job = self._model.mesh.on_all_ranks(lambda: self._checked.job(request, images))
-        if request.loras and not self._checked.loras.by_name:
-            raise ValueError(f"model {request.model} has no LoRAs; leave lora out")
         if self._model.mesh.on_all_ranks(lambda: self._model.switch_loras(request.loras)):  # it may read files
             ends("lora")
         estimates = None if watch is None else watch(job.pixels)
@@ -279,12 +289,6 @@ def _answer(served: Served, request: ImageRequest) -> None:
         served.send(Failed(request.id, why, in_fields(str(error))))
     if served.link is not None:
         served.link.forget(request.id)
-
-
-def in_fields(text: str) -> str:
-    """A message of `seqpar sample` for clients: on one line, with fields of the API in place of flags."""
-    named = FLAG.sub(lambda flag: FIELDS.get(flag[1], flag[1].replace("-", "_")), text)
-    return " ".join(named.split())
 
 
 def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:

@@ -1,0 +1,159 @@
+"""What a model takes: one function, by the data of `ServedModel`, decides in the API server and on the ranks.
+
+The API server asks it before a request is queued; so a wrong one is refused at once, however long the queue is. No
+torch import.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from seqpar.serve.messages import ImageRequest, ServedModel
+from seqpar.types.names import class_number
+
+FEW = 5  # names that a message suggests
+SHOWN = 80  # characters of a client's text that a message quotes
+MOST_SIDE = 8192  # pixels; a message holds an image of this width and height
+SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
+OPTIONAL = ("negative_prompt", "guidance", "true_guidance", "strength", "fps")  # fields that not all models take
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model does not take a request. param: the field."""
+
+    param: str
+    text: str
+    code: str = "invalid_value"
+
+
+def why_not(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    """Why a model does not take a request, as far as is known without its files; None if it does."""
+    rules = (_inputs, _fields, _class, _loras, _sampling, _size, _frames, _load)
+    return next((refusal for rule in rules if (refusal := rule(model, request)) is not None), None)
+
+
+def _inputs(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    takes = model.takes.get(request.inputs)
+    if takes is None:
+        text = "takes no images" if request.images else "requires an image"
+        return Refusal("image", f"model {model.name} {text}")
+    if len(request.images) > 1 and not takes.several:
+        return Refusal("image", f"model {model.name} takes one image, got {len(request.images)}; send one")
+    return None
+
+
+def _fields(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    takes = model.takes[request.inputs]
+    given = [name for name in OPTIONAL if getattr(request, name) is not None]
+    for name in given:
+        if name in takes.refused:
+            reason = f": {takes.refused[name]}" if takes.refused[name] else ""
+            return Refusal(name, f"model {model.name} takes no {name}{reason}; leave it out")
+        if (other := takes.beside.get(name)) is not None and (getattr(request, other) or 0.0) <= 1:
+            return Refusal(name, f"{name} has no effect on model {model.name} without {other} over 1; add it")
+    return None
+
+
+def _class(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    if not model.labels:
+        return None
+    try:
+        class_number(request.prompt, model.labels)
+    except ValueError as error:
+        text = str(error).replace(repr(request.prompt), repr(request.prompt[:SHOWN]))
+        return Refusal("prompt", text)
+    return None
+
+
+def _loras(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    names = [name for name, _ in request.loras]
+    if {*names} <= {*model.loras} and len({*names}) == len(names):
+        return None
+    available = f"use some of {', '.join(model.loras)}, each once" if model.loras else f"{model.name} has none"
+    return Refusal("lora", f"unknown or repeated lora; {available}", "unknown_lora")
+
+
+def _sampling(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    name, preset, steps = request.scheduler, request.preset, request.steps
+    if preset is not None and preset not in model.presets:
+        advice = f"use {' or '.join(model.presets)}" if model.presets else f"{model.name} has none"
+        return Refusal("preset", f"preset {preset[:SHOWN]!r} is unknown; {advice}")
+    if preset is not None and (steps is not None or name is not None):
+        return Refusal("preset", "preset sets steps and scheduler; leave it or them out")
+    if name is not None and name not in model.schedulers:
+        fitting = _like(name, model.schedulers) or tuple(model.schedulers)
+        advice = f"use {', '.join(fitting[:FEW])}, or leave" if fitting else "leave"
+        return Refusal("scheduler", f"scheduler {name!r} does not fit model {model.name}; {advice} it out")
+    least, most = model.own if name is None else model.schedulers[name]
+    if steps is not None and not least <= steps <= most:
+        of = f"model {model.name}" if name is None else name
+        return Refusal("steps", f"got steps {steps}, expected {least} to {most} with {of}")
+    return None
+
+
+def _size(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    size, unit = request.size, model.unit
+    if size is None or not any(side % unit for side in size):
+        return None
+    below = [max(1, side // unit) * unit for side in size]
+    above = [min(-(-side // unit), MOST_SIDE // unit) * unit for side in size]
+    nearest = dict.fromkeys(f"{width}x{height}" for height, width in (below, above))
+    text = f"size {size[1]}x{size[0]} is not divisible by {unit}; nearest: {', '.join(nearest)}"
+    return Refusal("size", text)
+
+
+def _frames(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    frames, facts = request.frames, model.video
+    if frames is None:
+        return None
+    if facts is None:
+        return Refusal("frames", f"model {model.name} generates images, no videos")
+    if frames < facts.least or (facts.most is not None and frames > facts.most):
+        return Refusal("frames", f"got frames {frames}, expected {facts.least} to {facts.most} of model {model.name}")
+    if frames % facts.unit == facts.frames % facts.unit:
+        return None
+    text = f"got frames {frames}, expected {facts.frames % facts.unit} more than a multiple of {facts.unit}"
+    return Refusal("frames", f"{text}, such as {nearest_frames(frames, facts.frames, facts.unit)}")
+
+
+def _load(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    """By memory, and by the time of one step: runs stop between steps, so that it must end before the deadline."""
+    size, frames = request.size or model.size, 1 if model.video is None else request.frames or model.video.frames
+    pixels, param = size[0] * size[1] * frames, "frames" if request.size is None and model.video else "size"
+    if not model.loads or not pixels:
+        return None
+    smaller = "request a smaller size" if model.video is None else "request a smaller size or fewer frames"
+    if model.limit is not None and pixels >= model.limit:
+        return Refusal(param, f"the request needs more memory than the server has for model {model.name}; {smaller}")
+    step_s, limit_s = predicted_s(model.loads, pixels), request.deadline_s
+    if limit_s is not None and step_s > max(limit_s, SLOW_S):
+        text = f"one step is predicted to take {step_s:.0f} s, but {limit_s:.0f} s remain before the deadline"
+        return Refusal(param, f"{text}; {smaller}")
+    return None
+
+
+def predicted_s(loads: tuple[tuple[int, float], ...], pixels: int) -> float:
+    """Seconds of a step for so many pixels, on the line between the loads next to it."""
+    index = bisect_left(loads, pixels, key=lambda load: load[0])
+    if index in (0, len(loads)):
+        return loads[min(index, len(loads) - 1)][1]
+    (few, short_s), (many, long_s) = loads[index - 1], loads[index]
+    return short_s + (long_s - short_s) * (pixels - few) / (many - few)
+
+
+def nearest_frames(frames: int, usual: int, unit: int) -> int:
+    """The number of frames closest to this one that a model makes. usual, unit: as in `VideoFacts`."""
+    rest = usual % unit
+    near = round((frames - rest) / unit) * unit + rest
+    return near if near > 0 else near + unit
+
+
+def _like(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The known names that are most like this one, without the word that all schedulers end in."""
+    stems = {other.lower().removesuffix("scheduler"): other for other in known}
+    alike = get_close_matches(name.lower().removesuffix("scheduler"), stems, n=FEW, cutoff=0.5)
+    return tuple(stems[stem] for stem in alike)

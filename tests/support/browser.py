@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 from collections.abc import Callable, Generator
@@ -18,6 +17,15 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 LIMIT_S = 60.0  # for what takes milliseconds unless the machine is busy
 PROGRAMS = ("chromium", "chromedriver")
+SAVED = "saved"  # a folder in that of a browser's profile
+PIXELS = """
+const image = document.getElementById("picture"), canvas = document.createElement("canvas");
+[canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+if (image.hidden || canvas.width === 0) return [];
+const context = canvas.getContext("2d");
+context.drawImage(image, 0, 0);
+return [...context.getImageData(0, 0, canvas.width, canvas.height).data].filter((_, index) => index % 4 < 3);
+"""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 
 
@@ -35,18 +43,22 @@ def browser(folder: Path) -> Generator[Chrome]:
     for flag in (*FLAGS, f"--user-data-dir={os.fspath(folder)}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.add_experimental_option("prefs", {"download.default_directory": os.fspath(folder / SAVED)})
     with Chrome(options, Service(driver)) as started:
         yield started
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page in a browser."""
+    """The page in a browser. folder: of its profile."""
 
     driver: Chrome
+    folder: Path
 
     def open(self, url: str) -> None:
-        """Open the page of a server and wait for its form."""
+        """Open the page of a server, of which the browser remembers nothing, and wait for its form."""
+        self.driver.get("about:blank")
+        self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "all"})
         self.driver.get(url)
         self.until(lambda: self.shows("form"))
 
@@ -77,20 +89,37 @@ class Page:
         self["prompt"].send_keys(Keys.ENTER)
 
     def make(self, prompt: str, **texts: object) -> None:
-        """Fill fields, press Enter, and wait for the image."""
+        """Fill fields, press Enter, and wait for the image or video."""
         count = len(self.history)
         self.ask(prompt, **texts)
-        self.until(lambda: len(self.history) == count + 1 and self.shows("made"))
+        self.until(lambda: len(self.history) > count and not self.jobs)
+
+    def saved(self) -> bytes:
+        """The file of the result in the frame, by its link."""
+        file = self.folder / SAVED / str(self["save"].get_attribute("download"))
+        file.unlink(missing_ok=True)
+        self["save"].click()
+        self.until(file.exists)  # it appears whole
+        return file.read_bytes()
 
     @property
-    def file(self) -> bytes:
-        """The file of the image in the frame; empty if there is none."""
-        return base64.b64decode((self["picture"].get_attribute("src") or "").partition(";base64,")[2])
+    def pixels(self) -> bytes:
+        """The image in the frame as rows of RGB bytes; empty if there is none."""
+        return bytes(self.driver.execute_script(PIXELS))
 
     @property
     def history(self) -> list[WebElement]:
-        """The buttons of the images of this visit, newest first."""
+        """The buttons of results, newest first."""
         return self["history"].find_elements("tag name", "button")
+
+    @property
+    def jobs(self) -> list[str]:
+        """Texts of the queue, a prompt and what is said of it each."""
+        return self.driver.execute_script("return [...document.querySelectorAll('#jobs li')].map((x) => x.innerText)")
+
+    def press(self, text: str, prompt: str) -> None:
+        """Press a button of a prompt in the queue."""
+        self["jobs"].find_element("css selector", f"[aria-label='{text}: {prompt}']").click()
 
     def messages(self) -> list[dict[str, Any]]:
         return self.driver.get_log("browser")

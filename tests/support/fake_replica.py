@@ -4,11 +4,13 @@ A prompt is words that say what to do: `wait` (until cancelled), `hold NAME` (un
 `die-once NAME`, `deaf` (ignores cancellations), `mistake`, `failure`, `short` (too few bytes), `nonsense` (malformed
 message). Received messages are appended to the file `heard` of the folder FAKE_FOLDER, a line of JSON each. Previews
 follow the first step, before the prompt is obeyed; they have a quarter of the sides. The file of a video is no mp4, but
-the bytes of an image; an edit is the last input image, or with the prompt `drawn` a new one.
+the bytes of an image, unless the prompt is `film`; an edit is the last input image, or with the prompt `drawn` a new
+one.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -90,6 +92,25 @@ def preview_of(seed: int, index: int, height: int, width: int) -> tuple[int, int
     return *small, pixels_of(seed + 100 * (index + 1), *small)
 
 
+def film(frames: int, height: int, width: int) -> bytes:
+    """An mp4 with sound, which a browser can play."""
+    import av  # not needed by other prompts
+    import numpy as np
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        video, sound = out.add_stream("libx264", int(VIDEO.fps)), out.add_stream("aac", 8000, layout="mono")
+        video.width, video.height, video.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            image = np.full((height, width, 3), 20 * index % 256, np.uint8)
+            out.mux(video.encode(av.VideoFrame.from_ndarray(image)))
+        tone = np.sin(np.arange(8000, dtype=np.float32))[None]
+        samples = av.AudioFrame.from_ndarray(tone, "fltp", "mono")
+        samples.sample_rate = 8000
+        out.mux([*video.encode(), *sound.encode(samples), *sound.encode()])
+    return file.getvalue()
+
+
 class Fake:
     """The connection, and the ids of cancelled requests."""
 
@@ -159,7 +180,8 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
     for index in range(2, steps + 1):
         fake.send(Step(order.id, index, steps))
     if FACTS[order.model].get("video") is not None:
-        frames, file = order.frames or VIDEO.frames, pixels_of(order.seed, height, width)
+        frames = order.frames or VIDEO.frames
+        file = film(frames, height, width) if order.prompt == "film" else pixels_of(order.seed, height, width)
         return VideoResult(
             order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0}, (), (3, steps)
         )

@@ -23,7 +23,7 @@ from seqpar.serve.api.videos import add_videos
 from seqpar.serve.messages import ServedModel
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-PACKAGE, PAGE = "seqpar.serve.api", "page.html"
+PACKAGE, PAGE, PARTS = "seqpar.serve.api", "page.html", ("page.css", "page.js")
 
 
 def create_app(server: ApiServer, keys: ApiKeys | None, hosts: frozenset[str]) -> ASGIApp:
@@ -49,10 +49,12 @@ def create_app(server: ApiServer, keys: ApiKeys | None, hosts: frozenset[str]) -
 async def page() -> Response:
     """The page for browsers, the same for everyone: it asks for the key itself, and uses the same routes as clients.
 
-    Its policy allows the script and style in the file, by their hashes, and nothing else: no script that arrives in a
-    prompt or a name, no other host, no frame around it.
+    Its policy allows its own script and style, by their hashes, and nothing else: no script that arrives in a prompt or
+    a name, no other host, no frame around it.
     """
-    text = (files(PACKAGE) / PAGE).read_text(encoding="utf-8")
+    text, *parts = ((files(PACKAGE) / name).read_text(encoding="utf-8") for name in (PAGE, *PARTS))
+    for name, part in zip(PARTS, parts, strict=True):
+        text = text.replace(f">{name}<", f">{part}<")
 
     def hash_of(tag: str) -> str:
         (content,) = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
@@ -62,7 +64,8 @@ async def page() -> Response:
         "default-src": "'none'",
         "script-src": hash_of("script"),
         "style-src": hash_of("style"),
-        "img-src": "data:",
+        "img-src": "blob: data:",  # blob: the page's own objects; data: its icon
+        "media-src": "blob:",
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -88,9 +91,10 @@ async def file(name: str, server: Server, key: Key) -> Response:
     return response
 
 
-async def models(server: Server) -> dict[str, Any]:
-    """List the loaded models."""
-    return {"object": "list", "data": [_model(model, server.started) for model in server.facts.models]}
+async def models(server: Server, key: Key) -> dict[str, Any]:
+    """List the loaded models, and tell the name of the client's key."""
+    data = [_model(model, server.started) for model in server.facts.models]
+    return {"object": "list", "data": data, "seqpar": {"key": key}}
 
 
 async def jobs(server: Server, key: Key) -> dict[str, Any]:
@@ -140,6 +144,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "edits": model.edits,
         "needs_picture": model.needs_picture,
         "size": f"{width}x{height}" if width else "auto",
+        "size_unit": model.unit,
         "steps": model.steps,
         "layout": model.layout,
         "sizes": [f"{wide}x{high}" for high, wide in model.sizes],

@@ -156,7 +156,8 @@ async def events(
                 last_place = place
                 yield encode_event("seqpar.queued", position=place, estimated_s=queue.estimate_s(job))
             case Stepped(image, step, steps) if with_steps:
-                yield encode_event("seqpar.step", picture=image, step=step, steps=steps)
+                rest_s = queue.estimate_s(job)
+                yield encode_event("seqpar.step", picture=image, step=step, steps=steps, estimated_s=rest_s)
             case PreviewMade(image, index, size, file) if (image, index) not in previews:
                 previews.add((image, index))
                 fields = _image_fields(job, image, size, file)

@@ -281,7 +281,7 @@ def test_the_lines_to_copy_make_the_same_image(page: Page, front: Running, tmp_p
 
 
 def test_an_edit_takes_files_and_results_and_its_lines_work(page: Page, front: Running, tmp_path: Path) -> None:
-    file = tmp_path / "it's \"odd\", a;b.png"
+    file = tmp_path / 'it\'s "odd", a;b.png'
     file.write_bytes(file_of())
     page.choose("model", "editor")
     assert values(page, "size") == ["16x24"]

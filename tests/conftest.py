@@ -9,19 +9,29 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import settings
 
 from tests.support.forked_workers import fork_workers
 from tests.support.garbage import SELDOM, imported
-from tests.support.pool import Pool, give_back, quicken
 
-DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use a GPU; without a driver torch is not imported, which takes seconds."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if has_gpu() else "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
-    quicken()
 
 # nohup ignores SIGHUP, a shell's background job SIGINT and SIGQUIT, and processes that tests start inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -30,19 +40,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # as `seqpar` sets it for its ranks; a forked rank has the setting of the server that has imported torch
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-settings.register_profile("seqpar", deadline=None)  # an example takes long on a busy machine, whatever it computes
-settings.load_profile("seqpar")
 
 # rates measured on this machine must not influence the tests
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
 
 # Triton exists on Linux only, and nothing launches its kernels elsewhere
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare what runs tests; a process whose workers run them imports nothing of it."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    import torch
+    from hypothesis import settings
+
+    from tests.support.pool import quicken
+
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        quicken()
+    settings.register_profile("seqpar", deadline=None)  # an example takes long on a busy machine, whatever it computes
+    settings.load_profile("seqpar")
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +79,8 @@ def signals() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Return the pool of ranks of all tests: gloo on the CPU, NCCL with one rank a GPU."""
+    from tests.support.pool import Pool
+
     pool = Pool(DEVICE)
     yield pool
     pool.close()
@@ -64,6 +88,8 @@ def ranks() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def _memory_for_others() -> Iterator[None]:
+    from tests.support.pool import give_back
+
     yield
     give_back()
 
@@ -96,10 +122,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Fork the workers; on a machine with GPUs a forked process could not use them."""
-    if not torch.cuda.is_available():
-        fork_workers()
+    if not has_gpu():
+        fork_workers(config.args)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,7 +143,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Workers take the files in this order, a file each, so that a file's fixtures are made once. Files with a slow test
     come first, because no worker may begin one when the others have nothing left to do.
     """
-    gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
+    gpus = _gpus() if DEVICE == "cuda" else None
     left_out = [item for item in items if DEVICE != "cuda" and item.get_closest_marker("gpu")]
     left_out += [item for item in items if gpus is not None and _world(item) > gpus]
     config.hook.pytest_deselected(items=left_out)
@@ -128,6 +154,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {path: index for index, path in enumerate(paths)}
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     items.sort(key=lambda item: (0 if alone else files[item.path], _world(item)))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _world(item: pytest.Item) -> int:

@@ -26,7 +26,7 @@ from seqpar.mesh.mesh import Mesh, gathered
 from seqpar.mesh.watch import Deadlines
 from tests.mesh.test_messages import Bomb
 from tests.support.meshes import comes
-from tests.support.pool import PRELOADED
+from tests.support.server import PRELOADED
 
 KIND = tuple[int, float, list[str]]
 ENDS_S = 60.0  # within which a job must end, on a busy machine too

@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist on CPUs, forked from the server of ranks: torch and diffusers are imported once for all.
+"""Workers of pytest-xdist on CPUs, forked from the server of ranks: torch, diffusers and tests are imported once.
 
 Else each worker and each worker's server would import them, which takes some ten seconds of CPU time.
 """
@@ -6,9 +6,11 @@ Else each worker and each worker's server would import them, which takes some te
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
@@ -17,20 +19,18 @@ from typing import Any
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import Popen2IOMaster
 
-from tests.support.pool import server
-
-# what several files of tests import, besides what ranks do
-MODULES = ("openai", "seqpar.serve.api.server", "seqpar.serve.ranks.loop", "launch.bench", "selenium.webdriver")
+from tests.support.collected import FILES
+from tests.support.server import server
 
 
-def fork_workers() -> None:
-    """Let execnet fork the processes that it starts from now on."""
+def fork_workers(paths: Sequence[str]) -> None:
+    """Let execnet fork the processes that it starts from now on. paths: pytest's arguments, the tests to run."""
     files = {number: os.dup(number) for number in (1, 2)}
     with open(os.devnull, "w") as nowhere:
         for number in files:  # what ranks print, as where pytest captures it, and Python's tracker of semaphores
             os.dup2(nowhere.fileno(), number)
     try:
-        server(*MODULES)
+        server("tests.support.collected", environment={FILES: json.dumps([*paths])})
     finally:
         for number, file in files.items():
             os.dup2(file, number)

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -140,6 +140,7 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)  # its values are never read
 
 
+@cache
 def launches() -> dict[str, Launch]:
     """Return launches of every kernel in its tile: every row of the table of tests, and what single kernels do."""
     images = [{"shape": (1, width, 64, 64), "last": last} for width, last in ((96, True), (384, False))]

@@ -17,7 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from seqpar.mesh.processes import close
 from tests.support.garbage import SELDOM
+from tests.support.server import server
 
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
-PRELOADED = ["tests.support.preloaded"]  # what the server of CPU ranks imports
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 
 
@@ -109,23 +109,9 @@ class Pool:
             return False, f"rank {rank} died"
 
 
-def server(*modules: str) -> Any:
-    """Return the context whose processes are forked from a server; start it first, from the main thread.
-
-    modules: what it imports besides, if it does not run yet.
-    The server sees no GPU: importing diffusers may initialise CUDA, and a fork of that would know of GPUs, whatever its
-    own environment says, and could not use them.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *modules])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        forkserver.ensure_running()
-    return context
-
-
+@cache
 def quicken() -> None:
-    """Make the interpreter of kernels faster in this process, where Triton exists."""
+    """Make the interpreter of kernels faster in this process and its forks, where Triton exists."""
     if importlib.util.find_spec("triton"):
         from tests.support.interpreter import (  # here, because Triton must load after its variable is set
             keep_language,

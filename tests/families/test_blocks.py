@@ -31,7 +31,7 @@ from seqpar.kernels import adaln, prepare
 from seqpar.transformer import blocks as adopt
 from seqpar.transformer.attention import ShardedAttention
 from seqpar.transformer.blocks import NO_ROOM, BlockHook, FusedBlocks
-from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, kept, moved, random, residuals, short_truth
+from tests.support.diffusers_tiny import MODELS, Tiny, as_built, few, flat, kept, moved, random, residuals, short_truth
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
@@ -156,18 +156,17 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert 0 < error(*(one_rank(kept(name, device), tiny.arguments(device), on) for on in (True, False))) < ROUNDED
     given, errors = cast(tiny.arguments(device), torch.float64, torch.bfloat16), {True: 0.0, False: 0.0}
     for seed in range(2):
-        narrow = {key: x.bfloat16() for key, x in tiny.build(seed).to(device).named_parameters()}
-        exact = tiny.build(seed).to(device)
-        for key, x in exact.named_parameters():
+        module = tiny.build(seed).to(device)
+        narrow = {key: x.bfloat16() for key, x in module.named_parameters()}
+        for key, x in module.named_parameters():
             x.copy_(narrow[key])
         wide = cast(given, torch.bfloat16, torch.float64)
-        wanted = tiny.whole(exact, wide, device)
+        wanted = tiny.whole(module, wide, device)
+        for key, x in module.named_parameters():
+            stays = any(word in key for word in module._keep_in_fp32_modules or ())
+            x.data = narrow[key].float() if stays else narrow[key]
         for on in errors:
-            module = tiny.build(seed).to(device)
-            for key, x in module.named_parameters():
-                stays = any(word in key for word in module._keep_in_fp32_modules or ())
-                x.data = narrow[key].float() if stays else narrow[key]
-            errors[on] += rms(one_rank(module, given, on), wanted)
+            errors[on] += rms(one_rank(as_built(module), given, on), wanted)
     assert errors[True] <= 1.1 * errors[False], errors
 
 

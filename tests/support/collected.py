@@ -5,8 +5,11 @@ A file that cannot be imported is tried again, and reported, by the workers.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import re
 
 import pytest
 
@@ -21,6 +24,19 @@ class OnlyImports:
         return []
 
 
+def import_classes() -> None:
+    """Import the parts of the tests' pipelines, which diffusers and transformers import when they are asked for."""
+    importlib.import_module("functorch.compile")  # torch.compile's first call does so
+    sources = (inspect.getsource(importlib.import_module(f"tests.support.{name}")) for name in ("modular", "pipelines"))
+    names = {name for source in sources for name in re.findall(r"\b[A-Z]\w+", source)}
+    for library in map(importlib.import_module, ("diffusers", "transformers")):
+        for name in names:
+            getattr(library, name, None)
+
+
 if FILES in os.environ:
+    paths = json.loads(os.environ.pop(FILES))
     flags = ("--collect-only", "-qq", "-s", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faulthandler")
-    pytest.main([*flags, *json.loads(os.environ.pop(FILES))], [OnlyImports()])
+    pytest.main([*flags, *paths], [OnlyImports()])
+    if any(map(os.path.isdir, paths)):
+        import_classes()

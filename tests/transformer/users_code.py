@@ -143,19 +143,16 @@ H3 = "minimax_h3"  # cut by diffusers' own plan here
 BLOCKS = {
     # some blocks wrapped and others not: the cuts' pattern still matches the others
     **{f"held in {name}": Case(name, wrapped(Held)) for name in ("flux", "sd3_dual", "wan", "qwen", "pixart", H3)},
-    **{f"all held in {name}": Case(name, wrapped(Held, slice(None))) for name in ("flux", H3)},
-    **{f"a partial in {name}": Case(name, by_partial) for name in ("flux", H3)},
+    "all held in flux": Case("flux", wrapped(Held, slice(None))),
+    "a partial in flux": Case("flux", by_partial),
     **{f"inserted into {name}": Case(name, inserted(name)) for name in ("flux", H3)},
     **{f"removed from {name}": Case(name, lambda m: blocks_of(m).pop(0)) for name in ("pixart", H3)},
-    **{f"swapped in {name}": Case(name, swapped) for name in ("flux", H3)},
+    "swapped in flux": Case("flux", swapped),
     **{
         f"hidden in {name}": Case(name, wrapped(Hidden), "inside Hidden at|a wrapper must hold its block as .module")
         for name in ("flux", "wan", "qwen", "pixart", H3)
     },
-    **{
-        f"all hidden in {name}": Case(name, wrapped(Hidden, slice(None)), "inside Hidden at|a wrapper must hold")
-        for name in ("flux", H3)
-    },
+    "all hidden in flux": Case("flux", wrapped(Hidden, slice(None)), "inside Hidden at|a wrapper must hold"),
     "compiled": Case("wan", lambda module: blocks_of(module)[1].compile(backend="eager"), COMPILED),
     "compiled by a wrapper": Case("flux", wrapped(partial(torch.compile, backend="eager")), COMPILED),
     "a compiled forward": Case("pixart", compiled_forward, COMPILED),

@@ -50,13 +50,13 @@ def _cases() -> list[Any]:
     """Return (model, ranks, ways), in one job for each number of ranks.
 
     Blocks of a family give their streams to strategies in a way of their own, so that each meets each strategy. Others,
-    and further models of a class, meet three of five; two where they compute as another model of their class does.
+    and further models of a class, meet two of five; one where they compute as another model of their class does.
     """
     cases: dict[tuple[str, int], list[Way]] = {}
     first = {MODELS[name].kind: name for name in reversed(SPLIT)}
     for (turn, name), (index, strategy) in product(enumerate(SPLIT), enumerate(LAYOUTS)):
         is_first = name == first[MODELS[name].kind]
-        met = 2 if name in ALIKE and not is_first else 5 if name in FUSED and is_first else 3
+        met = 1 if name in ALIKE and not is_first else 5 if name in FUSED and is_first else 2
         if (turn + 2 * index) % 5 >= met:
             continue
         config = MODELS[name].config

@@ -129,7 +129,7 @@ def runs(rank: int, world: int, device: torch.device, layout: Layout) -> list[Ru
     return results
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, ALONE), (3, ("kv_gather", 1, 1)), (4, ("ulysses", 2, 2))])
+@pytest.mark.parametrize(("world", "layout"), [(1, ALONE), (4, ("ulysses", 2, 2))])
 def test_our_loop_estimates_what_diffusers_does(ranks: Pool, world: int, layout: Layout) -> None:
     for found in ranks.run(world, runs, layout):
         for case, (plain, watched, clean, (without, none, some)) in zip(WAYS, found, strict=True):

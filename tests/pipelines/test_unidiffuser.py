@@ -120,9 +120,7 @@ def ours(
     [
         (1, ("ulysses", 1, 1), True, 2, 8.0),
         (2, ("kv_gather", 2, 1), False, 2, 8.0),
-        (3, ("kv_first", 1, 1), True, 1, 8.0),
-        (3, ("ring", 1, 1), False, 2, 8.0),
-        (4, ("usp", 1, 1), False, 1, 1.0),
+        (3, ("kv_first", 1, 1), True, 1, 1.0),
         (4, ("ulysses", 2, 2), True, 2, 8.0),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from tests.support.pairs import covering
 
 # numpy warns in the interpreter: exp(-x) is infinite far below 0, and x / inf is the right limit
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-MANY = 85 if DEVICE == "cuda" else 21  # tokens, an odd number
+MANY = 85 if DEVICE == "cuda" else 11  # tokens, an odd number
 ROWS = {"batch": 2, "tokens": 5, "width": 1152, "pad": 0}
 FP32 = torch.float32
 VISIBLE = 0.02
@@ -402,7 +402,7 @@ def test_a_row_depends_on_neither_other_rows_nor_strides(name: str, width: int) 
     kernel = KERNELS[name]
     args = kernel.inputs(case, torch.float16)
     whole = results(kernel.launch(*args))
-    for row, some in ((slice(0, 1), slice(0, 1)), (slice(2, 3), slice(MANY - 5, MANY)), (slice(1, 2), slice(3, 20))):
+    for row, some in ((slice(0, 1), slice(0, 1)), (slice(2, 3), slice(MANY - 5, MANY)), (slice(1, 2), slice(3, MANY - 1))):
 
         def part(x: Tensor, row: slice = row, some: slice = some) -> Tensor:
             x = x[row] if x.dim() > 1 else x

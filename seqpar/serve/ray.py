@@ -59,6 +59,7 @@ EVENTS = b"text/event-stream"
 OF_ONE_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer")
 OF_RAY = (b"x-request-id", b"date")  # headers that Ray Serve adds; the id of a job is also in the body
 OF_JOB = re.compile(rb"/v1/(?:jobs|videos)/([A-Za-z0-9]+)-[^?]*(?:\?.*)?")
+FORWARDED = b"x-forwarded-for"
 NO_LORAS = "without LoRAs"
 Headers = tuple[tuple[bytes, bytes], ...]
 Parts = DeploymentResponseGenerator[Any]  # of an answer, as a replica yields them
@@ -76,6 +77,7 @@ class AppArgs(BaseModel):
     jobs: Annotated[str, Field(description="As --jobs.")]
     keys: Annotated[str | None, Field(description="As --keys.")] = None
     loras: Annotated[str | None, Field(description="As --loras.")] = None
+    trusted_proxies: Annotated[tuple[str, ...], Field(description="As --trusted-proxies, before Serve's proxy.")] = ()
     flags: Annotated[tuple[str, ...], Field(description="Further flags of `seqpar serve`.")] = ()
     program: Annotated[tuple[str, ...], Field(description="In place of `seqpar serve`.", min_length=1)] = PROGRAM
 
@@ -90,7 +92,8 @@ class AppArgs(BaseModel):
         flags: dict[str, object] = {"--gpus": self.gpus, "--ranks": self.ranks, "--host": "127.0.0.1", "--port": 0}
         flags |= {"--jobs": self.jobs, "--keys": self.keys, "--loras": self.loras}
         words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
-        return [*self.program, *self.models, *words, *self.flags]
+        proxies = ["--trusted-proxies", "127.0.0.1", *self.trusted_proxies]  # the actor is one of them
+        return [*self.program, *self.models, *words, *proxies, *self.flags]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -260,8 +263,8 @@ class RayReplica:
         return httpx.Request(method, url, headers=_passed_on(headers), content=body)
 
     async def _video_has_ended(self, id_: str, headers: Headers) -> None:
-        """Wait until a video has ended, with the key and Host of its client."""
-        client = tuple(pair for pair in headers if pair[0] in (b"authorization", b"host"))
+        """Wait until a video has ended, with the key, address and Host of its client."""
+        client = tuple(pair for pair in headers if pair[0] in (b"authorization", b"host", FORWARDED))
         request = self._request("GET", f"{VIDEOS}/{id_}".encode(), client)
         while (answer := await self._http.send(request)).is_success:
             if answer.json()["status"] not in ("queued", "in_progress"):
@@ -355,7 +358,11 @@ async def _call(request: Request) -> HttpCall:
     body = b"" if kinds is None else await read_body(kinds, request.headers, request.receive)
     query = scope["query_string"]
     raw = scope.get("raw_path") or path.encode()
-    return HttpCall(request.method, raw + (b"?" + query if query else b""), tuple(scope["headers"]), body)
+    headers = [pair for pair in scope["headers"] if pair[0] != FORWARDED]
+    before = [value for name, value in scope["headers"] if name == FORWARDED]
+    if request.client is not None:  # whom Serve's proxy has answered; without keys its address is its key
+        headers.append((FORWARDED, b", ".join([*before, request.client.host.encode()])))
+    return HttpCall(request.method, raw + (b"?" + query if query else b""), tuple(headers), body)
 
 
 class LoraField(msgspec.Struct):

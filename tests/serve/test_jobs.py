@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import openai
 import pytest
 
 from seqpar.serve.api.gate import GENERATIONS
-from seqpar.serve.api.jobs import Speeds
+from seqpar.serve.api.jobs import JobSpec, Speeds
+from seqpar.serve.messages import ImageRequest
 from tests.support.front import Running, keys_in, running, until
 
 Ask = Callable[..., Future[httpx.Response]]
@@ -59,12 +61,16 @@ def test_estimates_come_from_measured_steps(front: Running, ask: Ask) -> None:
     assert (second["state"], second["estimated_s"]) == ("queued", 2.0 * 9 + 1 + 2 * 9)
     front.release("estimates")
     assert (holding.result().status_code, waiting.result().status_code) == (200, 200)
+    small = JobSpec(ImageRequest("", "toy", "x"), "normal", 4, 0.5, 100.0)
+    large = replace(small, request=ImageRequest("", "toy", "x", size=(48, 64)), work=8.0)
     speeds = Speeds()
-    assert speeds.estimate("toy", 4, 0.5) == 2
-    speeds.measured("toy", 4, {"steps": 8.0, "decode": 1.0})
-    speeds.measured("toy", 2, {"encode": 1.0, "steps": 8.0, "decode": 2.0})
-    assert speeds.estimate("toy", 10, 0.5) == 3 * 10 + 2
-    assert speeds.estimate("other", 4, 0.25) == 1
+    assert (speeds.estimate(small, 4), speeds.estimate(large, 4)) == (2, 16)
+    speeds.measured(small, 4, {"steps": 8.0, "decode": 1.0})
+    speeds.measured(small, 2, {"encode": 1.0, "steps": 8.0, "decode": 2.0})
+    assert (speeds.estimate(small, 10), speeds.estimate(large, 10)) == (3 * 10 + 2, 8 * (3 * 10 + 2))
+    speeds.measured(large, 4, {"steps": 48.0})
+    assert (speeds.estimate(small, 10), speeds.estimate(large, 10)) == (3 * 10 + 2, 12 * 10)
+    assert speeds.estimate(replace(small, request=ImageRequest("", "other", "x")), 4) == 2
 
 
 def test_delete_cancels_running_and_waiting_jobs(front: Running, ask: Ask) -> None:

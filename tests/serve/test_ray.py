@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -48,7 +49,7 @@ def test_the_config_file_of_the_docs_is_valid() -> None:
     assert application.import_path == "seqpar.serve.ray:app"
     assert args.command[4:] == [
         *("serve", "black-forest-labs/FLUX.1-dev", "--gpus", "4", "--host", "127.0.0.1", "--port", "0"),
-        *("--jobs", "/shared/jobs", "--keys", "/shared/keys.txt"),
+        *("--jobs", "/shared/jobs", "--keys", "/shared/keys.txt", "--trusted-proxies", "127.0.0.1"),
     ]
     with pytest.raises(ValueError, match="got gpus 4 and ranks 2, expected one of them"):
         AppArgs.model_validate({**application.args, "ranks": 2})
@@ -65,6 +66,15 @@ def test_a_path_names_the_replica_of_its_job() -> None:
         b"/v1/jobs/..%2Fab-cd": None,
     }
     assert {path: HttpCall("GET", path, (), b"").owner for path in owners} == owners
+
+
+def test_a_replica_hears_the_address_of_the_client() -> None:
+    from seqpar.serve.ray import _call  # pyright: ignore[reportPrivateUsage]
+
+    headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"10.0.0.9"), (b"x-forwarded-for", b"10.0.0.8")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/jobs", "query_string": b"", "headers": headers}
+    call = asyncio.run(_call(Request({**scope, "client": ("10.0.0.7", 5)})))
+    assert call.headers == (headers[0], (b"x-forwarded-for", b"10.0.0.9, 10.0.0.8, 10.0.0.7"))
 
 
 class Dying:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -38,7 +39,7 @@ async def accept(
     spec = body.spec(model, longest_s if body.deadline_s is None else body.deadline_s, InputFiles.of(len(files)))
     check(model, spec, {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {}))
     if files:
-        spec = spec.having(await decode_inputs(server, files, param))
+        spec = spec.having(await decode_inputs(server, key, files, param))
     job = server.queue.add(request.state.id, key, spec)
     prompt = body.prompt if server.args.show_prompts else "not shown"
     facts = {"model": model.name, "count": spec.count, "frames": spec.request.frames}
@@ -46,14 +47,14 @@ async def accept(
     return job
 
 
-async def decode_inputs(server: ApiServer, files: list[bytes], param: str) -> InputFiles:
+async def decode_inputs(server: ApiServer, key: str, files: list[bytes], param: str) -> InputFiles:
     """Decode a client's files; ProblemError for other files, or if too much waits. param: their field."""
-    server.queue.check(0)  # before the work of decoding
+    server.queue.check(key, 0)  # before the work of decoding
     if server.codec.waiting >= MOST_WAITING:
         text = f"{MOST_WAITING} requests with images wait to be decoded; retry later"
         raise refused(429, "queue_full", text, retry_after="1")
     try:
-        return await server.codec.decode(files, server.queue.check)
+        return await server.codec.decode(files, partial(server.queue.check, key))
     except ValueError as error:
         raise refused(400, "invalid_picture", str(error), param) from error
     except ProcessDiedError as error:

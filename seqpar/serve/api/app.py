@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 from seqpar.serve.api import records
 from seqpar.serve.api.access import AccessLog
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
-from seqpar.serve.api.gate import EDITS, GENERATIONS, ApiKeys, Gate
+from seqpar.serve.api.gate import EDITS, GENERATIONS, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
+from seqpar.serve.api.keys import KeyFile
 from seqpar.serve.api.state import ApiServer, Key, Server, not_ready
 from seqpar.serve.api.videos import add_videos
 from seqpar.serve.messages import ServedModel
@@ -26,7 +27,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 PACKAGE, PAGE, PARTS = "seqpar.serve.api", "page.html", ("page.css", "page.js")
 
 
-def create_app(server: ApiServer, keys: ApiKeys | None, hosts: frozenset[str]) -> ASGIApp:
+def create_app(server: ApiServer, keys: KeyFile | None, hosts: frozenset[str]) -> ASGIApp:
     """The application behind its gate. /openapi.json describes it; FastAPI's own pages would load foreign scripts."""
     app = FastAPI(title="seqpar", docs_url=None, redoc_url=None)
     app.state.server = server

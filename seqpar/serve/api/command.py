@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +28,7 @@ LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "ke
 
 GROUPS = {
     "GPUs": ("gpus", "ranks"),
-    "Network": ("host", "port", "keys", "connections"),
+    "Network": ("host", "port", "keys", "trusted_proxies", "connections"),
     "Models": ("loras", "warm", "precision", "min_psnr", "cache", "park"),
     "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
     "Results": ("keep_s", "keep_bytes", "jobs"),
@@ -50,7 +51,10 @@ class ServeArgs:
     port: int = 8000
     """Port to listen at; 0 takes a free one, which the log names."""
     keys: Path | None = None
-    """API key file: one NAME:KEY per line, mode 600."""
+    """API key file, mode 600: one NAME:KEY per line, optionally followed by weight=X rate=N places=N priority=high
+    (docs/serving.md). It is read again when it changes, and on SIGHUP."""
+    trusted_proxies: Annotated[tuple[str, ...], Flag("CIDR")] = ()
+    """Addresses of reverse proxies whose X-Forwarded-For and X-Forwarded-Proto count."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit. Requests use
     NAME@TRANSFORMER where a model has several transformers."""
@@ -103,6 +107,12 @@ class ServeArgs:
             raise ValueError(f"got --port {self.port}, expected at most 65535")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(f"got --name {self.name}, expected 1 to 32 letters and digits")
+        for network in self.trusted_proxies:
+            try:
+                ip_network(network)
+            except ValueError:
+                text = f"got --trusted-proxies {network}, expected an address or a network such as 10.0.0.0/8"
+                raise ValueError(text) from None
         return replace(self, models=self.models or ("builtin", "builtin-text"))
 
     @property

@@ -41,7 +41,7 @@ class Dispatch:
         left_s = max(0.0, job.deadline - asyncio.get_running_loop().time())
         first, id_ = job.spec.request, f"{job.id}/{job.done_count}/{job.attempts}"
         request = msgspec.structs.replace(first, id=id_, seed=first.seed + job.done_count, deadline_s=left_s)
-        begun = time.time()
+        begun, begun_s = time.time(), time.monotonic()
         log.event("sent to ranks", job.id, attempt=request.id)
         try:
             answer = await self._answer(job, request, files)
@@ -49,7 +49,7 @@ class Dispatch:
             self._ranks_ended(job)
             return
         finally:
-            self.server.queue.current = None
+            self.server.queue.ran(job, time.monotonic() - begun_s)
             del pixels
         if isinstance(answer, ImageResult) and not len(answer.pixels) == 3 * answer.height * answer.width > 0:
             text = f"the ranks sent {len(answer.pixels)} bytes for an image of {answer.width}x{answer.height}"
@@ -62,7 +62,7 @@ class Dispatch:
             self.server.queue.end(job, state, of_ranks(answer.why, answer.text))
             return
         span.parts(begun, answer.parts_s)
-        self.server.queue.speeds.measured(request.model, answer.steps, answer.parts_s)
+        self.server.queue.speeds.measured(job.spec, answer.steps, answer.parts_s)
         self.server.metrics.observe(request.model, answer)
         if job.ended is None:
             index = job.done_count

@@ -7,12 +7,9 @@ that leads here is refused; an Origin must always be the server's own.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from ipaddress import ip_address
-from pathlib import Path
+from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from seqpar.serve.api.access import PROBES
 from seqpar.serve.api.errors import ProblemError, refused, short
+from seqpar.serve.api.keys import KeyFile
 
 GENERATIONS, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 JSON, FORM = "application/json", "multipart/form-data"
@@ -29,42 +27,6 @@ BODY_S = 60.0  # for a body to arrive
 OPEN = ("/", *PROBES, "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})
 NO_KEY = "missing or invalid API key; send the header Authorization: Bearer KEY"
-OTHERS = 0o077  # mode bits that let anyone but the owner access a file
-
-
-@dataclass(frozen=True)
-class ApiKeys:
-    """Names of API keys, and the SHA-256 of each key: the keys themselves are not kept."""
-
-    digests: tuple[tuple[str, bytes], ...]
-
-    def name_of(self, key: str) -> str | None:
-        """The name of a key, or None; the time that this takes does not depend on the key."""
-        name, digest = None, sha256(key.encode()).digest()
-        for other, stored in self.digests:
-            name = other if hmac.compare_digest(stored, digest) else name
-        return name
-
-
-def read_keys(path: Path) -> ApiKeys:
-    """Read a file of lines NAME:KEY; ValueError for other content, or if others can read the file."""
-    try:
-        mode, text = path.stat().st_mode, path.read_text()
-    except OSError as error:
-        raise ValueError(f"--keys {path} cannot be read: {error.strerror}") from error
-    if mode & OTHERS:
-        raise ValueError(f"--keys {path} has mode {mode & 0o777:o}, expected 600; run: chmod 600 {path}")
-    pairs: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.startswith("#"):
-            name, colon, key = (part.strip() for part in line.partition(":"))
-            if not (name and colon and key) or name in pairs or key in pairs.values():
-                # without the line itself, which may hold a key
-                raise ValueError(f"line {number} of --keys {path} is not NAME:KEY with a new name and a new key")
-            pairs[name] = key
-    if not pairs:
-        raise ValueError(f"--keys {path} has no key; add lines NAME:KEY")
-    return ApiKeys(tuple((name, sha256(key.encode()).digest()) for name, key in pairs.items()))
 
 
 @dataclass(frozen=True)
@@ -72,7 +34,7 @@ class Gate:
     """ASGI middleware. hosts: names of this server besides localhost."""
 
     app: ASGIApp
-    keys: ApiKeys | None
+    keys: KeyFile | None
     hosts: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +55,7 @@ class Gate:
         await self.app(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> str:
-        """The name of the request's key, "" where none is needed."""
+        """The name of the request's key, "" where none is needed; without keys the address of its client."""
         headers = Headers(scope=scope)
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if self.keys is None and not (len(hosts) == 1 and _host_name(hosts[0]) in OWN | self.hosts):
@@ -103,14 +65,14 @@ class Gate:
             text = f"Origin {short(origins[0])!r} is another site; only the server's own pages may send requests"
             raise refused(403, "forbidden", text)
         if self.keys is None:
-            client = scope.get("client")
-            if scope["path"] == "/metrics" and not (client is not None and is_loopback(client[0])):
+            client = address_of(scope)
+            if scope["path"] == "/metrics" and client:
                 raise refused(403, "forbidden", "a server without API keys sends /metrics to its own machine only")
-            return ""
+            return client
         if scope["path"] in OPEN:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        name = self.keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
+        name = self.keys.keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
         if name is None:
             raise refused(401, "invalid_api_key", NO_KEY, www_authenticate="Bearer")
         return name
@@ -172,6 +134,23 @@ def _is_of(origin: str, hosts: Sequence[str]) -> bool:
         return urlsplit(origin).netloc in hosts
     except ValueError:
         return False
+
+
+def address_of(scope: Scope) -> str:
+    """The client of a request: its address, of IPv6 the /64, because one client has all of it; "" for this machine.
+
+    Behind trusted proxies uvicorn has put the address here that the last of them saw.
+    """
+    host = (scope.get("client") or ("unknown",))[0]
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return "unknown"
+    if isinstance(address, IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_loopback:
+        return ""
+    return str(address if address.version == 4 else ip_network((int(address), 64), strict=False))
 
 
 def is_loopback(host: str) -> bool:

@@ -1,13 +1,15 @@
-"""The queue of jobs, bounded and by priority.
+"""The queue of jobs, bounded, fair between keys, and by priority within one.
 
-A job is one HTTP request for one or more images, or for a video. Each image is a separate request to the ranks; the
-next one always belongs to the first job by priority and arrival. So a job of high priority goes between two images of a
-low one, and nothing that runs is preempted.
+A job is one HTTP request for one or more images, or for a video. Each image is a separate request to the ranks. The
+next one belongs to the key that has had the least of the ranks for its weight (`fair`), and of this key's jobs to the
+first one by priority and arrival. So jobs go between two images of another one, and nothing that runs is preempted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,16 +20,18 @@ from typing import Any, Literal
 import msgspec
 
 from seqpar.serve.api.codec import Format, InputFiles, PixelFile
-from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError
+from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, refused
+from seqpar.serve.api.fair import FairShares
+from seqpar.serve.api.keys import PRIORITIES, KeyTerms, Priority
 from seqpar.serve.api.telemetry import Span
 from seqpar.serve.messages import ImageRequest
 
 State = Literal["queued", "running", "completed", "failed", "cancelled"]
-Priority = Literal["high", "normal", "low"]
-PRIORITIES: Mapping[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 MOST_ENDED = 1000  # jobs that have ended and are remembered
 MOST_HELD = 1 << 30  # bytes of pixels of the input images of all jobs
-MEASURED = 8  # requests of a model whose mean speed counts
+MEASURED = 8  # requests of a form whose mean speed counts
+MOST_FORMS = 256  # of requests whose speeds are remembered
+RATE_S = 60.0  # in which a key may send all the jobs of its rate at once
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ JobEvent = Literal["moved", "ended"] | Stepped | PreviewMade | ImageMade
 class JobSpec:
     """What a client requests. request: of the first image, without an id. steps: per image.
 
-    step_s: predicted seconds per step. fps: frames per second of a video, None for images. pixels: the file with the
-    pixels of the input images, until the job has ended.
+    step_s: predicted seconds per step of the model's own size and frames; work: of this request, in those. fps: frames
+    per second of a video, None for images. pixels: the file with the pixels of the input images, until the job has
+    ended.
     """
 
     request: ImageRequest
@@ -77,6 +82,16 @@ class JobSpec:
     count: int = 1
     how: Format = field(default_factory=Format)
     fps: float | None = None
+    work: float = 1.0
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What the seconds of a step depend on: requests of the same form take the same time."""
+        it = self.request
+        negative = it.true_guidance is not None and it.true_guidance > 1, it.negative_prompt is not None
+        guided = it.guidance is not None and it.guidance <= 1, *negative
+        images = tuple((image.height, image.width) for image in it.images)
+        return it.model, it.size, it.frames, images, it.strength, guided, it.scheduler, it.preset
 
     def having(self, inputs: InputFiles) -> JobSpec:
         """The same with input images, which have been decoded."""
@@ -131,29 +146,51 @@ class ServerJob:
 
 
 class Speeds:
-    """Durations of requests: predicted, or the mean of a model's last ones once the ranks have run some."""
+    """Durations of requests: the mean of the last ones of the same form.
+
+    A form that has not run is in proportion to others of its model, before the first one to the prediction.
+    """
 
     def __init__(self) -> None:
-        self._measured: dict[str, deque[tuple[float, float]]] = {}
+        # form, or model alone -> seconds of a step and of all else, divided by the work
+        self._measured: dict[tuple[Any, ...] | str, deque[tuple[float, float]]] = {}
 
-    def measured(self, model: str, steps: int, parts_s: Mapping[str, float]) -> None:
+    def measured(self, spec: JobSpec, steps: int, parts_s: Mapping[str, float]) -> None:
         """Record the parts of a successful request; "steps" is the part of all steps."""
         stepping = parts_s.get("steps", 0.0)
         rest = sum(parts_s.values()) - stepping
-        self._measured.setdefault(model, deque(maxlen=MEASURED)).append((stepping / max(1, steps), rest))
+        for form in (spec.form, spec.request.model):
+            times = self._measured.pop(form, None) or deque(maxlen=MEASURED)
+            times.append((stepping / max(1, steps) / spec.work, rest / spec.work))
+            self._measured[form] = times
+        while len(self._measured) > MOST_FORMS:
+            del self._measured[next(iter(self._measured))]  # measured longest ago
 
-    def estimate(self, model: str, steps: int, step_s: float) -> float:
-        """Seconds of a request with so many steps. step_s: predicted, for a model without a measurement."""
-        last = self._measured.get(model, [(step_s, 0.0)])
-        return fmean(step for step, _ in last) * steps + fmean(rest for _, rest in last)
+    def estimate(self, spec: JobSpec, steps: int) -> float:
+        """Seconds of a request with so many steps."""
+        alike = self._measured.get(spec.form) or self._measured.get(spec.request.model)
+        times = alike or [(spec.step_s, 0.0)]
+        return spec.work * (fmean(step for step, _ in times) * steps + fmean(rest for _, rest in times))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a job is expected. ahead: jobs that run before its first image. seconds: of the ranks until its last one."""
+
+    ahead: int
+    seconds: float
 
 
 class Queue:
-    """All jobs. on_end is called once for each job, when it has ended."""
+    """All jobs. on_end is called once for each job, when it has ended. terms: of a key."""
 
-    def __init__(self, bound: int, keep_s: float, on_end: Callable[[ServerJob], None]) -> None:
-        self._bound, self._keep_s, self._on_end = bound, keep_s, on_end
-        self.speeds = Speeds()
+    def __init__(
+        self, bound: int, keep_s: float, on_end: Callable[[ServerJob], None], terms: Callable[[str], KeyTerms]
+    ) -> None:
+        self._bound, self._keep_s, self._on_end, self._terms = bound, keep_s, on_end, terms
+        self.speeds, self.shares = Speeds(), FairShares()
+        self._turns: dict[ServerJob, Turn] | None = None  # of jobs that wait, until the queue changes
+        self._paced: dict[str, float] = {}  # key with a rate -> when its jobs so far are within it
         self._jobs: dict[str, ServerJob] = {}
         self._number = 0
         self.current: ServerJob | None = None  # whose request the ranks run
@@ -161,9 +198,14 @@ class Queue:
         self.closed: Problem | None = None  # set when no job is accepted any more
 
     def add(self, id_: str, key: str, spec: JobSpec) -> ServerJob:
-        """Accept a job; ProblemError if the queue is full or closed."""
-        self.check(spec.nbytes)
-        loop = asyncio.get_running_loop()
+        """Accept a job; ProblemError if the queue is full or closed, or the key's terms do not allow the job."""
+        terms, loop = self._terms(key), asyncio.get_running_loop()
+        if PRIORITIES[spec.priority] < PRIORITIES[terms.priority]:
+            text = f"priority {spec.priority} is above the highest of this API key; use {terms.priority}"
+            raise refused(403, "forbidden", text, "priority")
+        self.check(key, spec.nbytes)
+        if terms.rate is not None:
+            self._paced[key] = self._pace(key, terms.rate)
         self._forget_old()
         self._number += 1
         job = ServerJob(id_, key, self._number, spec, loop.time() + spec.deadline_s)
@@ -172,20 +214,31 @@ class Queue:
         self._changed()
         return job
 
-    def check(self, nbytes: int) -> None:
-        """Raise ProblemError if the queue is closed or full, or has no space for input images of so many bytes."""
+    def check(self, key: str, nbytes: int) -> None:
+        """Raise ProblemError if the queue is closed, or has no place for a job of a key or for its input images.
+
+        nbytes: of their pixels. A key gets no more than are free at the moment, unless the keys file has its number of
+        places: so no key fills the queue.
+        """
         if self.closed is not None:
             raise ProblemError(self.closed)
-        held = sum(job.spec.nbytes for job in self.active)
+        terms, own = self._terms(key), [job for job in self.active if job.key == key]
+        if terms.rate is not None:
+            early_s = self._pace(key, terms.rate) - asyncio.get_running_loop().time() - RATE_S
+            if early_s > 0:
+                text = f"this API key may send {terms.rate} jobs per minute"
+                raise _too_many("rate_limit_exceeded", text, early_s)
+        waiting, free = sum(job.state == "queued" for job in own), self._bound - self.length
+        held, own_held = (sum(job.spec.nbytes for job in jobs) for jobs in (self.active, own))
         text = None
-        if nbytes and held + nbytes > MOST_HELD:
-            text = f"input images need {nbytes} bytes of pixels while other jobs hold {held} of {MOST_HELD}"
-        if self.length >= self._bound:
+        if nbytes and nbytes + (own_held if terms.places is None else 0) > MOST_HELD - held:
+            text = f"input images need {nbytes} bytes of pixels while jobs hold {held} of {MOST_HELD}, yours {own_held}"
+        if waiting >= (free if terms.places is None else terms.places):
+            text = f"{waiting} of your jobs wait, the most that may while {free} places are free"
+        if free <= 0:
             text = f"queue is full ({self._bound} requests)"
         if text is not None:
-            rest_s = max(1, round(0.0 if self.current is None else self._rest_s(self.current)))
-            text = f"{text}; retry after {rest_s} s"
-            raise ProblemError(Problem(429, "queue_full", text, headers={"retry-after": str(rest_s)}))
+            raise _too_many("queue_full", text, self._running_s())
 
     @property
     def length(self) -> int:
@@ -208,11 +261,20 @@ class Queue:
 
     def begin(self) -> ServerJob | None:
         """Start the next image; return its job, or None."""
-        self.current = next(iter(self._unfinished()), None)
-        if self.current is not None and self.current.state == "queued":
-            self.current.state, self.current.started = "running", time.time()
-            self.current.span.part("queue", self.current.arrived, self.current.started)
-        return self.current
+        heads = {key: jobs[0] for key, jobs in self._unfinished().items()}
+        job = min(heads.values(), key=lambda job: (self.shares.tag(job.key), job.number), default=None)
+        self.current, self._turns = job, None
+        if job is not None:
+            self.shares.begin(job.key, self._cost(job))
+            if job.state == "queued":
+                job.state, job.started = "running", time.time()
+                job.span.part("queue", job.arrived, job.started)
+        return job
+
+    def ran(self, job: ServerJob, seconds: float) -> None:
+        """The ranks are free again, after so many seconds with an image of a job."""
+        self.shares.end(job.key, seconds / self._terms(job.key).weight)
+        self.current, self._turns = None, None
 
     def image_done(self, job: ServerJob) -> None:
         job.done_count, job.attempts, job.step = job.done_count + 1, 0, 0
@@ -245,35 +307,80 @@ class Queue:
                 self.end(job, "failed", problem)
 
     def ahead(self, job: ServerJob) -> int | None:
-        """Jobs before a job: 0 if it runs, None if it has ended."""
+        """Jobs that run before a job: 0 if it runs, None if it has ended."""
         if job.ended is not None:
             return None
-        return 0 if job.state == "running" else len(self._up_to(job)) - 1
+        return 0 if job.state == "running" else self._turn(job).ahead
 
     def estimate_s(self, job: ServerJob) -> float | None:
         """Seconds until a job will have ended; None if it has."""
-        return sum(map(self._rest_s, self._up_to(job))) if job.ended is None else None
+        if job.ended is not None:
+            return None
+        return self._running_s() + self._turn(job).seconds
 
-    def _up_to(self, job: ServerJob) -> list[ServerJob]:
-        """Jobs up to and with this one; the running one comes first."""
-        current = [self.current] if self.current is not None and self.current is not job else []
-        waiting = [other for other in self._unfinished() if other.place < job.place and other is not self.current]
-        return [*current, *waiting, job]
+    def _turn(self, job: ServerJob) -> Turn:
+        """When a job's turn comes if no other job arrives."""
+        if self._turns is None:
+            self._turns = self._forecast()
+        return self._turns.get(job, Turn(0, 0.0))
 
-    def _rest_s(self, job: ServerJob) -> float:
-        spec, images = job.spec, job.spec.count - job.done_count
-        per_image, left = (
-            self.speeds.estimate(spec.request.model, steps, spec.step_s)
-            for steps in (spec.steps, spec.steps - job.step)
-        )
-        return per_image * max(0, images - 1) + (left if images else 0.0)
+    def _forecast(self) -> dict[ServerJob, Turn]:
+        """The turns of all jobs with images that wait, in the order in which `begin` would start them."""
+        shares, turns, seconds = self.shares.copy(), dict[ServerJob, Turn](), 0.0
+        begun = {self.current} if self.current is not None else set[ServerJob]()
+        left, waiting, order = dict[ServerJob, int](), dict[str, deque[ServerJob]](), list[tuple[float, int, str]]()
+        for key, jobs in self._unfinished().items():
+            left |= {job: job.spec.count - job.done_count - (job is self.current) for job in jobs}
+            if some := deque(job for job in jobs if left[job]):
+                waiting[key] = some
+                order.append((shares.tag(key), some[0].number, key))
+        heapq.heapify(order)
+        while order:
+            key = heapq.heappop(order)[-1]
+            jobs = waiting[key]
+            job = jobs[0]
+            shares.begin(key, self._cost(job))
+            seconds += self._image_s(job)
+            turns[job] = Turn(turns[job].ahead if job in turns else len(begun), seconds)
+            begun.add(job)
+            left[job] -= 1
+            if not left[job]:
+                jobs.popleft()
+            if jobs:
+                heapq.heappush(order, (shares.tag(key), jobs[0].number, key))
+        return turns
 
-    def _unfinished(self) -> list[ServerJob]:
-        """Jobs with images that the ranks have not finished, the next one first."""
-        return sorted((job for job in self.active if job.done_count < job.spec.count), key=lambda job: job.place)
+    def _image_s(self, job: ServerJob) -> float:
+        return self.speeds.estimate(job.spec, job.spec.steps)
+
+    def _cost(self, job: ServerJob) -> float:
+        return self._image_s(job) / self._terms(job.key).weight
+
+    def _running_s(self) -> float:
+        """Seconds until the ranks have made the image that they are at."""
+        job = self.current
+        return 0.0 if job is None else self.speeds.estimate(job.spec, max(0, job.spec.steps - job.step))
+
+    def _unfinished(self) -> dict[str, list[ServerJob]]:
+        """The jobs of each key with images that the ranks have not finished, the next one first."""
+        jobs = dict[str, list[ServerJob]]()
+        for job in sorted(self.active, key=lambda job: job.place):
+            if job.done_count < job.spec.count:
+                jobs.setdefault(job.key, []).append(job)
+        return jobs
+
+    def _pace(self, key: str, rate: int) -> float:
+        """When the jobs of a key, with one more, are within its rate, if it never sent several at once."""
+        return max(asyncio.get_running_loop().time(), self._paced.get(key, 0.0)) + RATE_S / rate
 
     def _changed(self) -> None:
-        self.some.set() if self._unfinished() else self.some.clear()
+        self._turns = None
+        if self._unfinished():
+            self.some.set()
+        else:
+            self.some.clear()
+            if self.current is None:
+                self.shares.rest()
         for job in self.active:
             if job.state == "queued":
                 job.notify("moved")
@@ -288,3 +395,8 @@ class Queue:
         for index, job in enumerate(ended):
             if len(ended) - index > MOST_ENDED or (job.ended or now) + self._keep_s < now:
                 del self._jobs[job.id]
+
+
+def _too_many(code: str, text: str, after_s: float) -> ProblemError:
+    retry_s = str(max(1, math.ceil(after_s)))
+    return refused(429, code, f"{text}; retry after {retry_s} s", retry_after=retry_s)

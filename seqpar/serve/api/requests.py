@@ -5,6 +5,7 @@ JSON values are not converted ("3" is no number); in forms all fields are texts.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,8 @@ from starlette.datastructures import UploadFile
 
 from seqpar.serve.api.codec import Format, ImageKind, InputFiles
 from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
-from seqpar.serve.api.jobs import JobSpec, Priority
+from seqpar.serve.api.jobs import JobSpec
+from seqpar.serve.api.keys import Priority
 from seqpar.serve.messages import MOST_STEPS, ImageRequest, ServedModel, VideoFacts, size_of
 from seqpar.serve.rules import MOST_SIDE, nearest_frames
 
@@ -135,7 +137,7 @@ class CommonFields(BaseModel):
             **fields,
         )
         steps = model.presets.get(self.preset or "", self.steps or model.steps)
-        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file)
+        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file, work=_work(request, model))
 
 
 class Generation(CommonFields):
@@ -218,6 +220,13 @@ class VideoRequest(CommonFields):
             text = f"seconds {self.seconds:g} at {fps:g} frames per second exceed {MOST_FRAMES} frames"
             raise refused(400, "invalid_value", f"{text}; request a shorter video", "seconds")
         return frames
+
+
+def _work(request: ImageRequest, model: ServedModel) -> float:
+    """The pixels of all frames of a request, relative to the model's own size and frames."""
+    own = math.prod(model.size) * (1 if model.video is None else model.video.frames)
+    frames = 1 if model.video is None else request.frames or model.video.frames
+    return math.prod(request.size or model.size) * frames / own if own else 1.0
 
 
 # forms ---------------------------------------------------------------------------------------------------------------

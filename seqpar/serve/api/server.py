@@ -32,8 +32,9 @@ from seqpar.serve.api.connections import (
 from seqpar.serve.api.dispatch import Dispatch
 from seqpar.serve.api.errors import Problem
 from seqpar.serve.api.files import JobFolder
-from seqpar.serve.api.gate import is_loopback, read_keys
+from seqpar.serve.api.gate import is_loopback
 from seqpar.serve.api.jobs import Queue, ServerJob
+from seqpar.serve.api.keys import KeyFile, KeyTerms
 from seqpar.serve.api.records import RecordWriter
 from seqpar.serve.api.replica import Ended, Replica, private_folder
 from seqpar.serve.api.state import ApiServer
@@ -57,7 +58,7 @@ class HttpServer(uvicorn.Server):
             listener.listen(WAITING)  # uvicorn's backlog is also how many connections asyncio accepts together
 
 
-def http_server(app: ASGIApp, connections: Connections) -> HttpServer:
+def http_server(app: ASGIApp, connections: Connections, trusted_proxies: Sequence[str] = ()) -> HttpServer:
     """The HTTP server of an application, which listens when it is started."""
     config = uvicorn.Config(
         app,
@@ -70,6 +71,8 @@ def http_server(app: ASGIApp, connections: Connections) -> HttpServer:
         lifespan="off",
         ws="none",
         server_header=False,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=list(trusted_proxies),
         timeout_graceful_shutdown=int(ANSWERS_S),
     )
     return HttpServer(config)
@@ -80,13 +83,15 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
 
     child: the command that starts the ranks.
     """
-    keys = None if args.keys is None else read_keys(args.keys)
+    keys = None if args.keys is None else KeyFile(args.keys)
     if keys is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} is reachable from other machines and requires --keys")
     allow_files(args.connections)
     kept = args.keep_s, args.keep_bytes
     shared = None if args.jobs is None else JobFolder(args.jobs, *kept)
     stop = _stopped_by_signals()  # from here on no signal ends this process before its folder is removed
+    if keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
     with private_folder() as (folder, lock), listening(args.host, args.port) as listener:
         log.start()
         host, port = listener.getsockname()[:2]
@@ -103,25 +108,38 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
             if server.keeps_records:
                 writer.ended(job)
 
-        codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end)
+        def terms(key: str) -> KeyTerms:
+            if keys is not None:
+                return keys.keys.terms.get(key, KeyTerms())
+            # without proxies all clients are this machine, which has all places
+            return KeyTerms() if args.trusted_proxies else KeyTerms(places=args.queue)
+
+        codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end, terms)
         replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
         metrics = Metrics(lambda: queue.length, lambda: len(queue.active) - queue.length, lambda: replica.memory)
         store = shared or JobFolder(folder, *kept)
         server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()))
         dispatch = Dispatch(server)
+        app = create_app(server, keys, frozenset({args.host}))
         connections = Connections(args.connections, on_refused=lambda status: metrics.answered("", "", status))
-        http = http_server(create_app(server, keys, frozenset({args.host})), connections)
+        http = http_server(app, connections, args.trusted_proxies)
         writer = RecordWriter(server)
-        writing = asyncio.create_task(writer.run())
-        writing.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
+        background = [asyncio.create_task(writer.run())]
+        if keys is not None:
+            background.append(asyncio.create_task(keys.watch()))
+        for task in background:
+            task.add_done_callback(lambda task: stop.set())  # a bug in it stops the server
         try:
             return await _serve(server, dispatch, http, listener, stop)
         finally:
             codec.close()
             writer.close()
-            await asyncio.wait([writing], timeout=ANSWERS_S)
-            if writing.done():
-                writing.result()  # raises what ended it
+            for task in background[1:]:
+                task.cancel()
+            await asyncio.wait(background, timeout=ANSWERS_S)
+            for task in background:
+                if task.done() and not task.cancelled():
+                    task.result()  # raises what ended it
 
 
 def _stopped_by_signals() -> asyncio.Event:

@@ -281,7 +281,7 @@ def test_without_keys_the_address_of_a_client_is_its_key(
         found.append(scope["state"]["key"])
 
     async def call() -> None:
-        config = http_server(Gate(app, "s", None, frozenset()), Connections(1), trusted).config
+        config = http_server(Gate(app, None, frozenset()), Connections(1), trusted).config
         config.load()
         headers = [(b"host", b"localhost"), *((b"x-forwarded-for", text.encode()) for text in forwarded)]
         scope = {"type": "http", "method": "GET", "path": "/v1/jobs", "client": (peer, 1), "headers": headers}

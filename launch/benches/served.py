@@ -108,15 +108,19 @@ def text_of(port: int, path: str, method: str = "GET") -> str:
         line.close()
 
 
-def asked(port: int, body: dict[str, Any]) -> Any:
-    """The answer to a request for pictures. Raises RuntimeError for anything but pictures."""
-    line = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+def asked(port: int, body: dict[str, Any], kept: HTTPConnection | None = None) -> Any:
+    """The answer to a request for pictures. Raises RuntimeError for anything but pictures.
+
+    kept: a connection to use and leave open, in place of a new one.
+    """
+    line = kept or HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
         line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
         answer = line.getresponse()
         text = answer.read().decode()
     finally:
-        line.close()
+        if kept is None:
+            line.close()
     if answer.status != 200:
         raise RuntimeError(f"got {answer.status} {text[:300]}, expected pictures")
     return json.loads(text)

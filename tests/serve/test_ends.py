@@ -18,7 +18,8 @@ import pytest
 
 from seqpar.cli import entry
 from seqpar.serve.api import telemetry
-from seqpar.serve.api.gate import GENERATIONS, read_keys
+from seqpar.serve.api.gate import GENERATIONS
+from seqpar.serve.api.keys import read_keys
 from tests.serve.test_stream import received
 from tests.support.front import Running, running, until
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, in_units, jit, tl, warps_for
-from seqpar.kernels.rows8 import E4M3, Rounding, Rows8, rounded_rows, write_rounded
+from seqpar.kernels.rows8 import Rounding, Rows8, room_for, rounded_rows, write_rounded
 from seqpar.types.protocols import state_dtype
 
 
@@ -255,13 +255,12 @@ def launch(
     steps = [step for x in (x_BlE, branch, second) for step in ((0, 0) if x is None else x.stride()[:2])]
     unit, strides = in_units([*steps, *(0 if each is None else each.stride(0) for each, _ in vectors)], width)
     x_new, h = (
-        torch.empty((batch, tokens, width), dtype=dtype, device=x_BlE.device) if is_made else None
-        for is_made, dtype in (
-            (branch is not None and keep, x_BlE.dtype),
-            (norm is not None, x_BlE.dtype if rounding is None else E4M3),
-        )
+        torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device) if is_made else None
+        for is_made in (branch is not None and keep, norm is not None and rounding is None)
     )
-    row_scales = None if rounding is None else torch.empty((batch, tokens, 1), device=x_BlE.device)
+    row_scales = None
+    if norm is not None and rounding is not None:
+        h, row_scales = room_for(batch, tokens, width, x_BlE.device)
     of = norm or Norm()
     if batch * tokens:
         adaln_kernel[tokens, batch](

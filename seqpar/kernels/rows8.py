@@ -108,14 +108,33 @@ def rounded(x_RE: Tensor) -> tuple[Tensor, Tensor]:
     return (x_RE / scales).to(E4M3), scales
 
 
+def room_for(batch: int, tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for rows in e4m3, (batch, tokens, width), and for their scales, (batch, tokens, 1).
+
+    The memory behind has room for `FEWEST` rows: a product reads that many in place, whatever the further ones are.
+    """
+    rows = batch * tokens
+    sizes = ((width, E4M3), (1, torch.float32))
+    rooms = (torch.empty((max(rows, FEWEST), size), dtype=dtype, device=device) for size, dtype in sizes)
+    values, scales = (room[:rows].view(batch, tokens, -1) for room in rooms)
+    return values, scales
+
+
+def at_least(rows: int, x_RE: Tensor) -> Tensor:
+    """Return x and more rows of any numbers: those behind it in memory, or a copy with zeros if these are too few."""
+    held = x_RE.untyped_storage().nbytes() // x_RE.element_size() - x_RE.storage_offset()
+    if held >= rows * x_RE.shape[1]:
+        return x_RE.as_strided((rows, x_RE.shape[1]), (x_RE.shape[1], 1))
+    return F.pad(x_RE.view(torch.uint8), (0, 0, 0, rows - len(x_RE))).view(x_RE.dtype)
+
+
 def launch(x_BlE: Tensor, rounding: Rounding, activation: Activation | None = None, times: float = 1.0) -> Rows8:
     """Run the kernel: what `reference` returns, in new contiguous tensors. x needs only a contiguous last dim."""
     (batch, tokens, width), centre = x_BlE.shape, rounding.centre_E
     width = width if activation in (None, "gelu") else width // 2
     contiguous_rows(x_BlE, centre)
     unit, strides = in_units([*x_BlE.stride()[:2]], width)
-    values = torch.empty((batch, tokens, width), dtype=E4M3, device=x_BlE.device)
-    scales = torch.empty((batch, tokens, 1), dtype=torch.float32, device=x_BlE.device)
+    values, scales = room_for(batch, tokens, width, x_BlE.device)
     if values.numel():
         rows8_kernel[tokens, batch](
             x_BlE,
@@ -190,8 +209,7 @@ def product8(
         values_RE, scales_R1 = x.values.view(-1, inner), x.scales.view(-1, 1)
         # cuBLAS has no such product of fewer rows than 48 where they are 12,288 wide, and none of no rows
         if batch * tokens < (FEWEST if fast else 1):
-            more = (0, 0, 0, FEWEST - batch * tokens)
-            values_RE, scales_R1 = F.pad(values_RE.view(torch.uint8), more).view(E4M3), F.pad(scales_R1, more)
+            values_RE, scales_R1 = at_least(FEWEST, values_RE), at_least(FEWEST, scales_R1)
         out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             values_RE,
             weight_FE.t(),

@@ -123,6 +123,19 @@ def test_zeros_and_what_is_not_finite_are_kept() -> None:
         assert not inf.isfinite().all()
 
 
+def test_kernels_leave_room_for_a_product_of_fast_sums() -> None:
+    x, zero = random((1, 3, 24), 0, DEVICE, torch.float32), torch.zeros(1, 24, device=DEVICE)
+    normed = adaln.launch(x, None, zero, zero, Norm(), rounding=Rounding(None))[1]
+    for rows in (rows8.launch(x, Rounding(None)), normed):
+        for made in (rows.values[0], rows.scales[0]):
+            more = rows8.at_least(rows8.FEWEST, made)
+            assert len(more) == rows8.FEWEST
+            assert more.data_ptr() == made.data_ptr()
+            few = rows8.at_least(rows8.FEWEST, made.clone())  # memory of its own has no room
+            assert torch.equal(few[:3].double(), made.double())
+            assert not few[3:].double().any()
+
+
 def product(rows: int, inner: int, width: int) -> tuple[Rows8, Tensor, Tensor, Tensor]:
     x = 0.3 + random((1, rows, inner), 0, DEVICE, HALF)
     values, scales = rounded(0.02 * random((width, inner), 1, DEVICE, torch.float32))

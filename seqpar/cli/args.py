@@ -187,6 +187,8 @@ class ReplicaArgs(StartFlags):
 
     models: Annotated[tuple[str, ...], Flag("MODEL", positional=True)] = ()
     """Models to serve, each as --model of `seqpar sample`."""
+    names: Annotated[tuple[str, ...], Flag("NAME")] = ()
+    """Names of the models in requests, in their order; by default those of the command."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each."""
     warm: Annotated[tuple[str, ...], Flag("SIZE")] = ()

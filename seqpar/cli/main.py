@@ -58,7 +58,8 @@ def command(words: Sequence[str], rank: int = 0) -> None:
 
         deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
         options = {name: getattr(args, name) for name in ("precision", "min_psnr", "cache", "park")}
-        serve(args.models, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, **options)
+        names = dict(zip(args.models, args.names or args.models, strict=True))
+        serve(names, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, **options)
         meshes.close()
         quick_exit(0)
     elif isinstance(args, VerifyArgs):

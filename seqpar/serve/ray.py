@@ -38,7 +38,7 @@ from starlette.responses import Response, StreamingResponse
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, refused
 from seqpar.serve.api.gate import BODIES, VIDEOS, read_body, replayed
 from seqpar.serve.api.images import encode_event
-from seqpar.serve.api.requests import read_form
+from seqpar.serve.api.requests import as_list, read_form
 
 MANY = 1000  # concurrent calls of one replica, whose own queue is what refuses requests
 DRAIN_S = 3600.0  # for the jobs of a replica that is removed: the longest deadline
@@ -368,7 +368,7 @@ async def _call(request: Request) -> HttpCall:
 class LoraField(msgspec.Struct):
     """The field of a body that decides which replica is best; the replica checks all of it."""
 
-    lora: str | list[dict[str, Any]] | None = None
+    lora: Any = None
 
 
 async def _loras(call: HttpCall, request: Request) -> str:
@@ -376,9 +376,11 @@ async def _loras(call: HttpCall, request: Request) -> str:
     try:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
             form = await read_form(Request(request.scope, replayed(call.body, request.receive)))
-            return form.texts.get("lora", NO_LORAS)
-        lora = msgspec.json.decode(call.body, type=LoraField).lora
+            lora = form.texts.get("lora")
+        else:
+            lora = msgspec.json.decode(call.body, type=LoraField).lora
     except (ProblemError, msgspec.MsgspecError):
         return NO_LORAS
-    names = [lora] if isinstance(lora, str) else [str(entry.get("name")) for entry in lora or ()]
+    loras = as_list(lora)
+    names = [str(x.get("name")) for x in loras if isinstance(x, dict)] if isinstance(loras, list) else []
     return "+".join(sorted(names)) or NO_LORAS

@@ -173,7 +173,7 @@ def _object(kind: type[T], known: Sequence[_Field], words: Sequence[str], prog: 
             given.append(rest.pop(0))
         if not given and not field.many:
             raise ValueError(f"{name} needs a value ({field.value}); see {prog} --help")
-        values[field.field] = field.read(given)
+        values[field.field] = (*values.get(field.field, ()), *field.read(given)) if field.many else field.read(given)
     for field in (field for field in known if field.flag.positional):
         taken = len(alone) if field.many else 1
         if alone[:taken]:

@@ -161,8 +161,20 @@ def test_flags_may_stand_before_and_after_models() -> None:
         "a b --port 1 --warm auto 64x64",
         "--port 1 a b --warm auto 64x64",
         "--port 1 --warm auto 64x64 -- a b",
+        "a b --warm auto --port 1 --warm 64x64",
     ):
         assert parsed(ServeArgs, words.split(), "serve") == ServeArgs(("a", "b"), port=1, warm=("auto", "64x64"))
+
+
+def test_requests_name_a_folder_by_its_last_part_or_an_alias(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        Path(folder).mkdir()
+    args = ServeArgs((*folders, "org/model", "org/model"), name=("server", f"Own/name-2.0={folders[1]}")).checked()
+    assert (args.server, args.public_names()) == ("server", ["first", "Own/name-2.0", "org/model"])
+    words = args.replica
+    assert words[words.index("--names") + 1 :] == ["first", "Own/name-2.0", "org/model"]
+    assert "--names" not in ServeArgs().checked().replica
 
 
 def test_words_of_a_server_that_do_not_parse_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

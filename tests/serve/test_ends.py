@@ -107,7 +107,12 @@ def test_running_requests_may_finish_and_waiting_ones_may_not(
         (["--deadline-s", "nan"], "got --deadline-s nan, expected at least 0"),
         (["--keys", "/nowhere"], "--keys /nowhere cannot be read"),
         (["--jobs", __file__], f"--jobs {__file__} is no folder to write in"),
-        (["--name", "a-b"], "got --name a-b, expected 1 to 32 letters and digits"),
+        (["--name", "a-b"], "got --name a-b, expected ALIAS=MODEL, or one name of 1 to 32 letters and digits"),
+        (["--name", "a", "--name", "b"], "got --name a b, expected ALIAS=MODEL, or one name"),
+        (["x", "--name", "a=y"], "got --name a=y, expected a= and another model: x"),
+        (["x", "--name", "-=x"], "got --name -=x, expected at most 100 letters, digits and . _ / : -"),
+        (["x", "y", "--name", "a=x", "b=x"], "got --name b=x, expected b= and another model: y"),
+        (["x", "y", "--name", "y=x"], "several models are named y; name them by --name ALIAS=MODEL"),
         (["--queue", "0"], "got --queue 0, expected at least 1"),
     ],
 )

@@ -56,7 +56,10 @@ COMMON: dict[str, Any] = {
 FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
     "other": {},
-    "editor": {"takes": {"text": Takes({"strength": "it changes an input image"}), "image": Takes(several=True)}},
+    "editor": {
+        "takes": {"text": Takes({"strength": "it changes an input image"}), "image": Takes(several=True)},
+        "loras": ("style",),
+    },
     "changer": {"takes": {"image": Takes()}},
     "movie": {
         "video": VIDEO,
@@ -76,6 +79,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "limit": 5_000_000,
     },
     "breeds": {"kind": "classes", "labels": {0: ("cat", "crane"), 1: ("tench", "Tinca tinca"), 2: ("crane",)}},
+    "dall-e-2": {},
 }
 MODELS = tuple(ServedModel(**{**COMMON, "name": name, **facts}) for name, facts in FACTS.items())
 SHRINK = 4

@@ -64,15 +64,21 @@ async def decode_inputs(server: ApiServer, key: str, files: list[bytes], param: 
         raise refused(500, "failure", "the server cannot store the images; retry later", param) from error
 
 
+def found(server: ApiServer, name: str) -> ServedModel:
+    """A model by its name; ProblemError if there is none."""
+    models = {model.name: model for model in server.facts.models}
+    if name not in models:
+        raise refused(404, "model_not_found", f"model not found; use one of {', '.join(models)}", "model")
+    return models[name]
+
+
 def _model_for(server: ApiServer, name: str | None, purpose: Purpose) -> ServedModel:
-    """A model by its name, for None the first one that fits."""
+    """A model by its name, for None the first one that fits, and takes texts if one does."""
     if server.queue.closed is not None:
         raise ProblemError(server.queue.closed)
-    models = {model.name: model for model in server.facts.models}
-    if name is not None and name not in models:
-        raise refused(404, "model_not_found", f"model not found; use one of {', '.join(models)}", "model")
-    fitting = next((model for model in models.values() if _why_not(model, purpose) is None), None)
-    model = models[name] if name is not None else fitting or next(iter(models.values()))
+    models = sorted(server.facts.models, key=lambda model: model.kind == "classes")
+    fitting = next((model for model in models if _why_not(model, purpose) is None), models[0])
+    model = fitting if name is None else found(server, name)
     if (reason := _why_not(model, purpose)) is not None:
         raise refused(400, "wrong_model", f"model {model.name} {reason}", "model")
     return model

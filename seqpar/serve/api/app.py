@@ -14,11 +14,13 @@ from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
 from seqpar.serve.api import records
+from seqpar.serve.api.accept import found
 from seqpar.serve.api.access import AccessLog
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
 from seqpar.serve.api.gate import EDITS, GENERATIONS, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
 from seqpar.serve.api.keys import KeyFile
+from seqpar.serve.api.requests import Generation
 from seqpar.serve.api.state import ApiServer, Key, Server, not_ready
 from seqpar.serve.api.videos import add_videos
 from seqpar.serve.messages import ServedModel
@@ -31,13 +33,14 @@ def create_app(server: ApiServer, keys: KeyFile | None, hosts: frozenset[str]) -
     """The application behind its gate. /openapi.json describes it; FastAPI's own pages would load foreign scripts."""
     app = FastAPI(title="seqpar", docs_url=None, redoc_url=None)
     app.state.server = server
-    handle_errors(app)
+    handle_errors(app, Generation.model_fields)
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
     app.add_api_route(GENERATIONS, generate, methods=["POST"])
     app.add_api_route(EDITS, edit, methods=["POST"], openapi_extra=EDIT_BODY)
     add_videos(app)
     app.add_api_route("/v1/files/{name}", file, methods=["GET"], name="file")
     app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", model_of, methods=["GET"])
     app.add_api_route("/v1/jobs", jobs, methods=["GET"])
     app.add_api_route("/v1/jobs/{job}", job_of, methods=["GET"])
     app.add_api_route("/v1/jobs/{job}", cancel, methods=["DELETE"])
@@ -96,6 +99,11 @@ async def models(server: Server, key: Key) -> dict[str, Any]:
     """List the loaded models, and tell the name of the client's key."""
     data = [_model(model, server.started) for model in server.facts.models]
     return {"object": "list", "data": data, "seqpar": {"key": key}}
+
+
+async def model_of(model: str, server: Server) -> dict[str, Any]:
+    """Describe a loaded model."""
+    return _model(found(server, model), server.started)
 
 
 async def jobs(server: Server, key: Key) -> dict[str, Any]:

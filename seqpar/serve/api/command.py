@@ -23,16 +23,17 @@ from seqpar.types.flags import Flag, parsed
 EXTRA = ("fastapi", "uvicorn", "multipart", "prometheus_client")
 FAILURE, MISTAKE = 1, 2
 NAME = re.compile(r"[A-Za-z0-9]{1,32}")
+ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}")
 LEAST = dict.fromkeys(("gpus", "ranks", "queue", "connections", "restarts"), 1)
 LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "keep_s", "keep_bytes", "stuck_s"), 0)
 
 GROUPS = {
     "GPUs": ("gpus", "ranks"),
     "Network": ("host", "port", "keys", "trusted_proxies", "connections"),
-    "Models": ("loras", "warm", "precision", "min_psnr", "cache", "park"),
+    "Models": ("name", "loras", "warm", "precision", "min_psnr", "cache", "park"),
     "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
     "Results": ("keep_s", "keep_bytes", "jobs"),
-    "Advanced": ("name", "show_prompts", "restarts", "stuck_s"),
+    "Advanced": ("show_prompts", "restarts", "stuck_s"),
 }
 
 
@@ -86,8 +87,9 @@ class ServeArgs:
     """Maximum bytes of all result files; the oldest are deleted first."""
     jobs: Path | None = None
     """Folder for result files and records of finished jobs, which every server that mounts it can read."""
-    name: Annotated[str | None, Flag("NAME")] = None
-    """Name of this server, with which ids of its jobs begin; random by default."""
+    name: Annotated[tuple[str, ...], Flag("NAME")] = ()
+    """ALIAS=MODEL: the name that requests use for a model; by default that of the command, for a folder its last part.
+    Without =: the name of this server, with which ids of its jobs begin; random by default."""
     show_prompts: bool = False
     """Write prompts to the log."""
     restarts: int = 3
@@ -105,15 +107,44 @@ class ServeArgs:
                 raise ValueError(f"got --{name.replace('_', '-')} {value}, expected at least {least}")
         if self.port > 65535:
             raise ValueError(f"got --port {self.port}, expected at most 65535")
-        if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"got --name {self.name}, expected 1 to 32 letters and digits")
+        if len(self._servers) > 1 or not all(map(NAME.fullmatch, self._servers)):
+            text = "expected ALIAS=MODEL, or one name of 1 to 32 letters and digits"
+            raise ValueError(f"got --name {' '.join(self._servers)}, {text}")
         for network in self.trusted_proxies:
             try:
                 ip_network(network)
             except ValueError:
                 text = f"got --trusted-proxies {network}, expected an address or a network such as 10.0.0.0/8"
                 raise ValueError(text) from None
-        return replace(self, models=self.models or ("builtin", "builtin-text"))
+        args = replace(self, models=tuple(dict.fromkeys(self.models or ("builtin", "builtin-text"))))
+        args.public_names()
+        return args
+
+    @property
+    def _servers(self) -> list[str]:
+        return [name for name in self.name if "=" not in name]
+
+    @property
+    def server(self) -> str | None:
+        """The name of this server."""
+        return next(iter(self._servers), None)
+
+    def public_names(self) -> list[str]:
+        """The names of the models in requests, in their order; ValueError for invalid ones."""
+        aliases = dict[str, str]()
+        for alias, _, model in (name.partition("=") for name in self.name if "=" in name):
+            if model not in self.models or model in aliases:
+                others = ", ".join(other for other in self.models if other not in aliases)
+                raise ValueError(f"got --name {alias}={model}, expected {alias}= and another model: {others}")
+            if not ALIAS.fullmatch(alias):
+                raise ValueError(f"got --name {alias}={model}, expected at most 100 letters, digits and . _ / : -")
+            aliases[model] = alias
+        # a path tells clients about the server's disk
+        paths = {model: Path(model).resolve().name for model in self.models if Path(model).exists()}
+        names = [aliases.get(model) or paths.get(model) or model for model in self.models]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"several models are named {twice}; name them by --name ALIAS=MODEL")
+        return names
 
     @property
     def replica(self) -> list[str]:
@@ -124,7 +155,8 @@ class ServeArgs:
         eight = [] if self.precision is None else ["--precision", self.precision]
         eight += [] if self.min_psnr is None else ["--min-psnr", str(self.min_psnr)]
         cache = [] if self.cache is None else ["--cache", self.cache]
-        how = [*loras, *warm, *eight, *cache, *(["--park"] if self.park else [])]
+        names = ["--names", *self.public_names()] if self.public_names() != [*self.models] else []
+        how = [*loras, *warm, *eight, *cache, *names, *(["--park"] if self.park else [])]
         return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *how]
 
 

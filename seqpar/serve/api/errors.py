@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from seqpar.serve.messages import Why
+from seqpar.types.flags import near
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 500: "failure", 503: "not_ready"}
@@ -58,12 +59,12 @@ def of_ranks(why: Why, text: str) -> Problem:
     return Problem(STATUSES[why], why, text, headers=NO_RETRY if why == "deadline" else {})
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """One sentence about invalid fields: some unknown ones, or else the first invalid one."""
+def of_validation(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> Problem:
+    """One sentence about invalid fields: some unknown ones, or else the first invalid one. known: names of fields."""
     unknown = [_path(error) for error in errors if error["type"] == "extra_forbidden"]
     if unknown:
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
-        text = f"unknown fields {', '.join(unknown[:NAMED])}{more}; see /openapi.json"
+        text = f"unknown fields {', '.join(unknown[:NAMED])}{more}{near(unknown[0], known) or '; see /openapi.json'}"
         return Problem(400, "unknown_field", text, unknown[0][:SHOWN])
     error = errors[0]
     name, said = _path(error), str(error["msg"])
@@ -94,8 +95,8 @@ def short(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Answer all errors of an application in OpenAI's shape."""
+def handle_errors(app: FastAPI, known: Iterable[str] = ()) -> None:
+    """Answer all errors of an application in OpenAI's shape. known: names of the fields of its bodies."""
 
     async def problem(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ProblemError)
@@ -103,7 +104,7 @@ def handle_errors(app: FastAPI) -> None:
 
     async def validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response()
+        return of_validation(error.errors(), known).response()
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from seqpar.serve.api.requests import Edit, Generation, form_schema, read_form
 from seqpar.serve.api.state import ApiServer, Key, Server
 
 EDIT_BODY = form_schema(Edit, {"image": {"description": "A PNG, JPEG or WebP; several as image[]."}})
+OF_LINKS = "dall-e-"  # names of models whose images OpenAI returned as links by default
 LEFT = "the client disconnected before the images were made"
 QUIET_S = 15.0  # without an event, after which a comment is sent: proxies close silent connections
 COMMENT = b": waiting\n\n"
@@ -47,13 +48,16 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
     """Answer with the images of a job or their stream. prefix: of the types of the stream's events."""
     spec = job.spec
     if body.stream:
-        return JobStream(server.queue, job, prefix, with_steps=body.stream_steps, headers=body.ignored)
+        return JobStream(server.queue, job, prefix, body)
     try:
         await _ended_or_left(request, server.queue, job)
         if job.problem is not None:
             raise ProblemError(job.problem)
         files = [job.files[index] for index in range(spec.count)]
-        if body.response_format == "url":
+        if body.response_format == "file":
+            return Response(files[0], media_type=f"image/{spec.how.kind}", headers=body.headers)
+        default = "url" if spec.request.model.startswith(OF_LINKS) else "b64_json"
+        if (body.response_format or default) == "url":
             names = await server.files.keep(job.key, spec.how.kind, files)
             data = [{"url": str(request.url_for("file", name=name))} for name in names]
         else:
@@ -68,6 +72,7 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
             "output_format": spec.how.kind,
             "size": f"{width}x{height}",
             "usage": _usage(),
+            **body.warnings,
             "seqpar": {
                 "id": job.id,
                 "seconds": job.parts_s,
@@ -76,7 +81,7 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
             },
         }
     )
-    return Response(text, media_type="application/json", headers=body.ignored)
+    return Response(text, media_type="application/json", headers=body.headers)
 
 
 async def _ended_or_left(request: Request, queue: Queue, job: ServerJob) -> None:
@@ -110,13 +115,11 @@ class JobStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, queue: Queue, job: ServerJob, prefix: str, *, with_steps: bool, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, queue: Queue, job: ServerJob, prefix: str, body: Generation) -> None:
         # nginx would collect events without x-accel-buffering
-        all_headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", **body.headers}
         arriving = listen(job)  # from now on, because the ranks may begin before the answer does
-        super().__init__(events(queue, job, arriving, prefix, with_steps), headers=all_headers)
+        super().__init__(events(queue, job, arriving, prefix, body), headers=headers)
         self._queue, self._job = queue, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,9 +141,10 @@ def listen(job: ServerJob) -> asyncio.Queue[JobEvent]:
 
 
 async def events(
-    queue: Queue, job: ServerJob, arriving: asyncio.Queue[JobEvent], prefix: str, with_steps: bool
+    queue: Queue, job: ServerJob, arriving: asyncio.Queue[JobEvent], prefix: str, body: Generation
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a job until it ends. prefix: of the types of images. with_steps: also queue and steps."""
+    """Yield the events of a job until it ends. prefix: of the types of images."""
+    with_steps = body.stream_steps
     last_place, previews = None, set[tuple[int, int]]()  # an image that is retried has the same previews again
     while True:
         try:
@@ -165,6 +169,7 @@ async def events(
             case ImageMade(image):
                 fields = _image_fields(job, image, job.size or (0, 0), job.files[image])
                 fields |= {"usage": _usage(), "seqpar": {**fields["seqpar"], "seconds": job.parts_s, **job.computed}}
+                fields |= body.warnings
                 yield encode_event(f"{prefix}.completed", **fields)
     if job.problem is not None:
         yield encode_event("error", error=job.problem.shape)

@@ -1,18 +1,23 @@
 """Bodies of requests: OpenAI's fields and ours, as JSON or multipart forms. Every number has a bound.
 
-JSON values are not converted ("3" is no number); in forms all fields are texts.
+JSON values are not converted ("3" is no number); in forms all fields are texts. Some fields have second names, those of
+SGLang and vLLM-Omni. A field of OpenAI whose meaning no image of ours can have is ignored (`Ignored`) where the image
+is the same with and without it, and refused where it is not.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from fastapi import Request
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,15 +36,20 @@ from seqpar.serve.api.keys import Priority
 from seqpar.serve.messages import MOST_STEPS, ImageRequest, ServedModel, VideoFacts, size_of
 from seqpar.serve.rules import MOST_SIDE, nearest_frames
 
-# OpenAI's fields without a meaning here
-IGNORED = ("user", "quality", "style", "background", "moderation", "input_fidelity")
 MOST_SEED = 2**63 - 1
 LEAST_STRENGTH = 0.001  # at least one step of any number of steps
 MOST_FRAMES = 4096
 MOST_FILES, MOST_FIELDS = 17, 64  # of a form: sixteen images and a mask
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 LoraName = Annotated[str, Field(min_length=1, max_length=120, description="NAME or NAME@TRANSFORMER.")]
-Ignored = Annotated[Any, Field(description="Accepted and ignored; named in the header x-ignored of the answer.")]
+IGNORED = "Accepted and ignored; named in warnings and in the header x-ignored of the answer."
+Ignored = Annotated[Any, Field(description=IGNORED)]
+NESTED = re.compile(r"(\w{1,40})\[(\w{1,40})\]")  # how OpenAI's clients write an object into a form
+
+
+def named(*others: str, **about: Any) -> Any:
+    """A field with other names besides its own, which comes first."""
+    return Field(validation_alias=AliasChoices(*others), **about)
 
 
 class LoraScale(BaseModel):
@@ -47,13 +57,27 @@ class LoraScale(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    name: LoraName
-    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0
+    name: Annotated[LoraName, named("name", "lora_name", "adapter")]
+    scale: Annotated[float, named("scale", "lora_scale", ge=-100, le=100, allow_inf_nan=False)] = 1.0
     transformer: Annotated[str | None, Field(max_length=100, description="As NAME@TRANSFORMER.")] = None
+    path: Annotated[Any, named("path", "lora_path", "local_path", "lora_local_path", description=IGNORED)] = None
+    int_id: Annotated[Any, named("int_id", "lora_int_id", description=IGNORED)] = None
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """The LoRAs of a request's field as a list, which may be invalid: a name or an object is one."""
+    if isinstance(value, str) and value[:1] in ("{", "["):  # of a form
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if isinstance(value, dict):
+        return [value]
     return [{"name": value}] if isinstance(value, str) else value
+
+
+def _random(seed: Any) -> Any:
+    return None if seed in (-1, "-1") else seed
 
 
 def _number(value: Any) -> Any:
@@ -70,12 +94,18 @@ class CommonFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=32000)]
-    model: Annotated[str | None, Field(description="One of /v1/models; the first if left out.")] = None
+    model: Annotated[str | None, Field(description="One of /v1/models; if left out, the first that fits.")] = None
     size: Annotated[str, Field(description='"WIDTHxHEIGHT" in pixels, or "auto" for the size of the model.')] = "auto"
-    seed: Annotated[int | None, Field(ge=0, le=MOST_SEED, description="Of image i: seed + i.")] = None
-    steps: Annotated[int | None, Field(ge=1, le=MOST_STEPS)] = None
-    guidance: Scale | None = None
-    true_guidance: Scale | None = None
+    width: Annotated[int | None, Field(ge=1, le=MOST_SIDE, description="With height, in place of size.")] = None
+    height: Annotated[int | None, Field(ge=1, le=MOST_SIDE)] = None
+    seed: Annotated[
+        int | None,
+        Field(ge=0, le=MOST_SEED, description="Of image i: seed + i; -1 is as none, a random one."),
+        BeforeValidator(_random),  # last: a bound cannot be checked for None
+    ] = None
+    steps: Annotated[int | None, named("steps", "num_inference_steps", ge=1, le=MOST_STEPS)] = None
+    guidance: Annotated[Scale | None, named("guidance", "guidance_scale")] = None
+    true_guidance: Annotated[Scale | None, named("true_guidance", "true_cfg_scale")] = None
     negative_prompt: Annotated[str | None, Field(max_length=32000)] = None
     scheduler: Annotated[str | None, Field(pattern="^[A-Za-z0-9_]{1,64}$")] = None
     preset: Annotated[
@@ -85,11 +115,13 @@ class CommonFields(BaseModel):
     lora: Annotated[
         list[LoraScale],
         Field(max_length=8, description="A LoRA of the model (/v1/models), or several, each with its scale."),
-        BeforeValidator(_as_list, json_schema_input_type=LoraName | list[LoraScale]),
+        BeforeValidator(as_list, json_schema_input_type=LoraName | LoraScale | list[LoraScale]),
     ] = []
     deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
     priority: Priority = "normal"
     user: Ignored = None
+    safety_identifier: Ignored = None
+    generator_device: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -107,11 +139,33 @@ class CommonFields(BaseModel):
             raise ValueError(f'must be "auto" or "WIDTHxHEIGHT" of 1 to {MOST_SIDE} pixels each, such as "1024x768"')
         return value
 
+    @model_validator(mode="after")
+    def _joins_sides(self) -> Self:
+        if (self.width, self.height) != (None, None):
+            if None in (self.width, self.height) or self.size != "auto":
+                raise ValueError("width and height come together, and in place of size")
+            self.size = f"{self.width}x{self.height}"
+        return self
+
     @property
-    def ignored(self) -> dict[str, str]:
-        """The header that names fields without a meaning here, if the request has some."""
-        names = [name for name in IGNORED if name in self.model_fields_set]
-        return {"x-ignored": ", ".join(names)} if names else {}
+    def ignored(self) -> list[str]:
+        """The fields of the request without a meaning here."""
+
+        def of(body: BaseModel) -> list[str]:
+            fields = type(body).model_fields.items()
+            return [name for name, field in fields if field.description == IGNORED and name in body.model_fields_set]
+
+        return [*of(self), *dict.fromkeys(f"lora.{name}" for lora in self.lora for name in of(lora))]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header of the answer that names ignored fields, if there are some."""
+        return {"x-ignored": ", ".join(self.ignored)} if self.ignored else {}
+
+    @property
+    def warnings(self) -> dict[str, list[str]]:
+        """The field of the answer that names them."""
+        return {"warnings": [f"{name} is ignored" for name in self.ignored]} if self.ignored else {}
 
     @property
     def loras(self) -> tuple[tuple[str, float], ...]:
@@ -144,8 +198,11 @@ class Generation(CommonFields):
     """A request for images."""
 
     n: Annotated[int, Field(ge=1, le=10, description="Number of images.")] = 1
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    output_format: ImageKind = "png"
+    response_format: Annotated[
+        Literal["b64_json", "url", "file"] | None,
+        Field(description="b64_json if left out, url if the model is named dall-e...; file: the image without JSON."),
+    ] = None
+    output_format: Annotated[ImageKind, BeforeValidator(lambda kind: "jpeg" if kind == "jpg" else kind)] = "png"
     output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
     stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews of each image in the stream.")] = 0
@@ -154,12 +211,31 @@ class Generation(CommonFields):
     style: Ignored = None
     background: Ignored = None
     moderation: Ignored = None
+    complexity: Ignored = None
+    svg: Ignored = None  # with the two below of output formats that are refused
+    frame_count: Ignored = None
+    frame_duration_ms: Ignored = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_one_file(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value == "file" and info.data.get("n") != 1:
+            raise ValueError("is one image; request n 1, or b64_json")
+        return value
 
     @field_validator("stream")
     @classmethod
     def _holds_images(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("response_format") == "url":
-            raise ValueError("is not supported with response_format 'url'; streams hold images as b64_json")
+        form = info.data.get("response_format")
+        if value and form not in (None, "b64_json"):
+            raise ValueError(f"is not supported with response_format {form!r}; streams hold images as b64_json")
+        return value
+
+    @field_validator("background")
+    @classmethod
+    def _is_opaque(cls, value: Any) -> Any:
+        if value == "transparent":
+            raise ValueError("is not supported, because models make opaque images; use auto or opaque")
         return value
 
     @field_validator("partial_images", "stream_steps")
@@ -200,8 +276,11 @@ class VideoRequest(CommonFields):
         BeforeValidator(_number),
         Field(gt=0, le=3600, allow_inf_nan=False, description="Rounded to a number of frames that the model makes."),
     ] = None
-    frames: Annotated[int | None, Field(ge=1, le=MOST_FRAMES, description="In place of seconds.")] = None
+    frames: Annotated[
+        int | None, named("frames", "num_frames", ge=1, le=MOST_FRAMES, description="In place of seconds.")
+    ] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
+    n: Annotated[int, named("n", "num_outputs_per_prompt", ge=1, le=1, description="Number of videos.")] = 1
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
         facts = model.video
@@ -238,7 +317,7 @@ FieldsT = TypeVar("FieldsT", bound=CommonFields)
 class FormBody:
     """A multipart body. Files have no names here: what a client calls them means nothing."""
 
-    texts: dict[str, str]
+    texts: dict[str, Any]
     files: Mapping[str, Sequence[bytes]]
 
     def fields(self, kind: type[FieldsT]) -> FieldsT:
@@ -246,7 +325,7 @@ class FormBody:
         try:
             return kind.model_validate(self.texts, strict=False)
         except ValidationError as error:
-            raise ProblemError(of_validation(error.errors())) from error
+            raise ProblemError(of_validation(error.errors(), kind.model_fields)) from error
 
     def files_of(self, *names: str) -> list[bytes]:
         """The files of some fields, in order; ProblemError for files of other fields."""
@@ -259,13 +338,15 @@ class FormBody:
 
 async def read_form(request: Request) -> FormBody:
     """Read a multipart body, whose length the gate has bounded; ProblemError for a repeated text."""
-    texts, files = dict[str, str](), dict[str, list[bytes]]()
+    texts, files = dict[str, Any](), dict[str, list[bytes]]()
     async with request.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
                 files.setdefault(name, []).append(await value.read())
             elif name in texts:
                 raise refused(400, "invalid_value", f"{short(name)!r} is given twice; send it once", short(name))
+            elif (nested := NESTED.fullmatch(name)) and isinstance(texts.setdefault(nested[1], {}), dict):
+                texts[nested[1]][nested[2]] = value
             else:
                 texts[name] = value
     return FormBody(texts, files)

@@ -95,7 +95,7 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
     with private_folder() as (folder, lock), listening(args.host, args.port) as listener:
         log.start()
         host, port = listener.getsockname()[:2]
-        name = args.name or secrets.token_hex(4)
+        name = args.server or secrets.token_hex(4)
         log.event("listening", host=host, port=port, models=args.models, server=name)
 
         def on_end(job: ServerJob) -> None:

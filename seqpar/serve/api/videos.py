@@ -36,9 +36,9 @@ async def create(request: Request, server: Server, key: Key) -> Response:
         try:
             body, files = VideoRequest.model_validate_json(await request.body()), list[bytes]()
         except ValidationError as error:
-            raise ProblemError(of_validation(error.errors())) from error
+            raise ProblemError(of_validation(error.errors(), VideoRequest.model_fields)) from error
     job = await accept(request, server, key, body, "videos", files, REFERENCE)
-    return JSONResponse(records.of(server, job).video, headers=body.ignored)
+    return JSONResponse({**(records.of(server, job).video or {}), **body.warnings}, headers=body.headers)
 
 
 async def videos(

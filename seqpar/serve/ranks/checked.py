@@ -43,7 +43,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model without weights. example: the job of a request that leaves everything to the model.
+    """A model without weights. name: in requests. example: the job of a request that leaves everything to the model.
 
     room: GiB per rank for this model and its run, None before it is known.
     """
@@ -115,7 +115,7 @@ class CheckedModel:
     def _order(self, request: ImageRequest, images: Sequence[Picture]) -> GenerationRequest:
         is_classes = self.source.takes == "classes"
         order = GenerationRequest(
-            self.name,
+            self.example.request.model,
             self.dtype,
             seed=request.seed,
             size=request.size,

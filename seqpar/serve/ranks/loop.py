@@ -72,11 +72,12 @@ class Output:
 
 
 class LoadedModel:
-    """A model on all ranks. facts: the model as the API describes it."""
+    """A model on all ranks. facts: the model as the API describes it. source: its path or hub id."""
 
     def __init__(self, checked: CheckedModel, ranks: Mesh) -> None:
         """Load the weights. Collective."""
         self._checked = checked
+        self.source = checked.example.request.model
         self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
         self.facts = ranks.on_rank_0(self._facts, ServedModel)
 
@@ -157,7 +158,7 @@ class Served:
 
 
 def run(
-    names: Sequence[str],
+    names: Mapping[str, str],
     dtype: torch.dtype | None,
     deadlines: Deadlines,
     loras: Path | None,
@@ -169,9 +170,10 @@ def run(
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
-    dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of LoRAs that requests may name. sizes: run
-    before the ranks are ready. precision: of GEMMs; models that lack a calibration get it while they load. min_psnr: as
-    for `seqpar.parallelize`; a model without a result of a search is a ValueError. cache, park: as for `seqpar.load`.
+    names: model -> its name in requests. dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of
+    LoRAs that requests may name. sizes: run before the ranks are ready. precision: of GEMMs; models that lack a
+    calibration get it while they load. min_psnr: as for `seqpar.parallelize`; a model without a result of a search is a
+    ValueError. cache, park: as for `seqpar.load`.
     """
     path = os.environ.get(SOCKET)
     if path is None:
@@ -197,7 +199,7 @@ def run(
 
 
 def checked(
-    names: Sequence[str],
+    names: Mapping[str, str],
     dtype: torch.dtype,
     mesh: Mesh,
     loras: Mapping[str, Lora],
@@ -208,7 +210,7 @@ def checked(
 ) -> list[CheckedModel]:
     """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
     how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
-    models = [CheckedModel.of(name, dtype, mesh, loras, **how) for name in dict.fromkeys(names)]
+    models = [replace(CheckedModel.of(x, dtype, mesh, loras, **how), name=name) for x, name in names.items()]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(
         lambda: {x.name: remarks(list(x.loras.by_name.values()), x.source.presets, None) for x in models}
@@ -285,8 +287,10 @@ def _answer(served: Served, request: ImageRequest) -> None:
     except CancelledError as error:
         served.send(Failed(request.id, error.reason, "the request was cancelled or its deadline has passed"))
     except (ValueError, FloatingPointError) as error:  # raised identically on all ranks
-        why = "mistake" if isinstance(error, ValueError) else "failure"
-        served.send(Failed(request.id, why, in_fields(str(error))))
+        why, text = "mistake" if isinstance(error, ValueError) else "failure", str(error)
+        if (model := served.models.get(request.model)) is not None:
+            text = text.replace(model.source, request.model)
+        served.send(Failed(request.id, why, in_fields(text)))
     if served.link is not None:
         served.link.forget(request.id)
 

@@ -141,8 +141,9 @@ def _told(args: Latency, part: str, facts: dict[str, Any]) -> None:
 
 def _alone(bench: Bench) -> dict[str, Any]:
     """One client on a kept connection; front_s: what neither the ranks nor the writing of files took, and the least."""
-    kept = HTTPConnection("127.0.0.1", bench.port)
+    kept, cpu_s = HTTPConnection("127.0.0.1", bench.port), _cpu_s(bench.front)
     every = [bench.picture(kept) for _ in range(bench.args.pictures)]
+    cpu_s = (_cpu_s(bench.front) - cpu_s) / len(every)
     kept.close()
     fronts_s = [each.seconds - each.ranks_s - each.file_s for each in every]
     front_s = median(fronts_s)
@@ -154,9 +155,16 @@ def _alone(bench: Bench) -> dict[str, Any]:
         "file_s": median(each.file_s for each in every),
         "front_s": front_s,
         "least_front_s": min(fronts_s),
+        "front_cpu_s": cpu_s,
         "front_percent": 100 * front_s / seconds,
         "every": list(map(asdict, every)),
     }
+
+
+def _cpu_s(process: int) -> float:
+    """CPU seconds of a process so far."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy(bench: Bench) -> dict[str, Any]:

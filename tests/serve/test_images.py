@@ -27,6 +27,7 @@ from seqpar.serve.api.codec import Codec, Format, InputFiles, PixelFile, encoded
 from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import EDITS, GENERATIONS
 from seqpar.serve.api.jobs import JobSpec, Queue
+from seqpar.serve.api.keys import KeyTerms
 from seqpar.serve.messages import ImageRequest, InputImage
 from tests.support.fake_replica import FACTS, pixels_of
 from tests.support.front import LIMIT_S, PIXELS, Running, file_of, opened, running, until
@@ -198,16 +199,18 @@ def test_uploads_that_wait_to_be_decoded_are_bounded(tmp_path: Path) -> None:
             return await run(*arguments)
 
         reader._decoders.run = busy  # pyright: ignore
-        server: Any = SimpleNamespace(codec=reader, queue=Queue(99, 9.0, lambda job: None))
+        server: Any = SimpleNamespace(codec=reader, queue=Queue(99, 9.0, lambda job: None, lambda key: KeyTerms()))
         try:
-            waiting = [asyncio.create_task(decode_inputs(server, [file_of()], "image")) for _ in range(MOST_WAITING)]
+            waiting = [
+                asyncio.create_task(decode_inputs(server, "", [file_of()], "image")) for _ in range(MOST_WAITING)
+            ]
             await asyncio.sleep(0)
             with pytest.raises(ProblemError, match="16 requests with images wait") as refused:
-                await decode_inputs(server, [file_of()], "image")
+                await decode_inputs(server, "", [file_of()], "image")
             problem = refused.value.problem
             assert (problem.status, problem.code, problem.headers) == (429, "queue_full", {"retry-after": "1"})
             free.set()
-            decoded = [*await asyncio.gather(*waiting), await decode_inputs(server, [file_of()], "image")]
+            decoded = [*await asyncio.gather(*waiting), await decode_inputs(server, "", [file_of()], "image")]
             assert all(inputs.images for inputs in decoded)
             return reader.waiting
         finally:
@@ -257,9 +260,9 @@ def test_jobs_hold_so_many_pixels_together_and_lose_them_at_their_end(
         return JobSpec(order, "normal", 1, 0.1, 9.0, pixels)
 
     async def added() -> JobSpec:
-        queue = Queue(9, 9.0, lambda job: None)
+        queue = Queue(9, 9.0, lambda job: None, lambda key: KeyTerms())
         first = queue.add("1", "", spec())
-        with pytest.raises(ProblemError, match="need 12 bytes of pixels while other jobs hold 12 of 20"):
+        with pytest.raises(ProblemError, match="need 12 bytes of pixels while jobs hold 12 of 20, yours 12"):
             queue.add("2", "", spec())
         queue.end(first, "completed")
         queue.end(queue.add("3", "", spec()), "completed")

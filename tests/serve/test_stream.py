@@ -18,6 +18,7 @@ from seqpar.serve.api import images
 from seqpar.serve.api.gate import GENERATIONS
 from seqpar.serve.api.images import COMMENT, events, listen
 from seqpar.serve.api.jobs import JobSpec, Queue
+from seqpar.serve.api.keys import KeyTerms
 from seqpar.serve.api.requests import Generation
 from seqpar.serve.messages import ImageRequest
 from tests.support.fake_replica import pixels_of, preview_of
@@ -134,7 +135,7 @@ def test_a_quiet_stream_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "QUIET_S", 0.001)
 
     async def first_bytes() -> list[bytes]:
-        queue = Queue(1, 1.0, lambda job: None)
+        queue = Queue(1, 1.0, lambda job: None, lambda key: KeyTerms())
         spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 4, 0.5, 100.0)
         job = queue.add("id", "", spec)
         stream = events(queue, job, listen(job), "image_edit", Generation(prompt="x", stream=True, stream_steps=True))

@@ -19,6 +19,9 @@ from tests.support.front import LIMIT_S, Running, running, until
 # and vLLM-Omni (or their code) describe; `ranks` is what must reach the ranks, `ignored` what the answer names
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("requests.jsonl").read_text().splitlines()]
 
+PACKAGES = {"langchain": "langchain_community", "litellm_config": "litellm", "stream": "openai"}
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "GRADIO_ANALYTICS_ENABLED": "False"}
+
 
 def replayed(front: Running, row: dict[str, Any], *, named: str | None = None) -> Any:
     """The answer to a recorded request. named: in place of the model's name."""
@@ -50,6 +53,16 @@ def test_models_by_name_and_by_kind_of_request(front: Running) -> None:
     assert front.http.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
 
 
+def test_settings_of_open_webui(front: Running) -> None:
+    """The example, as a request in the shape that its code makes of these settings (with the recorded ones)."""
+    lines = (clients.EXAMPLES / "open-webui.env").read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    assert (settings["IMAGE_GENERATION_ENGINE"], settings["IMAGES_OPENAI_API_BASE_URL"][-3:]) == ("openai", "/v1")
+    body = {"prompt": "a cat", "n": 1, "size": settings["IMAGE_SIZE"], "response_format": "b64_json"}
+    made = front.http.post(GENERATIONS, json={**body, "model": "toy", **json.loads(settings["IMAGES_OPENAI_PARAMS"])})
+    assert (made.status_code, made.json()["size"], front.orders[-1]["steps"]) == (200, "64x64", 20)
+
+
 @pytest.mark.whole
 @pytest.mark.slow
 def test_recorded_requests_make_images_of_the_built_in_model(tmp_path: Path) -> None:
@@ -65,11 +78,11 @@ def test_recorded_requests_make_images_of_the_built_in_model(tmp_path: Path) -> 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("client", ["openai", "litellm", "langchain", "npm"])
+@pytest.mark.parametrize("client", ["openai", "npm", "langchain", "litellm", "litellm_config", "gradio", "stream"])
 def test_clients_work_unchanged(client: str, tmp_path: Path) -> None:
     """CLIENTS_PYTHON: a Python that has the packages, in place of this one; NODE_PATH: a folder with those of npm."""
     python = os.environ.get("CLIENTS_PYTHON", sys.executable)
-    package = {"langchain": "langchain_community"}.get(client, client)
+    package = PACKAGES.get(client, client)
     command = [python, clients.__file__, client]
     if client == "npm":
         command, probe = ["node", str(Path(clients.__file__).with_suffix(".mjs"))], ["node", "-e", "require('openai')"]
@@ -82,6 +95,6 @@ def test_clients_work_unchanged(client: str, tmp_path: Path) -> None:
     if missing:
         pytest.skip(f"{package} is not installed")
     with running(tmp_path) as front:
-        environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        done = subprocess.run([*command, front.url], capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+        how: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, **OFFLINE}, "timeout": LIMIT_S}
+        done = subprocess.run([*command, front.url], capture_output=True, text=True, **how)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 PNG = base64.b64decode(  # 6 x 10 pixels
     "iVBORw0KGgoAAAANSUhEUgAAAAYAAAAKCAIAAAAYbLhkAAAAEklEQVR4nGP4z8CAhtD5g1gIAGuIO8VagDEMAAAAAElFTkSuQmCC"
 )
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "clients"
 KEPT = ("content-type", "user-agent", "accept")  # headers of a recording
 IMAGE: dict[str, Any] = {"model": "toy", "prompt": "a green frog", "size": "64x48"}
 HINTS = {"quality": "high", "background": "opaque", "moderation": "low", "user": "someone", "style": "vivid"}
@@ -79,6 +80,45 @@ def langchain(url: str) -> str:
     link = dalle.DallEAPIWrapper(api_key="none", base_url=f"{url}/v1", size="64x48").run("a green frog")
     assert urlopen(link).read(4) == b"\x89PNG", link
     return version("langchain-community")
+
+
+def stream(url: str) -> str:
+    """The example with an asynchronous client, in the working directory."""
+    import runpy
+
+    sys.argv = ["stream.py", url, "a green frog", "a red fox"]
+    runpy.run_path(str(EXAMPLES / "stream.py"), run_name="__main__")
+    files = [f"image{number}{kind}.png" for number in (0, 1) for kind in ("-preview", "")]
+    assert sorted(path.name for path in Path().glob("*.png")) == files
+    return "examples/clients/stream.py"
+
+
+def gradio(url: str) -> str:
+    """The example of a page, asked through its own interface."""
+    import runpy
+
+    import gradio  # pyright: ignore[reportMissingImports]
+    from gradio_client import Client  # pyright: ignore[reportMissingImports]
+
+    _, address, _ = runpy.run_path(str(EXAMPLES / "gradio_app.py"))["app"](url).launch(prevent_thread_lock=True)
+    outputs = Client(address, verbose=False).submit("a green frog", 3, api_name="/generate")
+    assert [Path(output).suffix for output in outputs][-1:] == [".webp"], outputs.outputs()
+    return gradio.__version__
+
+
+def litellm_config(url: str) -> str:
+    """The example of a configuration, without the proxy that reads it."""
+    import os
+
+    import litellm  # pyright: ignore[reportMissingImports]
+    import yaml
+
+    os.environ.update(SEQPAR_URL=f"{url}/v1", SEQPAR_KEY="none")
+    models = yaml.safe_load((EXAMPLES / "litellm.yaml").read_text())["model_list"]
+    models[0]["litellm_params"]["model"] = "openai/toy"
+    made: Any = litellm.Router(models).image_generation("a green frog", model=models[0]["model_name"])
+    assert image(made.data[0].b64_json) == "png"
+    return "examples/clients/litellm.yaml"
 
 
 def image(text: str) -> str:

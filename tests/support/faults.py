@@ -548,19 +548,9 @@ def remove(root: Path) -> None:
 
 def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Return pytest's exit status (FAILED also if it takes too long) and the end of its output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "--no-showlocals",
-        "--tb=line",
-    ]
-    command += [f"--timeout={HANG_S}", *tests]
+    # one worker, forked like its ranks from a server: what all of them import is imported once
+    flags = ("-n", "1", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line", f"--timeout={HANG_S}")
+    command = [sys.executable, "-m", "pytest", *flags, *tests]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:
         done = subprocess.run(

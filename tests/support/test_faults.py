@@ -57,6 +57,6 @@ def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:
     """A failing, a passing and a missing test have different verdicts: a missing test catches nothing."""
     (tmp_path / "test_a.py").write_text("def test_fails(): raise ValueError\n")
     ends = [run(tmp_path, (f"test_a.py::{name}",)) for name in ("test_fails", "test_that_is_gone")]
-    assert [status for status, _ in ends] == [FAILED, 4]
+    assert [status for status, _ in ends] == [FAILED, 5]
     assert [verdict(*end).split()[0] for end in (*ends, (0, ""))] == ["caught", "BROKEN", "SURVIVES"]
     assert verdict(FAILED, "NameError: name 'x' is not defined").startswith("BROKEN")

@@ -6,10 +6,12 @@ neighbours on the `ulysses` axis are neighbours on the machine, because that axi
 
 from __future__ import annotations
 
+import mmap
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
@@ -18,9 +20,10 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 
+from seqpar.mesh.board import ROOM, Board, anonymous, nbytes_for, path_of
 from seqpar.mesh.errors import SMALL, SharedError, decode_all, encode, length, padded
+from seqpar.mesh.processes import boards, group_timeout, join, watch
 from seqpar.mesh.processes import close as close
-from seqpar.mesh.processes import group_timeout, join, watch
 from seqpar.mesh.processes import on_fatal as on_fatal
 from seqpar.mesh.watch import Deadlines, LostRankError, Watch
 
@@ -120,6 +123,8 @@ class Mesh:
             return None
         assert isinstance(group, dist.ProcessGroup)
         everyone = Axis("world", rank, ranks, group, watch())
+        if group not in boards():
+            boards()[group] = _board_of(everyone, device)
         return Mesh(**{"replica": everyone, **axes}, world=everyone, device=device)
 
     @property
@@ -230,12 +235,36 @@ def gathered(axis: Axis, device: torch.device, local: torch.Tensor, what: str) -
 
     device: of the ranks. what: the gathered values, for the error of a rank that times out.
     """
+    board = None if axis.group is None or local.is_cuda else boards().get(axis.group)
+    if axis.watch is not None and board is not None and 0 < local.nbytes <= ROOM:
+        axis.watch.host(posting := board.post(local.numpy().tobytes()), what, axis.ranks)
+        values = b"".join(value[: local.nbytes] for value in posting.values)
+        return torch.frombuffer(bytearray(values), dtype=local.dtype).view(axis.size, -1)
     local = local.to(host(axis, device))
     output = local.new_empty(axis.size * len(local))
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     finish(axis, local.device, lambda wait: gather(output, local, group=axis.group, async_op=not wait), what)
     return output.view(axis.size, -1)
+
+
+def _board_of(axis: Axis, device: torch.device) -> Board | None:
+    """Return a new board of an axis; None for ranks of several machines or without shared memory. Collective."""
+    named = collected(axis, device, (socket.gethostname(), os.getpid()), tuple[str, int])
+    if len({name for name, _ in named}) > 1:
+        return None
+    size, path, memory = nbytes_for(axis.size), "", None
+    with ExitStack() as opened:
+        if axis.rank == 0:
+            with suppress(OSError):
+                file = opened.enter_context(anonymous())
+                os.posix_fallocate(file.fileno(), 0, size)
+                path = f"{os.getpid()}/fd/{file.fileno()}"
+        path = collected(axis, device, path, str)[0]
+        with suppress(OSError), open(path_of(path), "r+b") as shared:
+            memory = memoryview(mmap.mmap(shared.fileno(), size))
+        everywhere = all(collected(axis, device, memory is not None, bool))
+    return Board(axis.rank, memory, [pid for _, pid in named]) if everywhere and memory is not None else None
 
 
 def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work | None], what: str) -> None:

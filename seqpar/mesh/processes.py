@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from seqpar.mesh.board import Board
 from seqpar.mesh.watch import Deadlines, HeartbeatFiles, LostRankError, Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
@@ -76,6 +78,7 @@ class _Process:
         self.folder: Path | None = None  # in which the ranks of a job of `seqpar` meet
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
+        self.boards = WeakKeyDictionary[dist.ProcessGroup, Board | None]()
         self.on_fatal: Callable[[str], NoReturn] | None = None
         atexit.register(self.leave)
 
@@ -111,6 +114,11 @@ def _process() -> _Process:
 
 def watch() -> Watch:
     return _process().current()
+
+
+def boards() -> MutableMapping[dist.ProcessGroup, Board | None]:
+    """Return the boards of groups of all ranks of a mesh; None for a group that cannot have one."""
+    return _process().boards
 
 
 def on_fatal(end: Callable[[str], NoReturn]) -> None:

@@ -201,6 +201,14 @@ class Heartbeats:
                 self.silent_since = self.silent_since or time.monotonic()
 
 
+class HostWork(Protocol):
+    """An exchange on the host, as torch's `Work`: `wait` raises RuntimeError if it does not end in time, or fails."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
 class Follows(Protocol):
     """A transport whose waits are on the device."""
 
@@ -321,7 +329,7 @@ class Watch:
         """Abort this group if a wait times out; a weak reference."""
         self._groups = (*(known for known in self._groups if known() is not None), ref(group))
 
-    def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
+    def host(self, work: HostWork, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for a host exchange, which other ranks may enter late, up to the deadline of the host."""
         wait = replace(self._enter(what, ranks, "host exchanges"), limit_s=self.deadlines.first_s, busy=True)
         start, longest = time.monotonic(), max(self.deadlines.host_s, self.deadlines.first_s)

@@ -32,10 +32,11 @@ from seqpar.mesh.inputs import CALL, Described, broadcast, compared, shapes
 from seqpar.transformer.attention import exact_mode
 from seqpar.transformer.attention8 import KEEPS
 from seqpar.transformer.foreign import is_offloaded, name_of
-from seqpar.transformer.guidance import STATE, Branches, Task, as_dtype, cut_rows, joined_rows
+from seqpar.transformer.guidance import STATE, Branches, Split, Task, as_dtype, cut_rows, joined_rows
 from seqpar.transformer.hooks import ShardedModule, shard
 from seqpar.transformer.masks import Preparation, keys_for
 from seqpar.transformer.step_cache import StepCaching
+from seqpar.transports.collective import gather
 from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
@@ -66,7 +67,6 @@ class ShardedCall:
         self.sharded, self.state, self.mesh, self.before = sharded, state, state.mesh, dict(before or {})
         self.ends = ExitStack()  # what is undone at the release of this transformer
         self.graphs, self._capture = Graphs(self.mesh, capture, state.check), capture
-        self.leave_out(sharded.steps)
         self.label: str | None = None  # how the pipeline names the call that it makes now
         self.keeps_attention: Callable[[], bool] | None = None  # whether attention of the next call keeps the dtype
         self.boundary: Callable[[], None] | None = None  # runs before each call (`seqpar.mesh.boundary`)
@@ -81,10 +81,12 @@ class ShardedCall:
         self._preparation = Preparation(cuts, self.mesh.sequence.size, exact, moves_only)
         self._replaced: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
         self._guidance = Branches(self.mesh, state.say, exact, cuts.calls_twice)
+        self.leave_out(sharded.steps)
         self.narrow: torch.dtype | None = None  # of the weights, where a pipeline keeps latents and results in fp32
         self._released: Callable[..., Any] | None = None  # the forward after the release
         self._key: Hashable = None
-        self._ordinal = 0  # which branch of guidance the last call is
+        self._ordinal = 0  # which branch of guidance the last call is, and the last deferred one
+        self._first = 0
         self._texts: Mapping[str, str] = {}
         self._described = dict[Hashable, Described]()
         self._generation, self._calls, self._changes = 0, 0, deque[int]((-SOON, -SOON), maxlen=2)
@@ -111,7 +113,8 @@ class ShardedCall:
             steady = self._calls - self._changes[-1] > 1  # the module did not change in the last step
             task = self._guidance.task(call, self.label, self._coupled(call), steady)
             if task is None:
-                version, compute = self.sharded.version(), partial(self._compute_deferred, self._ordinal)
+                self._first, version = self._ordinal, self.sharded.version()
+                compute = partial(self._compute_deferred, self._ordinal, self.label)
                 results = self._guidance.defer(call, version, self._texts, compute).whole
             else:
                 # 3. rows over data and cfg, then tokens over the sequence axis, in one CUDA graph
@@ -121,7 +124,7 @@ class ShardedCall:
                     outputs = copied(compute(rows))
 
                 # 4. every rank returns the whole results, in diffusers' class
-                results = self._guidance.results(task, joined_rows(outputs, splits)).whole
+                results = self._guidance.results(task, self._joined(outputs, splits)).whole
         self._reached = True
         return self.sharded.cuts.output(*results) if return_dict else results
 
@@ -315,28 +318,36 @@ class ShardedCall:
 
     # 3. Rows and tokens -------------------------------------------------------------------------------------------
 
-    def _compute_deferred(self, ordinal: int, call: Form) -> Form:
-        # the results of a deferred call that are read before the next call. ordinal: which branch of guidance it is
+    def _compute_deferred(self, ordinal: int, label: str | None, call: Form) -> Form:
+        # the results of a deferred call that are read before the next call. ordinal: which branch of guidance it is,
+        # label: how its pipeline names it
         key = self._followed()
         self._compare({CALL: f"reads a result of {type(self.sharded.module).__name__}", **self._texts}, key)
         # as it was called, wherever it is read
         with torch.autocast(self.mesh.device.type, enabled=False), self._resetting():
-            task = self._guidance.alone(call)
+            task = self._guidance.alone(call, label)
             rows, splits = cut_rows(task.form, task.axes)
             rows = self._with_step(rows, call, task, ordinal)
             outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager())
-            return self._guidance.results(task, joined_rows(outputs, splits))
+            return self._guidance.results(task, self._joined(outputs, splits))
 
     def _with_step(self, rows: Form, call: Form, task: Task, ordinal: int) -> Form:
-        # the rows, with the number of the buffers of a step cache
-        if self.steps is None or not self.steps.has(call):
+        # the rows, marked with the buffers of a step cache
+        if self.steps is None:
             return rows
-        first = None if task.first is None or task.first.arguments is None else _kind(task.first.arguments)
-        own = _kind(call)
-        kind = own and (first, own, tuple(axis.name for axis in task.axes))
-        both = task.first is not None  # the first branch decides, by the ranks that compute it
-        number = self.steps.enter(kind, 0 if both else ordinal, not both or self.mesh.cfg.rank == 0)
-        return replace(rows, mark=number)
+        first = None if task.first is None else task.first.arguments
+        calls = [(call, ordinal)] if first is None else [(first, self._first), (call, ordinal)]
+        axes, kinds = tuple(axis.name for axis in task.axes), list[tuple[Hashable, int]]()
+        for each, at in calls:
+            kind = _kind(each) if self.steps.has(each) else None
+            kinds.append((kind and (kind, axes), at))
+        return replace(rows, mark=self.steps.enter(kinds, self.mesh.cfg in task.axes))
+
+    def _joined(self, outputs: Form, splits: Sequence[Split]) -> Form:
+        # the results of all rows; of a call that both halves of a cfg axis compute, those of the half with residuals
+        outputs = joined_rows(outputs, splits)
+        home = None if self.steps is None else self.steps.home
+        return outputs if home is None else outputs.each(lambda x: gather(x[None], self.mesh.cfg, (1, 1))[home])
 
     @contextmanager
     def _resetting(self) -> Iterator[None]:
@@ -350,6 +361,7 @@ class ShardedCall:
     def leave_out(self, steps: StepCaching | None) -> None:
         """Leave out blocks by this step cache from the next call on; None computes all."""
         self.steps = self.sharded.steps = steps
+        self._guidance.together = steps is not None
         if steps is not None and isinstance(capture := self._capture, CudaCapture):
             steps.recording = lambda: capture.recording
 

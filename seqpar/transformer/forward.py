@@ -94,6 +94,16 @@ class CallState:
             self.made[name] = of, make()
         return self.made[name][1]
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that puts back what blocks keep as it is now, and drops what one has left for the next."""
+        made, converted = dict(self.made), dict(self.converted)
+
+        def put_back() -> None:
+            self.handed.clear()
+            self.made, self.converted = made, converted
+
+        return put_back
+
     # Tokens -------------------------------------------------------------------------------------------------------
 
     def cut(self, x: Tensor, cut: CutTokens) -> Tensor:

@@ -120,6 +120,7 @@ class Branches:
     def __init__(self, mesh: Mesh, say: Callable[[str], None], exact: bool = False, twice: bool = False) -> None:
         self._mesh, self._say, self._exact, self._twice, self._alone = mesh, say, exact, twice, 0
         self._axes = tuple(axis for axis in (mesh.data, mesh.cfg) if axis.size > 1)
+        self.together = False  # whether a step cache keeps residuals of named calls, whose rows no cfg axis splits then
         self._results: dict[Hashable, Form] = {}  # by kind of call, without values
         self._pending: DeferredCall | None = None
         self.version: Hashable = None  # of the module when the pending call was deferred, and its texts then
@@ -159,8 +160,8 @@ class Branches:
                 self._say_whole(f"at the time of the call, because {coupled}")
             return Task(form, ())
         if form.kind not in self._results:
-            return Task(form, self._split(self._axes, form))
-        return None if steady and self._defers(form, label) else self.alone(form)
+            return Task(form, self._split(self._of_lone(label), form))
+        return None if steady and self._defers(form, label) else self.alone(form, label)
 
     def defer(self, form: Form, version: Hashable, texts: Mapping[str, str], compute: Callable[[Form], Form]) -> Form:
         """Return deferred results, which `compute` computes if they are read before the next call.
@@ -198,8 +199,12 @@ class Branches:
         mixed = torch.is_autocast_enabled(self._mesh.device.type)  # the first one was called without
         return not mixed and results is not None and shapes(results.tensors) == shapes(first.results.tensors)
 
-    def alone(self, form: Form) -> Task:
-        """Return the task of a call that no other one runs beside."""
+    def _of_lone(self, label: str | None) -> tuple[Axis, ...]:
+        # the axes that may split the rows of a call that no other one runs beside
+        return tuple(axis for axis in self._axes if axis is not self._mesh.cfg or not self.together or label is None)
+
+    def alone(self, form: Form, label: str | None) -> Task:
+        """Return the task of a call that no other one runs beside. label: see `task`."""
         axes = split_over(self._axes, rows_of(form.whole))
         if self._mesh.cfg.size > 1 and self._mesh.cfg not in axes:
             self._alone += 1
@@ -208,7 +213,7 @@ class Branches:
                     "both halves of the cfg axis compute the same calls, because no two calls belong to one step; "
                     "parallelize(cfg=False) lets all ranks share the tokens"
                 )
-        return Task(form, self._split(self._axes, form))
+        return Task(form, self._split(self._of_lone(label), form))
 
     def _split(self, axes: tuple[Axis, ...], form: Form) -> tuple[Axis, ...]:
         split = split_over(axes, rows_of(form.whole)) if axes else ()

@@ -7,7 +7,7 @@ A step of a transformer with a step cache has four parts:
     reuse   otherwise: kept residuals are added, or extrapolated to this step.
     tail    the last blocks and the output layers are computed.
 
-Each part is a separate CUDA graph. Between head and rest the host reads 32 bytes and decides. All ranks read the same
+Each part is a separate CUDA graph. Between head and rest the host reads 40 bytes and decides. All ranks read the same
 sums, in fixed point over all tokens, so that every split of the tokens decides alike (`kernels/step_cache.py`).
 The first branch of guidance decides for the others; each branch keeps its residuals.
 State of an earlier run is never reused: `reset` starts a run, and without it a text that changed, or a timestep that
@@ -37,7 +37,7 @@ from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.forward import CallState
 from seqpar.types.arguments import check_kind
 
-KINDS = 8  # kinds of calls that keep buffers: a size has one to three
+KEPT = 16  # branches of a size that keep buffers; a size has one to three
 BRANCHES = 8  # of guidance, each with its text; more are computed whole
 NAMES: Mapping[str, Mapping[str, int]] = {"dbcache": {"order": 0}, "taylorseer": {"order": 1}}
 
@@ -109,17 +109,21 @@ class CachedStep:
     change: float | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Branch:
-    """Buffers of one kind of call of one branch, and which steps they hold. `computed`: step numbers, newest first."""
+    """Buffers of one kind of call of one branch, and which steps they hold. `computed`: step numbers, newest first.
+
+    home: the half of a cfg axis whose buffers hold what the branch needs, None for both; all ranks know of which steps.
+    """
 
     number: int
+    ordinal: int
     seen: Tensor  # bits of the text, added up
     sums: Tensor
     host: Tensor  # what the decision reads
     weights: Tensor  # of the residuals, on the host, from where the reuse takes them
     weights_J: Tensor
-    decides: bool = True  # whether this rank's latents take part in the decision
+    home: int | None = None
     before_BlE: Tensor | None = None
     present: list[bool] = field(default_factory=list[bool])  # which outputs of the last block are no None
     residuals: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
@@ -179,10 +183,12 @@ class StepCaching:
         self.recording: Callable[[], Recording | None] = lambda: None
         self.on, self.log = True, list[CachedStep]()  # of the steps of the run
         self.counted = [0, 0]  # how many steps of all runs were computed, and of how many
-        self._branches = OrderedDict[Hashable, list[_Branch | None]]()
+        self._branches = OrderedDict[tuple[Hashable, int], _Branch]()
         self._made = 0  # how many branches have had buffers
         self._ordinals = dict[Hashable, int]()
         self._now: _Branch | None = None
+        self._beside = list[_Branch]()  # that branch, and the one that the other half of a cfg axis computes, in order
+        self.home: int | None = None  # the half of a cfg axis whose results are those of the call; None: of both
         self._decided: bool | None = None  # whether this call computes; None before it is decided
         self._skips = False
         self._run: _Run | None = None
@@ -212,7 +218,7 @@ class StepCaching:
 
     def forget(self) -> None:
         """Compute the next step of each branch, because weights changed in a run."""
-        for branch in (one for branches in self._branches.values() for one in branches if one is not None):
+        for branch in self._branches.values():
             branch.restart()
 
     def ordinal(self, label: str | None, text: Tensor | None) -> int:
@@ -229,30 +235,41 @@ class StepCaching:
         text = text[0] if isinstance(text, (list, tuple)) and text else text
         return text if isinstance(text, Tensor) else None
 
-    def enter(self, kind: Hashable, ordinal: int, decides: bool = True) -> int | None:
-        """Return the number of the buffers that the next call uses (`Form.mark`); None if calls of the kind have none.
+    def enter(self, calls: Sequence[tuple[Hashable, int]], split: bool = False) -> Hashable:
+        """Return the mark of the next call (`Form.mark`), which names its buffers; None if it has none.
 
-        kind: equal on all ranks for calls whose ranks compute the same shapes as before. decides: whether this rank
-        computes the branch of guidance that decides; another rank may compute it.
+        calls: its kind and branch, or those of both calls that the halves of a cfg axis compute beside each other. A
+        kind is equal on all ranks for calls whose ranks compute the same shapes as before. split: whether the halves
+        compute different rows of one call. Otherwise they compute the same, by the residuals of the half that has them.
         """
-        if kind is None:
+        if any(kind is None for kind, _ in calls):
+            self._now = self.home = None
             return None
-        if kind not in self._branches:
-            while len(self._branches) >= KINDS:
+        cfg, branches = self._state.mesh.cfg, [self._branch(kind, ordinal) for kind, ordinal in calls]
+        for home, branch in enumerate(branches if len(branches) > 1 else ()):
+            if branch.home not in (None, home):
+                branch.restart()
+            branch.home = home
+        self._beside, self._now = branches, branches[cfg.rank if len(branches) > 1 else 0]
+        self.home = self._now.home if len(branches) == 1 and cfg.size > 1 and not split else None
+        self._decided = None
+        return self._now.number, len(branches)  # a lone call has a graph of its own, as both halves warm up together
+
+    def _branch(self, kind: Hashable, ordinal: int) -> _Branch:
+        if (branch := self._branches.get((kind, ordinal))) is None:
+            while len(self._branches) >= KEPT:
                 self._branches.popitem(last=False)
-            self._branches[kind] = [None] * BRANCHES
-        self._branches.move_to_end(kind)
-        branches, device = self._branches[kind], self._state.mesh.device
-        if (branch := branches[ordinal]) is None:
             self._made += 1
+            device = self._state.mesh.device
             integers: Any = {"dtype": torch.int64, "device": device}
-            host, weights = torch.zeros(4, dtype=torch.int64), torch.eye(self.options.order + 1, dtype=torch.float64)[0]
+            host, weights = torch.zeros(5, dtype=torch.int64), torch.eye(self.options.order + 1, dtype=torch.float64)[0]
             if device.type == "cuda":
                 host, weights = host.pin_memory(), weights.pin_memory()
-            seen, sums, number = torch.zeros(1, **integers), torch.zeros(2, **integers), self._made * BRANCHES + ordinal
-            branch = branches[ordinal] = _Branch(number, seen, sums, host, weights, weights.to(device), decides)
-        self._now, self._decided = branch, None
-        return branch.number
+            seen, sums = torch.zeros(1, **integers), torch.zeros(2, **integers)
+            branch = _Branch(self._made, ordinal, seen, sums, host, weights, weights.to(device))
+            self._branches[kind, ordinal] = branch
+        self._branches.move_to_end((kind, ordinal))
+        return branch
 
     def has(self, call: Form) -> bool:
         """Return whether a call can leave blocks out."""
@@ -266,16 +283,21 @@ class StepCaching:
         recording = self.recording()
         return recording is not None and recording.is_rehearsal
 
-    def begin(self, number: Hashable, arguments: Mapping[str, Any]) -> None:
-        """Begin a call's computation. number: what `enter` returned; None computes all blocks. arguments: whole."""
+    def begin(self, mark: Hashable, arguments: Mapping[str, Any]) -> None:
+        """Begin a call's computation. mark: what `enter` returned; None computes all blocks. arguments: whole."""
         branch, self._run, self._skips = self._now, None, False
-        if number is None or branch is None or branch.number != number:
+        if mark is None or branch is None or mark != (branch.number, len(self._beside)):
             return
         text, time = self.text_of(arguments), arguments[self._of.time]
         bits = _bits(text) if text is not None else branch.seen.new_zeros(1)
         now = torch.as_tensor(time, device=branch.seen.device).double().max().reshape(1).view(torch.int64)
-        branch.rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
-        self._run = _Run(branch, (bits != branch.seen).long(), bits, now)
+        for each in self._beside:
+            each.rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
+        counts = self.home is None or self.home == self._state.mesh.cfg.rank
+        changed = bits.new_zeros(2)
+        if counts:
+            changed[self._beside.index(branch)] = (bits != branch.seen).squeeze()
+        self._run = _Run(branch, changed, bits, now, counts and branch is self._beside[0])
 
     def check_ended(self) -> None:
         """Raise ValueError if others have left out the block at which this call's step would have ended."""
@@ -300,12 +322,12 @@ class StepCaching:
             self._run = None
             return
         branch, rehearses = run.branch, self._rehearses
-        run.streams, run.made, run.converted = streams, dict(self._state.made), dict(self._state.converted)
+        run.streams, run.put_back = streams, self._state.snapshot()
         before = branch.before_BlE
         if before is None:
             before = branch.before_BlE = torch.zeros_like(latents, memory_format=torch.contiguous_format)
         branch.sums.zero_()
-        if branch.decides:
+        if run.decides:
             add_change(_three(latents), _three(run.start_BlE), _three(before), branch.sums)
         local = torch.cat([branch.sums, run.changed])
         for axis in _axes(self._state):
@@ -317,18 +339,17 @@ class StepCaching:
         if (recording := self._recording()) is not None:
             recording.cut(self._computes)
         else:
-            self._skips = not self._computes()
+            self._skips = not self._computes() and bool(branch.residuals)
         if not self._skips:
             torch.sub(latents, run.start_BlE, out=before)
 
     def ends(self, results: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
         """End the rest: keep its residual, or return what kept ones make. results: None if it was left out."""
-        run, state, self._run = self._run, self._state, None
+        run, self._run = self._run, None
         if run is None or not run.streams:
             return results or ()  # others have left out a block from which on this call may leave blocks out
         branch = run.branch
-        state.handed.clear()  # what blocks left for the next ones is not kept
-        state.made, state.converted = run.made, run.converted
+        run.put_back()
         if results is None:
             made = [torch.empty_like(x) for x in branch.residuals[0]]
             self._reuse(run, made)
@@ -391,11 +412,16 @@ class StepCaching:
 
     def _computes(self) -> bool:
         # waits for the head, and decides; all ranks read the same numbers
-        branch = self._now
-        assert branch is not None
-        changed_by, size, texts, time = self._read(branch)
-        leads, at = branch.number % BRANCHES == 0, len(self.log) - 1
-        if branch.times and (texts or not branch.continues(time)):  # another run, which nothing has announced
+        assert self._now is not None
+        changed_by, size, texts, time = self._read(self._now)
+        beside = zip(self._beside, texts, strict=False)
+        decided = {branch.number: self._follow(branch, changed_by, size, text, time) for branch, text in beside}
+        self._decided = decided[self._now.number]
+        return self._decided
+
+    def _follow(self, branch: _Branch, changed_by: int, size: int, other_text: int, time: float) -> bool:
+        leads, at = branch.ordinal == 0, len(self.log) - 1
+        if branch.times and (other_text or not branch.continues(time)):  # another run, which nothing has announced
             branch.restart()
             if leads:
                 self.forget()
@@ -414,7 +440,6 @@ class StepCaching:
             branch.computed = [max(at, 0), *branch.computed][: self.options.order + 1]
         else:
             self._weigh(branch, at)
-        self._decided = computes
         return computes
 
     def _decides(self, branch: _Branch, at: int, changed_by: int, size: int) -> bool:
@@ -439,15 +464,15 @@ class StepCaching:
                 weights[index] *= (at - other) / (step - other) if other != step else 1.0
         branch.weights.copy_(torch.tensor(weights, dtype=torch.float64))
 
-    def _read(self, branch: _Branch) -> tuple[int, int, int, float]:
+    def _read(self, branch: _Branch) -> tuple[int, int, list[int], float]:
         if branch.seen.is_cuda:
             event = torch.cuda.Event()
             event.record()
             watch = self._state.mesh.world.watch
             while not event.query() and (watch is None or watch.failed is None):
                 pass  # a pause would be longer than the wait
-        changed_by, size, texts, _ = branch.host.tolist()
-        return changed_by, size, texts, branch.host[3:].view(torch.float64).item()
+        changed_by, size, *texts, _ = branch.host.tolist()
+        return changed_by, size, texts, branch.host[4:].view(torch.float64).item()
 
     def _say(self, branch: _Branch) -> None:
         kept = [branch.before_BlE, *(x for residuals in branch.residuals for x in residuals)]
@@ -457,18 +482,20 @@ class StepCaching:
 
 @dataclass
 class _Run:
-    """A call while it is computed. changed: whether its text has other bits than in the last call of its branch."""
+    """A call while it is computed. changed: of both calls side by side, whether the text of the one that this rank
+    computes has other bits than in the last call of its branch.
+
+    decides: whether this rank's latents take part in the decision.
+    """
 
     branch: _Branch
     changed: Tensor
     bits: Tensor
     time: Tensor
+    decides: bool
     start_BlE: Tensor | None = None
     streams: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    made: dict[Hashable, tuple[object, Any]] = field(default_factory=dict[Hashable, tuple[object, Any]])
-    converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(
-        default_factory=dict[Hashable, tuple[Tensor | None, Tensor | None]]
-    )
+    put_back: Callable[[], None] = lambda: None
 
 
 class StepHook(ModelHook):

@@ -103,9 +103,11 @@ def loop(
     begin: Callable[[int, int], None] = lambda step, branch: None,
     times: Sequence[float] = (),
     shift: float = 0.0,
+    guided: str = "1",
 ) -> list[Tensor]:
     """Return the first result of each call of a loop with guidance.
 
+    guided: "1" for each step with guidance, and "0" for each other one; it repeats.
     begin: called before each call. times: factors of the timestep. shift: of the texts, by which they are others.
     """
     given, made, result = tiny.arguments(device), list[Tensor](), torch.empty(0)
@@ -116,7 +118,7 @@ def loop(
         for step in range(steps):
             given[time] = timestep * (1 - 0.1 * step if not times else times[step])
             results = list[Tensor]()
-            for branch in range(branches):
+            for branch in range(branches if guided[step % len(guided)] == "1" else 1):
                 begin(step, branch)
                 if text in given:
                     given[text] = texts[branch]
@@ -155,6 +157,7 @@ def cached(
     options: StepCache,
     layout: dict[str, Any],
     branches: int = 2,
+    guided: str = "1",
 ) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
     tiny, sizes = tiny_of(kind), {name: size for name, size in layout.items() if isinstance(size, int)}
     module = tiny.build().to(device)
@@ -164,7 +167,7 @@ def cached(
     assert call is not None
     for hook in call.sharded.fused.hooks.values():
         hook._function = partial(counted, counts, hook._function)
-    made = loop(tiny, module, device, branches=branches)
+    made = loop(tiny, module, device, branches=branches, guided=guided)
     assert bool(counts) == bool(call.sharded.fused.hooks), "fused blocks did not compute"
     assert call.steps is not None
     return [x.cpu() for x in made], [(step.computed, step.change) for step in call.steps.log]
@@ -199,18 +202,24 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @cache
-def decided(device: str, branches: int) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
-    return cached(0, 1, torch.device(device), "FluxTransformer2DModel", CHANGES, {"cfg": 1}, branches)
+def decided(device: str, branches: int, guided: str) -> tuple[list[Tensor], list[tuple[bool, float | None]]]:
+    return cached(0, 1, torch.device(device), "FluxTransformer2DModel", CHANGES, {"cfg": 1}, branches, guided)
 
 
-# the last row has no guidance: its calls wait for a second one, and are computed where they are read
+# rows without guidance on a step have calls that wait for a second one, and are computed where they are read
 @pytest.mark.parametrize(
-    ("world", "layout", "branches"), [*((*row, 2) for row in LAYOUTS), (4, {"cfg": 2, "data": 2}, 1)]
+    ("world", "layout", "branches", "guided"),
+    [
+        *((*row, 2, "1") for row in LAYOUTS),
+        (4, {"cfg": 2, "data": 2}, 1, "1"),
+        (2, {"cfg": 2}, 2, "11100011"),
+        (4, {"cfg": 2}, 2, "00011100"),
+    ],
 )
-def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, Any], branches: int) -> None:
-    wanted, log = decided(ranks.device, branches)
+def test_every_split_decides_alike(ranks: Pool, world: int, layout: dict[str, Any], branches: int, guided: str) -> None:
+    wanted, log = decided(ranks.device, branches, guided)
     assert {computed for computed, _ in log[2:]} == {True, False}  # both kinds of decisions
-    made = ranks.run(world, cached, "FluxTransformer2DModel", CHANGES, layout, branches)
+    made = ranks.run(world, cached, "FluxTransformer2DModel", CHANGES, layout, branches, guided)
     for results, steps in made:
         assert [computed for computed, _ in steps] == [computed for computed, _ in log]
         assert max(float((x - y).abs().max()) for x, y in zip(results, wanted, strict=True)) <= TOLERANCE

@@ -7,27 +7,24 @@ so tests on CPUs cover GPU code. All ranks must be processes of one machine.
 from __future__ import annotations
 
 import os
-import re
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cache
 from math import prod
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
-from seqpar.mesh.errors import WHO
+from seqpar.mesh.board import anonymous, path_of
 from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
-from seqpar.mesh.watch import LostRankError
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
 ALIGN = 256  # bytes; a field starts on its own cache line, and vector accesses never straddle two lines
-MEMORY = "seqpar"  # name of shared memory
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -172,7 +169,7 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         name, error = "", None
         try:
             # a file without a name in any folder: a rank that is killed here leaves nothing behind
-            file = opened.enter_context(_anonymous())
+            file = opened.enter_context(anonymous())
             name = f"{os.getpid()}/fd/{file.fileno()}"
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a write that finds no memory would kill the process
         except OSError as failed:
@@ -183,27 +180,10 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         buffers = list[Tensor]()
         try:
             for name, _ in answers:
-                buffers.append(torch.from_file(_path_of(name), shared=True, size=nbytes, dtype=torch.uint8))
+                buffers.append(torch.from_file(path_of(name), shared=True, size=nbytes, dtype=torch.uint8))
         except RuntimeError as raised:
             error = str(raised)
         # all ranks have mapped all files, so that they can be closed; or all raise what failed on one
         if failed := first_reason(axis, error):
             raise RuntimeError(failed)
     return buffers, None
-
-
-def _anonymous() -> IO[bytes]:
-    return os.fdopen(os.memfd_create(MEMORY), "w+b")
-
-
-def _path_of(name: str) -> str:
-    """Return the path of a rank's shared memory by the name that it sent; raises LostRankError for any other file.
-
-    This rank writes to the file, and another process in the place of a rank could send any path of this user.
-    """
-    if re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
-        path, process = f"/proc/{name}", f"/proc/{name.partition('/')[0]}"
-        with suppress(OSError):
-            if os.stat(process).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{MEMORY} "):
-                return path
-    raise LostRankError(f"{name[:60]!r} is not shared memory of a rank of this user; {WHO}")

@@ -60,7 +60,7 @@ def no_room(rank: int, world: int, device: torch.device, what: str) -> tuple[str
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + NBYTES // 2, limit[1]))
         elif rank == 1:
-            patch.setattr(*{"space": (os, "posix_fallocate", full), "files": (arena, "_anonymous", no_handles)}[what])
+            patch.setattr(*{"space": (os, "posix_fallocate", full), "files": (arena, "anonymous", no_handles)}[what])
         try:
             arena.Arena(mesh.sequence, NBYTES, torch.device("cpu"))
         except (ValueError, RuntimeError) as error:

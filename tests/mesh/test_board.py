@@ -1,0 +1,45 @@
+"""Tests the memory in which ranks of one machine exchange small values; `test_mesh.py` has real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import timedelta
+
+import pytest
+
+from seqpar.mesh.board import PLACE, Board, nbytes_for
+
+
+def two(other: int) -> tuple[bytearray, list[Board]]:
+    memory = bytearray(nbytes_for(2))
+    return memory, [Board(rank, memoryview(memory), [os.getpid(), other]) for rank in range(2)]
+
+
+def test_ranks_read_the_values_of_one_exchange() -> None:
+    memory, (one, other) = two(os.getpid())
+    for number in range(5):
+        mine = one.post(b"one%d" % number)
+        assert not mine.is_completed()
+        with pytest.raises(RuntimeError, match="timed out"):
+            mine.wait(timedelta(0))
+        theirs = other.post(b"other%d" % number)
+        theirs.wait()
+        at = (1 + number) % 2 * 2 * PLACE + PLACE + 8
+        memory[at] ^= 1  # as if it were read while it is written
+        assert not mine.is_completed()
+        memory[at] ^= 1
+        mine.wait()
+        assert [value.rstrip(b"\0") for value in mine.values] == [b"one%d" % number, b"other%d" % number]
+        assert mine.values == theirs.values
+
+
+def test_a_wait_ends_with_the_process_of_another_rank() -> None:
+    with subprocess.Popen(["sleep", "9"]) as process:
+        _, (one, _) = two(process.pid)
+        posting = one.post(b"")
+        assert not posting.is_completed()
+        process.kill()
+        with pytest.raises(RuntimeError, match="connection closed"):
+            posting.wait(timedelta(seconds=9))
+        assert posting.is_completed()

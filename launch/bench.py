@@ -10,6 +10,7 @@ torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 p
 python launch/bench.py faults                                            # jobs with faults in them: how they end
 python launch/bench.py serve                                             # a server: many clients, cancels, killed ranks
 python launch/bench.py latency                                           # a server: own cost, cancels, p50 and p95
+python launch/bench.py swaps                                             # a server whose models requests swap
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -25,7 +26,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import calls, compare, decode, exchange, faults, latency, loading, measure, serve, soak, steps
+from launch.benches import (
+    calls,
+    compare,
+    decode,
+    exchange,
+    faults,
+    latency,
+    loading,
+    measure,
+    serve,
+    soak,
+    steps,
+    swaps,
+)
 from seqpar.cli.exits import guarded
 from seqpar.types.flags import chosen
 
@@ -41,6 +55,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     faults.Faults: faults.main,
     serve.Serve: serve.main,
     latency.Latency: latency.main,
+    swaps.Swaps: swaps.main,
     measure.Rates: measure.main,
 }
 CLEAN_UP_S = 120.0  # after Ctrl-C: benches end the jobs that they have started, and remove their folders

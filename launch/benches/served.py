@@ -71,8 +71,13 @@ def _port(process: subprocess.Popen[str], lines: list[str]) -> int:
 
 def a_rank(front: int, drawn: random.Random) -> int | None:
     """The process of a rank, if the ranks are up: a child of the front's child that starts them; no other has any."""
-    ranks = [rank for child in _children(front) for rank in _children(child)]
+    ranks = processes(front)
     return drawn.choice(ranks) if ranks else None
+
+
+def processes(front: int) -> list[int]:
+    """The processes of the ranks that an API server has started."""
+    return [rank for child in _children(front) for rank in _children(child)]
 
 
 def _children(process: int) -> list[int]:

@@ -203,6 +203,12 @@ class ReplicaArgs(StartFlags):
     """As for `seqpar sample`."""
     park: bool = False
     """As for `seqpar sample`."""
+    most: int | None = None
+    """As --loaded of `seqpar serve`."""
+    swaps: bool = False
+    """As --swap of `seqpar serve`."""
+    first: Annotated[tuple[str, ...] | None, Flag("MODEL")] = None
+    """The models to load at the start, in place of those that --most and --swaps choose."""
     first_deadline_s: float = 120.0
     """As for `seqpar sample`."""
     deadline_s: float = 30.0

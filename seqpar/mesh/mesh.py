@@ -372,20 +372,33 @@ class OwnedMesh:
         if not _has_host(mesh):
             group: Any = dist.new_group(backend=BACKENDS)
             mesh = replace(mesh, world=replace(mesh.world, group=group))
-        # groups that were made here: not torch's default one, nor those of the caller
-        retained = [dist.group.WORLD, *_groups_of(callers)]
-        self._groups = [group for group in _groups_of(mesh) if not any(group is other for other in retained)]
+        self._groups = _groups_beside(mesh, callers)
         self.mesh = mesh
         self._collected = finalize(self, _drop, self._groups, mesh.device.type, mesh.world.watch)
         self._collected.atexit = False
 
     def end(self) -> None:
         """Destroy the groups that were made."""
-        if self._groups and self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
         self._collected.detach()
-        for group in self._groups:
-            _destroy(group)
+        _end(self._groups, self.mesh)
+
+
+def end_groups(mesh: Mesh, retained: Mesh) -> None:
+    """Destroy the groups that were made for a mesh, and not those that another mesh has. Collective."""
+    _end(_groups_beside(mesh, retained), mesh)
+
+
+def _end(groups: Sequence[dist.ProcessGroup], mesh: Mesh) -> None:
+    if groups and mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # nothing of a group may run when it ends
+    for group in groups:
+        _destroy(group)
+
+
+def _groups_beside(mesh: Mesh, callers: Mesh | None) -> list[dist.ProcessGroup]:
+    # groups that were made for a mesh: not torch's default one, nor those of the caller
+    retained = [dist.group.WORLD, *_groups_of(callers)]
+    return [group for group in _groups_of(mesh) if not any(group is other for other in retained)]
 
 
 def _drop(groups: Sequence[dist.ProcessGroup], device: str, watch: Watch | None) -> None:

@@ -95,6 +95,14 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     id: str
 
 
+class Change(msgspec.Struct, frozen=True, tag="change"):
+    """Unload some models and load others, between two requests; `Changed` or `Failed` is the answer."""
+
+    id: str
+    load: tuple[str, ...] = ()
+    unload: tuple[str, ...] = ()
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """Stop all ranks after the running request."""
 
@@ -129,7 +137,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     own: of the model's own. labels: the names of each class, by number. precision: of GEMMs, None for the dtype of the
     weights. cache: which steps are computed, None for all. presets: the number of steps of each. takes: by what a
     request starts from, as `ImageRequest.inputs`. loads: pixels of all frames, ascending, and predicted seconds of a
-    step; memory does not suffice from `limit` pixels on.
+    step; memory does not suffice from `limit` pixels on. loaded: whether its weights are in memory. memory: predicted
+    bytes per rank. load_s: seconds that its last load took, None if there was none.
     """
 
     name: str
@@ -152,6 +161,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     takes: dict[str, Takes] = msgspec.field(default_factory=lambda: {TEXT: Takes()})
     loads: tuple[tuple[int, float], ...] = ()
     limit: int | None = None
+    loaded: bool = True
+    memory: int = 0
+    load_s: float | None = None
 
     @property
     def edits(self) -> bool:
@@ -169,7 +181,10 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All models are loaded on all ranks. device: "cpu" or the name of the GPU. loaded_s: seconds of loading."""
+    """The ranks take requests for the models that are loaded. device: "cpu" or the name of the GPU.
+
+    loaded_s: seconds of loading, before the first request.
+    """
 
     models: tuple[ServedModel, ...]
     ranks: int
@@ -227,6 +242,13 @@ class VideoResult(msgspec.Struct, frozen=True, tag="video"):
     computed: tuple[int, int] | None = None
 
 
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    """The loaded models have changed on all ranks. ready: as they are now."""
+
+    id: str
+    ready: Ready
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A request failed in the same way on every rank; the ranks go on. text: one line for people.
 
@@ -244,9 +266,9 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     memory: tuple[int, ...]
 
 
-ToRanks = ImageRequest | Cancel | Finish
+ToRanks = ImageRequest | Change | Cancel | Finish
 Answer = ImageResult | VideoResult | Failed
-ToServer = Ready | Step | Partial | Answer | Alive
+ToServer = Ready | Step | Partial | Answer | Changed | Alive
 
 
 def packed(message: ToRanks | ToServer) -> bytes:

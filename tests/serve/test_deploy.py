@@ -82,7 +82,7 @@ def test_probes_metrics_and_flags_of_kubernetes_are_those_of_the_server() -> Non
     scaler = by_kind["HorizontalPodAutoscaler"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == by_kind["Deployment"]["metadata"]["name"]
     name = scaler["metrics"][0]["pods"]["metric"]["name"]
-    assert f"\n{name} 7.0\n" in Metrics(lambda: 7, int, lambda: ()).text().decode()
+    assert f"\n{name} 7.0\n" in Metrics(lambda: 7, int, tuple, dict).text().decode()
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy" / "kubernetes.md").read_text(), re.DOTALL)
     assert yaml.safe_load(block)["rules"][0]["seriesQuery"] == name
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -91,7 +91,7 @@ def test_probes_metrics_and_flags_of_kubernetes_are_those_of_the_server() -> Non
 
 def test_the_dashboard_shows_each_metric_of_the_server_with_its_labels() -> None:
     panels = json.loads((FILES / "grafana.json").read_text())["panels"]
-    metrics = Metrics(int, int, tuple)._registry._collector_to_names  # pyright: ignore[reportPrivateUsage]
+    metrics = Metrics(int, int, tuple, dict)._registry._collector_to_names  # pyright: ignore[reportPrivateUsage]
     of = {name: metric for metric, names in metrics.items() for name in names}
     shown = set[Any]()
     for text in (target["expr"] for panel in panels for target in panel["targets"]):

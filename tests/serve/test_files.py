@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.files import JobFolder, JobRecord
 from tests.serve.test_videos import create, ended
 from tests.support.fake_replica import pixels_of
-from tests.support.front import keys_in, running, until
+from tests.support.front import Running, keys_in, running, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
@@ -72,6 +72,28 @@ def test_finished_jobs_are_read_by_every_server_and_running_ones_name_theirs(tmp
         assert other.videos.delete(video.id).deleted
         assert list(other.videos.list()) == []
         assert not [*tmp_path.glob("jobs/*/*.mp4")]
+
+
+def test_a_clip_survives_a_rolling_restart(tmp_path: Path) -> None:
+    """It is made while its server ends, and then read at the other one, and at the new one of the same name."""
+
+    def server(name: str) -> AbstractContextManager[Running]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return running(tmp_path / name, "--jobs", str(tmp_path / "jobs"), "--name", name)
+
+    with server("b") as other:
+        with server("a") as old:
+            video = create(old.ai, "hold end", size="40x24", seed=5, steps=3)
+            until(lambda: old.ai.videos.retrieve(video.id).status == "in_progress")
+            old.process.send_signal(signal.SIGTERM)
+            old.event("ending")
+            assert old.ai.videos.retrieve(video.id).status == "in_progress"
+            old.release("end")
+            assert old.wait() == 0
+        with server("a") as new:
+            for each in (other, new):
+                assert each.ai.videos.retrieve(video.id).status == "completed"
+                assert each.ai.videos.download_content(video.id).content == pixels_of(5, 24, 40)
 
 
 def test_a_deleted_video_leaves_nothing_and_the_last_records_are_written(tmp_path: Path) -> None:

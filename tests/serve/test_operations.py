@@ -1,26 +1,33 @@
-"""What operators see and change: counts of answers, the access log, routes without threads."""
+"""What operators see and change: counts of answers, the access log, routes without threads, loaded models."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import socket
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
 from seqpar.serve.api.app import create_app
 from seqpar.serve.api.connections import HEAD_BYTES
-from seqpar.serve.api.gate import GENERATIONS
-from tests.support.front import Running
+from seqpar.serve.api.gate import ADMIN_MODELS, GENERATIONS
+from seqpar.serve.api.jobs import JobSpec, Queue
+from seqpar.serve.api.keys import KeyTerms
+from seqpar.serve.messages import ImageRequest
+from tests.support.front import Running, keys_in, running, until
 
 
-def samples(front: Running, name: str, label: str) -> Counter[str]:
+def samples(front: Running, name: str, label: str, client: httpx.Client | None = None) -> Counter[str]:
     """The values of a metric, added up by one of its labels."""
     counts = Counter[str]()
-    for metric in text_string_to_metric_families(front.http.get("/metrics").text):
+    for metric in text_string_to_metric_families((client or front.http).get("/metrics").text):
         for sample in metric.samples:
             if sample.name == name:
                 counts[sample.labels[label]] += int(sample.value)
@@ -67,3 +74,99 @@ def test_no_route_and_no_dependency_takes_a_thread() -> None:
         calls = [route.endpoint, *(each.call for each in route.dependant.dependencies)]
         assert all(map(inspect.iscoroutinefunction, calls)), route.path
     assert len(routes) > 10
+
+
+# models --------------------------------------------------------------------------------------------------------------
+
+
+def loaded(client: httpx.Client) -> list[str]:
+    return [model["id"] for model in client.get(ADMIN_MODELS).json()["data"] if model["loaded"]]
+
+
+def test_an_admin_changes_the_loaded_models_between_two_images(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, "--keys", keys_in(tmp_path, "admin=true")) as front,
+        front.client("key-of-ada") as ada,
+        front.client("key-of-bob") as bob,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def posted(status: int, **body: Any) -> Any:
+            answer = ada.post(ADMIN_MODELS, json=body)
+            assert answer.status_code == status, answer.text
+            return answer.json().get("error")
+
+        def made(model: str | None, prompt: str = "x") -> httpx.Response:
+            return bob.post(GENERATIONS, json={"prompt": prompt} | ({"model": model} if model else {}))
+
+        everything = loaded(ada)
+        assert bob.get(ADMIN_MODELS).status_code == bob.post(ADMIN_MODELS, json={"load": ["toy"]}).status_code == 403
+        for status, body in ((404, {"load": ["none"]}), (400, {}), (400, {"load": ["toy"], "unload": ["toy"]})):
+            posted(status, **body)
+        assert front.heard == []
+
+        # a model leaves after the running image, before what waits: its jobs get 409
+        runs = pool.submit(made, "toy", "hold change")
+        until(lambda: front.prompts)
+        change = pool.submit(posted, 200, unload=["other", "toy"])
+        waits = [pool.submit(made, model) for model in ("other", "toy")]
+        until(lambda: len(bob.get("/v1/jobs").json()["data"]) == 3)
+        front.event("change of models", key="ada")
+        front.release("change")
+        change.result()
+        assert (runs.result().status_code, [x.result().status_code for x in waits]) == (200, [409, 409])
+        refused = made("toy")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_not_loaded")
+        assert refused.headers["x-should-retry"] == "false"  # openai's client would retry 409
+        left = [name for name in everything if name not in ("other", "toy")]
+        assert [model["id"] for model in bob.get("/v1/models").json()["data"]] == loaded(ada) == left
+        assert made(None).status_code == 200  # by a model that is loaded
+
+        # a load that fails, or that ends the ranks, leaves what was loaded
+        (tmp_path / "no-load").touch()
+        assert "no weights in the folder" in posted(503, load=["toy"])["message"]
+        (tmp_path / "no-load").unlink()
+        (tmp_path / "die-load").touch()
+        assert posted(503, load=["toy"])["code"] == "ranks_ended"
+        until(lambda: ada.get("/ready").status_code == 200)
+        assert loaded(ada) == left
+        posted(200, load=["toy"])
+        assert made("toy").status_code == 200
+        gauge = samples(front, "seqpar_model_loaded", "model", ada)
+        assert (gauge["toy"], gauge["other"]) == (1, 0)
+        assert samples(front, "seqpar_load_failures_total", "model", ada) == {"toy": 1}
+
+
+def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
+    flags = "--keys", keys_in(tmp_path, "admin=true"), "--swap"
+    with running(tmp_path, *flags) as front, front.client("key-of-ada") as ada:
+        assert ada.post(ADMIN_MODELS, json={"unload": ["other"]}).status_code == 200
+        assert [model["seqpar"]["loaded"] for model in ada.get("/v1/models").json()["data"]].count(False) == 1
+        (tmp_path / "no-load").touch()
+        failed = ada.post(GENERATIONS, json={"prompt": "x", "model": "other"})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "model_not_loaded")
+        (tmp_path / "no-load").unlink()
+        for is_swapped in (True, False):
+            made = ada.post(GENERATIONS, json={"prompt": "x", "model": "other"}).json()
+            assert ("swap" in made["seqpar"]["seconds"]) == is_swapped
+        assert front.event("models changed", loaded=loaded(ada))
+
+
+def test_the_key_of_the_first_job_of_a_model_pays_for_its_swap() -> None:
+    async def shares() -> tuple[list[float | None], list[str], dict[str, float]]:
+        loads = {"other": 20.0}
+        queue = Queue(9, 1e6, lambda job: None, lambda key: KeyTerms(), lambda model: loads.get(model, 0.0))
+        calls = (("ada", "toy"), ("ada", "other"), ("bob", "other"))
+        for number, (key, model) in enumerate(calls):
+            queue.add(str(number), key, JobSpec(ImageRequest("", model, "x"), "normal", 1, 5.0, 1e6))
+        expected = [queue.estimate_s(job) for job in queue.active]
+        order, tags = list[str](), dict[str, float]()
+        while (job := queue.begin()) is not None:
+            order.append(job.id)
+            queue.ran(job, 5.0 + loads.pop(job.spec.request.model, 0.0))  # the swap is within the run's seconds
+            tags[job.id] = queue.shares.tag(job.key)
+            queue.image_done(job)
+            queue.end(job, "completed")
+        return expected, order, tags
+
+    assert asyncio.run(shares()) == ([5.0, 35.0, 30.0], ["0", "2", "1"], {"0": 5.0, "2": 25.0, "1": 10.0})

@@ -12,7 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.cli.main import main
-from seqpar.serve.messages import Answer, Cancel, Finish, ImageRequest, Partial, Ready, Step, ToServer, packed, read
+from seqpar.serve.messages import (
+    Answer,
+    Cancel,
+    Change,
+    Changed,
+    Failed,
+    Finish,
+    ImageRequest,
+    Partial,
+    Ready,
+    Step,
+    ToServer,
+    packed,
+    read,
+)
 from seqpar.serve.ranks.loop import SOCKET
 from tests.cli.processes import environment
 from tests.support.forks import Forked
@@ -53,6 +67,14 @@ class Driver:
             if isinstance(message, Step):
                 self.steps.setdefault(message.id, []).append(message.index)
                 on_step(message)
+        return None
+
+    def change(self, *load: str, unload: tuple[str, ...] = ()) -> Changed | Failed | None:
+        """The answer to a change of the loaded models; None if the ranks have exited."""
+        self.line.sendall(packed(Change("change", load, unload)))
+        while (message := read(self.line, ToServer)) is not None:
+            if isinstance(message, Changed | Failed):
+                return message
         return None
 
     def cancel_at(self, order: ImageRequest, index: int) -> Answer | None:

@@ -17,7 +17,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ import msgspec
 from seqpar.serve.messages import (
     Alive,
     Cancel,
+    Change,
+    Changed,
     Failed,
     Finish,
     ImageRequest,
@@ -128,8 +130,8 @@ class Fake:
     def send(self, message: ToServer) -> None:
         self.line.sendall(packed(message))
 
-    def hear(self, seconds: float | None) -> ImageRequest | Finish | None:
-        """The next request or end within some seconds."""
+    def hear(self, seconds: float | None) -> ImageRequest | Change | Finish | None:
+        """The next request, change or end within some seconds."""
         if not select.select([self.line], [], [], seconds)[0]:
             return None
         message = read(self.line, ToRanks)
@@ -139,7 +141,7 @@ class Fake:
             file.write(json.dumps(msgspec.to_builtins(message)) + "\n")
         if isinstance(message, Cancel):
             self.cancelled.add(message.id)
-        return message if isinstance(message, ImageRequest | Finish) else None
+        return message if isinstance(message, ImageRequest | Change | Finish) else None
 
     def wait_while(self, order: ImageRequest, holds: Callable[[], bool]) -> None:
         """Wait while something holds, but not after a cancellation."""
@@ -198,6 +200,22 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
     return ImageResult(order.id, height, width, pixels, steps, {"steps": 8.0, "decode": 1.0}, (1000, 2000), computed)
 
 
+def ready(loaded: Collection[str]) -> Ready:
+    return Ready(tuple(msgspec.structs.replace(x, loaded=x.name in loaded, load_s=0.25) for x in MODELS), 2, "cpu", 0.5)
+
+
+def changed(fake: Fake, order: Change, loaded: set[str]) -> ToServer:
+    """Change the loaded models, unless a file `no-load` or `die-load` says how that fails."""
+    if (fake.folder / "die-load").exists():
+        (fake.folder / "die-load").unlink()
+        os._exit(9)
+    if (fake.folder / "no-load").exists():
+        return Failed(order.id, "failure", "no weights in the folder")
+    loaded -= {*order.unload}
+    loaded |= {*order.load}
+    return Changed(order.id, ready(loaded))
+
+
 def main() -> None:
     folder = Path(os.environ["FAKE_FOLDER"])
     if (folder / "refuse").exists():
@@ -207,14 +225,15 @@ def main() -> None:
     while (folder / "slow-start").exists():
         time.sleep(0.01)
     fake = Fake(folder)
-    fake.send(Ready(MODELS, 2, "cpu", 0.5))
+    loaded = {*sys.argv[2:]} if "--first" in sys.argv else {*FACTS}
+    fake.send(ready(loaded))
     fake.send(Alive((1000, 2000)))
     while not fake.left:
         heard = fake.hear(None)
         if isinstance(heard, Finish):
             return
         if heard is not None:
-            fake.send(answer(fake, heard))
+            fake.send(changed(fake, heard, loaded) if isinstance(heard, Change) else answer(fake, heard))
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ def opened(file: str | bytes | None) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(file or "") if not isinstance(file, bytes) else file))
 
 
-def keys_in(folder: Path) -> str:
-    """The path of a file with the keys of ada and bob."""
+def keys_in(folder: Path, terms: str = "") -> str:
+    """The path of a file with the keys of ada and bob. terms: of ada."""
     file = folder / "keys"
-    file.write_text("# who may send requests\nada: key-of-ada\nbob: key-of-bob\n")
+    file.write_text(f"# who may send requests\nada: key-of-ada {terms}\nbob: key-of-bob\n")
     file.chmod(0o600)
     return str(file)
 

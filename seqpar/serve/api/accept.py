@@ -10,6 +10,7 @@ import msgspec
 from fastapi import Request
 
 from seqpar.serve.api import log
+from seqpar.serve.api.admin import not_loaded
 from seqpar.serve.api.codec import InputFiles, ProcessDiedError
 from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.jobs import JobSpec, ServerJob
@@ -76,11 +77,13 @@ def _model_for(server: ApiServer, name: str | None, purpose: Purpose) -> ServedM
     """A model by its name, for None the first one that fits, and takes texts if one does."""
     if server.queue.closed is not None:
         raise ProblemError(server.queue.closed)
-    models = sorted(server.facts.models, key=lambda model: model.kind == "classes")
+    models = sorted(server.facts.models, key=lambda model: (not model.loaded, model.kind == "classes"))
     fitting = next((model for model in models if _why_not(model, purpose) is None), models[0])
     model = fitting if name is None else found(server, name)
     if (reason := _why_not(model, purpose)) is not None:
         raise refused(400, "wrong_model", f"model {model.name} {reason}", "model")
+    if not model.loaded and not server.args.swap:
+        raise not_loaded(server, model)
     return model
 
 

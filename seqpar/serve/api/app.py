@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from seqpar.serve.api import records
 from seqpar.serve.api.accept import found
 from seqpar.serve.api.access import AccessLog
+from seqpar.serve.api.admin import add_admin
 from seqpar.serve.api.errors import ProblemError, handle_errors, refused
 from seqpar.serve.api.gate import EDITS, GENERATIONS, Gate
 from seqpar.serve.api.images import EDIT_BODY, edit, generate
@@ -38,6 +39,7 @@ def create_app(server: ApiServer, keys: KeyFile | None, hosts: frozenset[str]) -
     app.add_api_route(GENERATIONS, generate, methods=["POST"])
     app.add_api_route(EDITS, edit, methods=["POST"], openapi_extra=EDIT_BODY)
     add_videos(app)
+    add_admin(app)
     app.add_api_route("/v1/files/{name}", file, methods=["GET"], name="file")
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", model_of, methods=["GET"])
@@ -96,8 +98,9 @@ async def file(name: str, server: Server, key: Key) -> Response:
 
 
 async def models(server: Server, key: Key) -> dict[str, Any]:
-    """List the loaded models, and tell the name of the client's key."""
-    data = [_model(model, server.started) for model in server.facts.models]
+    """List the models that requests may name, and tell the name of the client's key."""
+    listed = [model for model in server.facts.models if model.loaded or server.args.swap]
+    data = [_model(model, server.started) for model in listed]
     return {"object": "list", "data": data, "seqpar": {"key": key}}
 
 
@@ -164,6 +167,7 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "takes": msgspec.to_builtins(model.takes),
         "precision": model.precision,
         "cache": model.cache,
+        "loaded": model.loaded,
     }
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)

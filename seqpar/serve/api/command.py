@@ -24,13 +24,13 @@ EXTRA = ("fastapi", "uvicorn", "multipart", "prometheus_client")
 FAILURE, MISTAKE = 1, 2
 NAME = re.compile(r"[A-Za-z0-9]{1,32}")
 ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}")
-LEAST = dict.fromkeys(("gpus", "ranks", "queue", "connections", "restarts"), 1)
+LEAST = dict.fromkeys(("gpus", "ranks", "loaded", "queue", "connections", "restarts"), 1)
 LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "keep_s", "keep_bytes", "stuck_s"), 0)
 
 GROUPS = {
     "GPUs": ("gpus", "ranks"),
     "Network": ("host", "port", "keys", "trusted_proxies", "connections"),
-    "Models": ("name", "loras", "warm", "precision", "min_psnr", "cache", "park"),
+    "Models": ("name", "loras", "warm", "precision", "min_psnr", "cache", "park", "loaded", "swap"),
     "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
     "Results": ("keep_s", "keep_bytes", "jobs"),
     "Advanced": ("show_prompts", "restarts", "stuck_s"),
@@ -70,6 +70,12 @@ class ServeArgs:
     """As --cache of `seqpar sample`, for all models: most blocks of similar steps are left out."""
     park: bool = False
     """As --park of `seqpar sample`: weights that are not in use wait in page-locked memory of the host."""
+    loaded: int | None = None
+    """Maximum number of models in memory at once, first those that are named first [all]. Keys with admin=true change
+    them, and with --swap requests do."""
+    swap: bool = False
+    """Load the model of a request if it is not loaded, and unload those that were used least lately if memory or
+    --loaded requires it. Without it such requests get HTTP 409."""
     queue: int = 64
     """Maximum queue length; further requests get HTTP 429."""
     connections: int = 512
@@ -157,6 +163,8 @@ class ServeArgs:
         cache = [] if self.cache is None else ["--cache", self.cache]
         names = ["--names", *self.public_names()] if self.public_names() != [*self.models] else []
         how = [*loras, *warm, *eight, *cache, *names, *(["--park"] if self.park else [])]
+        how += [] if self.loaded is None else ["--most", str(self.loaded)]
+        how += ["--swaps"] if self.swap else []
         return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *how]
 
 
@@ -174,7 +182,7 @@ def main(words: Sequence[str], child: Sequence[str] | None = None) -> int:
         from seqpar.serve.api.server import run
 
         args = args.checked()
-        ended = asyncio.run(run(args, child or args.replica))
+        ended = asyncio.run(run(args, child))
         code, text = ended.code, ended.text
     except ValueError as error:
         code, text = MISTAKE, f"error: {error}"

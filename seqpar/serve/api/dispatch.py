@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from seqpar.serve.api import log
+from seqpar.serve.api.admin import change, not_loaded
 from seqpar.serve.api.codec import encoded
-from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks
+from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, of_ranks, refused
 from seqpar.serve.api.jobs import ImageMade, PreviewMade, ServerJob, Stepped
 from seqpar.serve.api.replica import RanksEndedError
 from seqpar.serve.api.state import ApiServer
-from seqpar.serve.messages import Answer, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
+from seqpar.serve.messages import Answer, Change, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
 
 ATTEMPTS = 2  # at an image whose request ended all ranks
 
@@ -31,10 +32,11 @@ class Dispatch:
             while True:
                 await self.server.queue.some.wait()
                 await self.server.replica.ready.wait()
-                # nothing waits between here and the request's way to the ranks, so that they are ready
-                job = self.server.queue.begin() if self.server.replica.ready.is_set() else None
-                if job is not None:
-                    await self._run(job, files)
+                async with self.server.replica.turn:
+                    # nothing waits between here and the request's way to the ranks, so that they are ready
+                    job = self.server.queue.begin() if self.server.replica.ready.is_set() else None
+                    if job is not None:
+                        await self._run(job, files)
 
     async def _run(self, job: ServerJob, files: asyncio.TaskGroup) -> None:
         pixels = job.spec.pixels  # keeps the file until the ranks have answered, also if the job ends before
@@ -44,7 +46,13 @@ class Dispatch:
         begun, begun_s = time.time(), time.monotonic()
         log.event("sent to ranks", job.id, attempt=request.id)
         try:
+            await self._swap(job, request)
+            if job.ended is not None:
+                return
             answer = await self._answer(job, request, files)
+        except ProblemError as error:
+            self.server.queue.end(job, "failed", error.problem)
+            return
         except RanksEndedError:
             self._ranks_ended(job)
             return
@@ -71,6 +79,19 @@ class Dispatch:
                 files.create_task(self._keep_video(job, answer))
             else:
                 files.create_task(self._encode(job, index, request, answer))
+
+    async def _swap(self, job: ServerJob, request: ImageRequest) -> None:
+        """Load the model of a job if it is not loaded; the job waits. ProblemError if it is not loaded then."""
+        model, begun = self.server.replica.model(request.model), time.monotonic()
+        if model is None or model.loaded:
+            return
+        if not self.server.args.swap:  # it was loaded when the job came
+            raise not_loaded(self.server, model)
+        failed = await change(self.server, Change(request.id, (model.name,)))
+        if failed is not None:
+            text = f"model {model.name} did not load: {failed.text}"
+            raise refused(503, "model_not_loaded", text, x_should_retry="false")
+        job.parts_s["swap"] = time.monotonic() - begun
 
     async def _answer(self, job: ServerJob, request: ImageRequest, files: asyncio.TaskGroup) -> Answer:
         """The ranks' answer to a request. If the job ends before, the request is cancelled on the ranks."""
@@ -114,7 +135,7 @@ class Dispatch:
         if job.ended is not None:  # cancelled meanwhile
             await self.server.files.forget(job.key, name)
             return
-        job.stored, job.parts_s, job.size = name, result.parts_s, (result.height, result.width)
+        job.stored, job.parts_s, job.size = name, job.parts_s | result.parts_s, (result.height, result.width)
         job.count(result.computed)
         request = msgspec.structs.replace(job.spec.request, frames=result.frames)
         job.spec = replace(job.spec, request=request)

@@ -20,9 +20,10 @@ from seqpar.serve.api.errors import ProblemError, refused, short
 from seqpar.serve.api.keys import KeyFile
 
 GENERATIONS, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+ADMIN_MODELS = "/admin/models"
 JSON, FORM = "application/json", "multipart/form-data"
 LONGEST = {JSON: 1_000_000, FORM: 50_000_000}  # bytes of a body
-BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM)}  # routes that take a body
+BODIES = {GENERATIONS: (JSON,), EDITS: (FORM,), VIDEOS: (JSON, FORM), ADMIN_MODELS: (JSON,)}  # routes that take a body
 BODY_S = 60.0  # for a body to arrive
 OPEN = ("/", *PROBES, "/openapi.json")  # need no key
 OWN = frozenset({"localhost", "127.0.0.1", "::1"})

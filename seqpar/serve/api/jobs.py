@@ -182,12 +182,21 @@ class Turn:
 
 
 class Queue:
-    """All jobs. on_end is called once for each job, when it has ended. terms: of a key."""
+    """All jobs. on_end is called once for each job, when it has ended. terms: of a key.
+
+    swap_s(model): predicted seconds until a model is loaded, which the key of the job that needs it pays for.
+    """
 
     def __init__(
-        self, bound: int, keep_s: float, on_end: Callable[[ServerJob], None], terms: Callable[[str], KeyTerms]
+        self,
+        bound: int,
+        keep_s: float,
+        on_end: Callable[[ServerJob], None],
+        terms: Callable[[str], KeyTerms],
+        swap_s: Callable[[str], float] = lambda model: 0.0,
     ) -> None:
         self._bound, self._keep_s, self._on_end, self._terms = bound, keep_s, on_end, terms
+        self._swap_s = swap_s
         self.speeds, self.shares = Speeds(), FairShares()
         self._turns: dict[ServerJob, Turn] | None = None  # of jobs that wait, until the queue changes
         self._paced: dict[str, float] = {}  # key with a rate -> when its jobs so far are within it
@@ -265,7 +274,7 @@ class Queue:
         job = min(heads.values(), key=lambda job: (self.shares.tag(job.key), job.number), default=None)
         self.current, self._turns = job, None
         if job is not None:
-            self.shares.begin(job.key, self._cost(job))
+            self.shares.begin(job.key, self._cost(job, self._swap_s(job.spec.request.model)))
             if job.state == "queued":
                 job.state, job.started = "running", time.time()
                 job.span.part("queue", job.arrived, job.started)
@@ -328,6 +337,7 @@ class Queue:
         """The turns of all jobs with images that wait, in the order in which `begin` would start them."""
         shares, turns, seconds = self.shares.copy(), dict[ServerJob, Turn](), 0.0
         begun = {self.current} if self.current is not None else set[ServerJob]()
+        swapped = set[str]()  # models that an earlier job loads
         left, waiting, order = dict[ServerJob, int](), dict[str, deque[ServerJob]](), list[tuple[float, int, str]]()
         for key, jobs in self._unfinished().items():
             left |= {job: job.spec.count - job.done_count - (job is self.current) for job in jobs}
@@ -339,8 +349,11 @@ class Queue:
             key = heapq.heappop(order)[-1]
             jobs = waiting[key]
             job = jobs[0]
-            shares.begin(key, self._cost(job))
-            seconds += self._image_s(job)
+            model = job.spec.request.model
+            swap_s = 0.0 if model in swapped else self._swap_s(model)
+            swapped.add(model)
+            shares.begin(key, self._cost(job, swap_s))
+            seconds += self._image_s(job) + swap_s
             turns[job] = Turn(turns[job].ahead if job in turns else len(begun), seconds)
             begun.add(job)
             left[job] -= 1
@@ -353,13 +366,16 @@ class Queue:
     def _image_s(self, job: ServerJob) -> float:
         return self.speeds.estimate(job.spec, job.spec.steps)
 
-    def _cost(self, job: ServerJob) -> float:
-        return self._image_s(job) / self._terms(job.key).weight
+    def _cost(self, job: ServerJob, swap_s: float) -> float:
+        return (self._image_s(job) + swap_s) / self._terms(job.key).weight
 
     def _running_s(self) -> float:
         """Seconds until the ranks have made the image that they are at."""
         job = self.current
-        return 0.0 if job is None else self.speeds.estimate(job.spec, max(0, job.spec.steps - job.step))
+        if job is None:
+            return 0.0
+        swap_s = self._swap_s(job.spec.request.model)  # 0 when it is loaded
+        return swap_s + self.speeds.estimate(job.spec, max(0, job.spec.steps - job.step))
 
     def _unfinished(self) -> dict[str, list[ServerJob]]:
         """The jobs of each key with images that the ranks have not finished, the next one first."""

@@ -22,18 +22,20 @@ Priority = Literal["high", "normal", "low"]
 PRIORITIES: Mapping[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 OTHERS = 0o077  # mode bits that let anyone but the owner access a file
 POLL_S = 1.0  # between looks at the file
-FORM = "NAME:KEY [weight=0.001...1000] [rate=JOBS_PER_MINUTE] [places=N] [priority=high|normal|low]"
+FORM = "NAME:KEY [weight=0.001...1000] [rate=JOBS_PER_MINUTE] [places=N] [priority=high|normal|low] [admin=true]"
 
 
 class KeyTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a key may use, as the words after it. weight: its share of the ranks. rate: jobs per minute. places: most
-    jobs that wait; None for as many as are free. priority: the highest of its requests.
+    jobs that wait; None for as many as are free. priority: the highest of its requests. admin: whether it may load and
+    unload models.
     """
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     rate: Annotated[int, Meta(ge=1, le=10**6)] | None = None
     places: Annotated[int, Meta(ge=1)] | None = None
     priority: Priority = "high"
+    admin: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,15 @@ from seqpar.serve.messages import (
     Alive,
     Answer,
     Cancel,
+    Change,
+    Changed,
     Failed,
     Finish,
     ImageRequest,
     ImageResult,
     Partial,
     Ready,
+    ServedModel,
     Step,
     ToRanks,
     ToServer,
@@ -110,16 +113,17 @@ class RanksEndedError(Exception):
 class Running:
     """The request that the ranks run. on_message: called with messages before the answer."""
 
-    request: ImageRequest
-    answer: asyncio.Future[Answer]
+    request: ImageRequest | Change
+    answer: asyncio.Future[Answer | Changed]
     on_message: Callable[[Step | Partial], None]
 
 
 class Replica:
     """The child and its connection. lock: a file that the child holds. on_restart: called when it is started again.
 
-    most: ends of children within WITHIN_S that stop the server. The second end by one image does not count, so that as
-    many requests as `most` are needed to end a server.
+    command: the child's; words after it name the models to load, if others were loaded before. turn: held during a
+    request to the ranks, which run one at a time. most: ends of children within WITHIN_S that stop the server. The
+    second end by one image does not count, so that as many requests as `most` are needed to end a server.
     """
 
     def __init__(
@@ -133,8 +137,8 @@ class Replica:
         self._during: str | None = None  # the image without an answer, in whichever attempt
         self._finishing = False
         self._tail: deque[str] = deque(maxlen=TAIL)
-        self.ready = asyncio.Event()
-        self.facts: Ready | None = None  # what the last ranks that were ready have loaded
+        self.ready, self.turn = asyncio.Event(), asyncio.Lock()
+        self.facts: Ready | None = None  # of the last ranks that were ready
         self.memory: tuple[int, ...] = ()
 
     async def supervise(self) -> Ended:
@@ -156,8 +160,31 @@ class Replica:
             log.event("restarting ranks", level=30, code=code)
             self._on_restart()
 
+    def model(self, name: str) -> ServedModel | None:
+        """A model that the ranks know."""
+        return next((model for model in self.facts.models if model.name == name), None) if self.facts else None
+
+    def swap_s(self, name: str) -> float:
+        """Predicted seconds until a model is loaded, 0 if it is: of its last load, or the longest of other models."""
+        model = self.model(name)
+        if model is None or model.loaded or self.facts is None:
+            return 0.0
+        return model.load_s or max((other.load_s or 0.0 for other in self.facts.models), default=0.0)
+
     async def run(self, request: ImageRequest, on_message: Callable[[Step | Partial], None]) -> Answer:
-        """Run a request; the ranks must be ready and idle. Raises RanksEndedError."""
+        """Run a request; the caller has the turn, and the ranks are ready. Raises RanksEndedError."""
+        answer = await self._ask(request, on_message)
+        assert not isinstance(answer, Changed)
+        return answer
+
+    async def change(self, change: Change) -> Failed | None:
+        """Change the loaded models, as `run`; return why they are still those before, if they are."""
+        answer = await self._ask(change, lambda message: None)
+        return answer if isinstance(answer, Failed) else None
+
+    async def _ask(
+        self, request: ImageRequest | Change, on_message: Callable[[Step | Partial], None]
+    ) -> Answer | Changed:
         running = Running(request, asyncio.get_running_loop().create_future(), on_message)
         self._running, self._during = running, request.id.rpartition("/")[0]
         self._send(request)
@@ -199,8 +226,10 @@ class Replica:
             listener.listen(1)
             listener.setblocking(False)
             pipe = asyncio.subprocess.PIPE
+            loaded = [model.name for model in self.facts.models if model.loaded] if self.facts else []
             process = self._process = await asyncio.create_subprocess_exec(
                 *self._command,
+                *(["--first", *loaded] if self.facts else []),
                 env={**os.environ, SOCKET: str(self._path), STARTER: str(os.getpid())},
                 pass_fds=(self._lock,),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -249,8 +278,10 @@ class Replica:
                 self.memory = message.memory
             case Step() | Partial() if running is not None and running.request.id == message.id:
                 running.on_message(message)
-            case ImageResult() | VideoResult() | Failed() if running and running.request.id == message.id:
-                self.memory = self.memory if isinstance(message, Failed) else message.memory or self.memory
+            case ImageResult() | VideoResult() | Failed() | Changed() if running and running.request.id == message.id:
+                if isinstance(message, Changed):
+                    self.facts = message.ready
+                self.memory = getattr(message, "memory", ()) or self.memory
                 if not running.answer.done():
                     running.answer.set_result(message)
             case _:

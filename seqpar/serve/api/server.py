@@ -78,10 +78,10 @@ def http_server(app: ASGIApp, connections: Connections, trusted_proxies: Sequenc
     return HttpServer(config)
 
 
-async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
+async def run(args: ServeArgs, child: Sequence[str] | None) -> Ended:
     """Serve until a signal, or until the ranks cannot go on. ValueError for invalid flags, OSError for a used port.
 
-    child: the command that starts the ranks.
+    child: the command that starts the ranks, in place of `seqpar replica`.
     """
     keys = None if args.keys is None else KeyFile(args.keys)
     if keys is None and not is_loopback(args.host):
@@ -114,11 +114,16 @@ async def run(args: ServeArgs, child: Sequence[str]) -> Ended:
             # without proxies all clients are this machine, which has all places
             return KeyTerms() if args.trusted_proxies else KeyTerms(places=args.queue)
 
-        codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end, terms)
-        replica = Replica(child, folder, lock, args.restarts, lambda: metrics.restarts.inc())
-        metrics = Metrics(lambda: queue.length, lambda: len(queue.active) - queue.length, lambda: replica.memory)
+        def loaded() -> dict[str, bool]:
+            return {} if replica.facts is None else {model.name: model.loaded for model in replica.facts.models}
+
+        codec, queue = Codec(folder), Queue(args.queue, args.keep_s, on_end, terms, lambda model: replica.swap_s(model))
+        replica = Replica(child or args.replica, folder, lock, args.restarts, lambda: metrics.restarts.inc())
+        metrics = Metrics(
+            lambda: queue.length, lambda: len(queue.active) - queue.length, lambda: replica.memory, loaded
+        )
         store = shared or JobFolder(folder, *kept)
-        server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()))
+        server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()), terms)
         dispatch = Dispatch(server)
         app = create_app(server, keys, frozenset({args.host}))
         connections = Connections(args.connections, on_refused=lambda status: metrics.answered("", "", status))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from seqpar.serve.api.command import ServeArgs
 from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.files import JobFolder
 from seqpar.serve.api.jobs import Queue
+from seqpar.serve.api.keys import KeyTerms
 from seqpar.serve.api.replica import Replica
 from seqpar.serve.api.telemetry import Metrics
 from seqpar.serve.messages import Ready
@@ -19,7 +21,7 @@ from seqpar.serve.messages import Ready
 
 @dataclass(frozen=True)
 class ApiServer:
-    """The parts of a server. name: prefix of its jobs' ids. started: Unix seconds."""
+    """The parts of a server. name: prefix of its jobs' ids. started: Unix seconds. terms: of a key."""
 
     args: ServeArgs
     name: str
@@ -29,6 +31,7 @@ class ApiServer:
     codec: Codec
     metrics: Metrics
     started: int
+    terms: Callable[[str], KeyTerms]
 
     @property
     def keeps_records(self) -> bool:

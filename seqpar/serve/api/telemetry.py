@@ -23,12 +23,19 @@ SECOND = 1_000_000_000  # in the unit of spans
 
 
 class Metrics:
-    """queued, running: number of jobs that wait for their first image, and of others. memory: bytes per rank."""
+    """queued, running: number of jobs that wait for their first image, and of others. memory: bytes per rank.
+
+    models: by name whether each is loaded.
+    """
 
     def __init__(
-        self, queued: Callable[[], int], running: Callable[[], int], memory: Callable[[], tuple[int, ...]]
+        self,
+        queued: Callable[[], int],
+        running: Callable[[], int],
+        memory: Callable[[], tuple[int, ...]],
+        models: Callable[[], Mapping[str, bool]],
     ) -> None:
-        self._memory, self._registry = memory, CollectorRegistry()
+        self._memory, self._models, self._registry = memory, models, CollectorRegistry()
         every: Any = {"registry": self._registry}
         timed: Any = {"registry": self._registry, "buckets": BUCKETS}
         Gauge("seqpar_queue_length", "Jobs that wait for their first image", **every).set_function(queued)
@@ -42,6 +49,9 @@ class Metrics:
         self.steps = Counter("seqpar_steps", "Denoising steps", ["model"], **every)
         self.cancels = Counter("seqpar_cancels", "Requests cancelled while they ran", ["model"], **every)
         self.restarts = Counter("seqpar_restarts", "Restarts of the ranks", **every)
+        self._loads = Histogram("seqpar_load_seconds", "Seconds of loading a model at run time", ["model"], **timed)
+        self._unloadable = Counter("seqpar_load_failures", "Models that did not load at run time", ["model"], **every)
+        self._loaded = Gauge("seqpar_model_loaded", "1 for a model that is loaded", ["model"], **every)
         self._bytes = Gauge("seqpar_memory_bytes", "Memory of a rank: of its GPU, or of the host", ["rank"], **every)
 
     def answered(self, method: str, route: str, status: int) -> None:
@@ -63,7 +73,16 @@ class Metrics:
         if end == "completed":
             self._latencies.labels(model).observe(latency_s)
 
+    def loaded(self, model: str, seconds: float | None) -> None:
+        """Record that a model was loaded at run time. seconds: None if it could not be."""
+        if seconds is None:
+            self._unloadable.labels(model).inc()
+        else:
+            self._loads.labels(model).observe(seconds)
+
     def text(self) -> bytes:
+        for name, is_loaded in self._models().items():
+            self._loaded.labels(name).set(is_loaded)
         for rank, count in enumerate(self._memory()):
             self._bytes.labels(str(rank)).set(count)
         return generate_latest(self._registry)

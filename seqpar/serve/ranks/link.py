@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 from seqpar.mesh.boundary import Reason
-from seqpar.serve.messages import Cancel, Finish, ImageRequest, ToRanks, ToServer, packed, read
+from seqpar.serve.messages import Cancel, Change, Finish, ImageRequest, ToRanks, ToServer, packed, read
 
 ALONE_S = 60.0  # for ranks to exit on their own after the server has disconnected
 
@@ -25,7 +25,7 @@ class ServerLink:
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._requests = queue.SimpleQueue[tuple[ImageRequest, float] | Finish]()
+        self._requests = queue.SimpleQueue[tuple[ImageRequest, float] | Change | Finish]()
         self._outgoing = queue.SimpleQueue[ToServer | None]()
         self._cancelled = set[str]()
         self._deadline = float("inf")  # of the running request
@@ -37,13 +37,13 @@ class ServerLink:
     def send(self, message: ToServer) -> None:
         self._outgoing.put(message)
 
-    def next(self, timeout_s: float) -> ImageRequest | Finish | None:
-        """The next request, or None after a timeout. Its deadline counts from its arrival."""
+    def next(self, timeout_s: float) -> ImageRequest | Change | Finish | None:
+        """The next message but cancellations, or None after a timeout. Its deadline counts from its arrival."""
         try:
             message = self._requests.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if isinstance(message, Finish):
+        if isinstance(message, Change | Finish):
             return message
         request, arrived = message
         self._deadline = float("inf") if request.deadline_s is None else arrived + request.deadline_s

@@ -21,16 +21,17 @@ from PIL import Image
 
 from seqpar.loading.lora import Lora, remarks
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
-from seqpar.mesh.mesh import Mesh, default_dtype
+from seqpar.mesh.mesh import Mesh, default_dtype, end_groups
 from seqpar.mesh.watch import Deadlines
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import Sound, digest, encoded, shared
 from seqpar.pipelines.protocol import Events
-from seqpar.planner.predict import GIB
 from seqpar.serve.messages import (
     LONGEST,
     SOCKET,
     Alive,
+    Change,
+    Changed,
     Failed,
     Finish,
     ImageRequest,
@@ -45,6 +46,7 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, in_fields, loras_in
 from seqpar.serve.ranks.link import ServerLink
+from seqpar.serve.ranks.models import LoadError, Models
 from seqpar.serve.ranks.preview import Previews, Watch
 from seqpar.serve.rules import why_not
 from seqpar.transformer.calibration import Precision
@@ -72,14 +74,13 @@ class Output:
 
 
 class LoadedModel:
-    """A model on all ranks. facts: the model as the API describes it. source: its path or hub id."""
+    """A model on all ranks. facts: the model as the API describes it."""
 
-    def __init__(self, checked: CheckedModel, ranks: Mesh) -> None:
-        """Load the weights. Collective."""
-        self._checked = checked
-        self.source = checked.example.request.model
+    def __init__(self, checked: CheckedModel, ranks: Mesh, facts: ServedModel | None = None) -> None:
+        """Load the weights. Collective. facts: if they are known."""
+        self._checked, self._ranks = checked, ranks
         self._model = checked.example.load_model(ranks, checked.plan, loras=checked.loras.by_name)
-        self.facts = ranks.on_rank_0(self._facts, ServedModel)
+        self.facts = facts or ranks.on_rank_0(self._facts, ServedModel)
 
     def _facts(self) -> ServedModel:
         checked, model = self._checked, self._model
@@ -91,6 +92,17 @@ class LoadedModel:
 
         # a pipeline that refuses its own size, which fewer arguments can make it do, says nothing of others
         return checked.facts(default, takes if all(default) and takes(default) else lambda size: True)
+
+    def limit(self, checked: CheckedModel, facts: ServedModel | None) -> None:
+        """Take the room that other models leave now. Collective. facts: if they are known."""
+        if checked.room != self._checked.room:
+            self._checked = checked
+            self.facts = facts or self._ranks.on_rank_0(self._facts, ServedModel)
+
+    def close(self) -> None:
+        """Free buffers, graphs and process groups; the weights go with the last reference. Collective."""
+        self._model.__exit__(None, None, None)
+        end_groups(self._model.mesh, self._ranks)
 
     def make(
         self,
@@ -140,21 +152,26 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Served:
-    """The ranks and their models. link: of rank 0 to the API server, None on other ranks."""
+    """The ranks and their models. link: of rank 0 to the API server, None on other ranks, and before the first load.
+
+    warming: requests with input images that a model runs when it is loaded.
+    """
 
     mesh: Mesh
-    models: Mapping[str, LoadedModel]
+    models: Models
     link: ServerLink | None
     previews: Previews
+    warming: Mapping[str, Sequence[tuple[ImageRequest, Sequence[Picture]]]]
     running: list[str] = field(default_factory=list)  # the id of the running request
 
     def why_stop(self) -> Reason | None:
         """Why the running request must stop; only rank 0 knows."""
         return None if self.link is None else self.link.why_stop(self.running[0])
 
-    def send(self, message: ToServer) -> None:
+    def send(self, message: ToServer | Callable[[], ToServer]) -> None:
+        """Send a message from rank 0; a function makes it there."""
         if self.link is not None:
-            self.link.send(message)
+            self.link.send(message() if callable(message) else message)
 
 
 def run(
@@ -167,13 +184,17 @@ def run(
     min_psnr: float | None = None,
     cache: str | None = None,
     park: bool = False,
+    most: int | None = None,
+    swaps: bool = False,
+    first: Sequence[str] | None = None,
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     names: model -> its name in requests. dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of
     LoRAs that requests may name. sizes: run before the ranks are ready. precision: of GEMMs; models that lack a
     calibration get it while they load. min_psnr: as for `seqpar.parallelize`; a model without a result of a search is a
-    ValueError. cache, park: as for `seqpar.load`.
+    ValueError. cache, park: as for `seqpar.load`. most, swaps: as for `Models`. first: names of the models
+    to load; None leaves the choice to `Models`.
     """
     path = os.environ.get(SOCKET)
     if path is None:
@@ -182,20 +203,27 @@ def run(
     dtype = dtype or default_dtype(mesh.device)
     how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
     models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), **how)
-    warming = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
-    loaded = {model.name: LoadedModel(model, mesh) for model in models}
-    link = mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None)
-    served = Served(mesh, loaded, link, Previews(mesh))
-    for model in models:
-        for request in warming[model.name]:
-            _warm(served, request, model.input_images)
-    device = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
-    facts = tuple(model.facts for model in loaded.values())
-    served.send(Ready(facts, mesh.world.size, device, time.perf_counter() - started))
-    while (request := _next(served, min(IDLE_S, deadlines.host_s / 3))) is not None:
-        _answer(served, request)
-    if link is not None:
-        link.close()
+    requests = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
+    warming = {x.name: [(request, x.input_images) for request in requests[x.name]] for x in models}
+    memory = min(mesh.collect(_total_memory(mesh), int))  # all ranks decide alike
+    catalog = mesh.on_all_ranks(
+        lambda: Models(models, memory, most, swaps, lambda model, facts: LoadedModel(model, mesh, facts))
+    )
+    starting = Served(mesh, catalog, None, Previews(mesh), warming)
+    catalog.start(catalog.first() if first is None else first, lambda name: _warm(starting, name))
+    served = replace(starting, link=mesh.on_all_ranks(lambda: ServerLink(path) if mesh.is_main else None))
+    loaded_s = time.perf_counter() - started
+    served.send(lambda: _ready(served, loaded_s))
+    while (order := _next(served, min(IDLE_S, deadlines.host_s / 3))) is not None:
+        _answer(served, order, loaded_s)
+    if served.link is not None:
+        served.link.close()
+
+
+def _ready(served: Served, loaded_s: float) -> Ready:
+    device = served.mesh.device
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return Ready(served.models.facts, served.mesh.world.size, name, loaded_s)
 
 
 def checked(
@@ -208,7 +236,7 @@ def checked(
     cache: str | None = None,
     park: bool = False,
 ) -> list[CheckedModel]:
-    """All models before weights load; ValueError if they do not fit into memory, or a LoRA fits none. Collective."""
+    """All models before weights load; ValueError if a LoRA fits none. Collective."""
     how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
     models = [replace(CheckedModel.of(x, dtype, mesh, loras, **how), name=name) for x, name in names.items()]
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
@@ -218,15 +246,7 @@ def checked(
     if mesh.is_main:
         for name, lines in notes.items():
             print(*(f"seqpar: {name}: {line}\n" for line in lines), sep="", end="", flush=True)
-    needed, memory = sum(model.memory for model in models), _total_memory(mesh)
-    if needed > memory:
-        shares = ", ".join(f"{model.name} {model.memory / GIB:.1f}" for model in models)
-        raise ValueError(
-            f"the models need {needed / GIB:.1f} GiB on each of {mesh.world.size} ranks ({shares}), which have "
-            f"{memory / GIB:.1f} GiB; serve fewer models, or use more GPUs"
-        )
-    others = [needed - model.memory + model.kept for model in models]
-    return [replace(model, room=(memory - other) / GIB) for model, other in zip(models, others, strict=True)]
+    return models
 
 
 # before the first request ---------------------------------------------------------------------------------------------
@@ -256,49 +276,50 @@ def warm_requests(models: Sequence[CheckedModel], sizes: Sequence[str]) -> dict[
     return requests
 
 
-def _warm(served: Served, request: ImageRequest, images: Sequence[Picture]) -> None:
-    start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
-    watch = _watch(served, request, images, boundary, lambda message: None)
-    served.models[request.model].make(request, images, boundary, watch=watch)
-    if served.mesh.is_main:
-        size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
-        print(f"seqpar: {request.model} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
+def _warm(served: Served, name: str) -> None:
+    for request, images in served.warming[name]:
+        start, boundary = time.perf_counter(), StepBoundary(served.mesh, lambda: None)
+        watch = _watch(served, request, images, boundary, lambda message: None)
+        served.models.use(name).make(request, images, boundary, watch=watch)
+        if served.mesh.is_main:
+            size = AUTO if request.size is None else f"{request.size[1]}x{request.size[0]}"
+            print(f"seqpar: {name} is warm for {size} after {time.perf_counter() - start:.1f} s", flush=True)
 
 
 # requests ------------------------------------------------------------------------------------------------------------
 
 
-def _next(served: Served, idle_s: float) -> ImageRequest | None:
-    """The next request on every rank; None when the ranks are to finish."""
+def _next(served: Served, idle_s: float) -> ImageRequest | Change | None:
+    """The next request or change on every rank; None when the ranks are to finish."""
     while True:
         local = None if served.link is None else served.link.next(idle_s)
-        message: ImageRequest | Finish | None = served.mesh.share(local, ImageRequest | Finish | None)
-        if isinstance(message, ImageRequest):
+        message: ImageRequest | Change | Finish | None = served.mesh.share(local, ImageRequest | Change | Finish | None)
+        if isinstance(message, ImageRequest | Change):
             return message
         if isinstance(message, Finish):
             return None
         served.send(Alive(_memory(served.mesh)))
 
 
-def _answer(served: Served, request: ImageRequest) -> None:
+def _answer(served: Served, request: ImageRequest | Change, loaded_s: float) -> None:
     served.running[:] = [request.id]
     try:
-        served.send(_result(served, request))
+        if isinstance(request, Change):
+            served.models.change(request.load, request.unload, lambda name: _warm(served, name))
+            served.send(lambda: Changed(request.id, _ready(served, loaded_s)))
+        else:
+            served.send(_result(served, request))
     except CancelledError as error:
         served.send(Failed(request.id, error.reason, "the request was cancelled or its deadline has passed"))
-    except (ValueError, FloatingPointError) as error:  # raised identically on all ranks
-        why, text = "mistake" if isinstance(error, ValueError) else "failure", str(error)
-        if (model := served.models.get(request.model)) is not None:
-            text = text.replace(model.source, request.model)
-        served.send(Failed(request.id, why, in_fields(text)))
+    except (ValueError, FloatingPointError, LoadError) as error:  # raised identically on all ranks
+        why = "mistake" if isinstance(error, ValueError) else "failure"
+        served.send(Failed(request.id, why, in_fields(served.models.named(str(error)))))
     if served.link is not None:
         served.link.forget(request.id)
 
 
 def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
-    model = served.models.get(request.model)
-    if model is None:
-        raise ValueError(f"model {request.model} is not served; use one of {', '.join(served.models)}")
+    model = served.models.use(request.model)
     boundary = StepBoundary(served.mesh, served.why_stop)
     images = input_images(request, served.mesh)
     watch = _watch(served, request, images, boundary, served.send)
@@ -341,7 +362,7 @@ def _watch(
     boundary: StepBoundary,
     on_preview: Callable[[Partial], None],
 ) -> Watch | None:
-    model = served.models[request.model]
+    model = served.models.use(request.model)
 
     def make(other: ImageRequest, watch: Watch) -> Image.Image:
         inputs = images if model.facts.needs_picture else ()

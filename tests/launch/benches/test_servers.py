@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.benches import latency, serve
+from launch.benches import latency, serve, swaps
 from launch.benches.latency import Latency
 from launch.benches.serve import Serve
+from launch.benches.swaps import Swaps
 from tests.support.forked_benches import fork
 
 pytestmark = pytest.mark.bench
@@ -52,3 +53,15 @@ def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
     assert ["lora" in each["parts_s"] for each in switched["same"]] == [False] * 4
     assert 0 < parts["killed"]["noticed_s"] < parts["killed"]["ready_s"] < parts["killed"]["picture_s"]
     assert len(parts["open"]["every"]) == 4
+
+
+@pytest.mark.timeout(600)
+def test_swapped_models_have_the_same_bits_and_leave_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    swaps.main(Swaps(swaps=20, out=out))
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [len(every) for every in line["every_s"].values()] == [10, 10]
+    before, after = (line["used"][number] for number in (1, 2))
+    for old, new in zip(before["front"] + before["ranks"], after["front"] + after["ranks"], strict=True):
+        assert new[0] - old[0] < GROWN
+        assert (new[1] <= old[1] + 2, new[2] <= old[2] + 2) == (True, True)

@@ -300,16 +300,18 @@ function asked() {
 
 function read() {
   const values = Object.fromEntries(KEPT.map((id) => [id, $(id).value]));
-  return { model: model().id, growing: $("growing").checked, loras: lorasTaken(), ...values };
+  const [growing, terminal] = [$("growing").checked, $("terminal").open];
+  return { model: model().id, growing, terminal, loras: lorasTaken(), ...values };
 }
 
-function write({ model: name, growing, loras = [], ...values }) {
+function write({ model: name, growing, terminal, loras = [], ...values }) {
   if (models.some(({ id }) => id === name)) $("model").value = name;
   choose();
   for (const [id, value] of Object.entries(values)) {
     if (!$(id).options || [...$(id).options].some((option) => option.value === value)) $(id).value = value;
   }
-  if (growing !== undefined) $("growing").checked = growing;
+  $("growing").checked = growing ?? $("growing").checked;
+  $("terminal").open = terminal ?? $("terminal").open;
   for (const row of $("lora-rows").children) {
     const [taken, scale] = row.querySelectorAll("input");
     const used = loras.find((lora) => lora.name === taken.dataset.lora);
@@ -826,6 +828,7 @@ on("form", "input", (event) => {
 const reveal = ({ target }) => ($("more").open ||= $("more").contains(target)); // else the browser cannot show it
 $("form").addEventListener("invalid", reveal, true);
 on("form", "change", save);
+on("terminal", "toggle", save);
 on("prompt", "keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -853,18 +856,14 @@ on("input", "click", () => {
   take(imagesOf(model().seqpar) > 1 ? [...inputs, image] : [image]);
   $("prompt").focus();
 });
-on("remove", "click", () => {
-  store("pictures", "delete", shown.record.id);
-  forget(shown);
+async function discard(discarded) {
+  await Promise.all(discarded.map(({ record }) => store("pictures", "delete", record.id)));
+  for (const entry of discarded) forget(entry);
   ($("history").querySelector("button") ?? $("generate")).focus();
-});
+}
+on("remove", "click", () => discard([shown]));
 on("clear", "click", () => {
-  if (!confirm("Remove all results from this browser?")) return;
-  for (const entry of [...entries]) {
-    store("pictures", "delete", entry.record.id);
-    forget(entry);
-  }
-  $("generate").focus();
+  if (confirm("Remove all results from this browser?")) discard(entries);
 });
 const enlarge = () => {
   Object.assign($("large"), { src: shown.url, alt: shown.record.body.prompt });

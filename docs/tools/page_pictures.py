@@ -17,7 +17,7 @@ from tests.support.browser import Page, browser
 ROOT = Path(__file__).parents[2]
 LORAS = ROOT / "seqpar_demo"  # with outline.safetensors
 PROMPTS = ("a blue frog on yellow", "a red car on white", "a green frog")
-SIZES = {(1280, 1080): "header", (390, 844): "section"}  # of the window, and what is at its top
+SIZES = {(1280, 1140): "header", (390, 844): "section"}  # of the window, and what is at its top
 LONG = 1000  # steps of the request in the queue
 PAINTED = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)));"
 QUALITY = 90

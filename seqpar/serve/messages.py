@@ -135,10 +135,11 @@ class ServedModel(msgspec.Struct, frozen=True):
     LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. video: None for image models. sizes: sizes it
     takes, `size` first; unit: divides the sides of every size. schedulers: the least and most steps of each that fits;
     own: of the model's own. labels: the names of each class, by number. precision: of GEMMs, None for the dtype of the
-    weights. cache: which steps are computed, None for all. presets: the number of steps of each. takes: by what a
-    request starts from, as `ImageRequest.inputs`. loads: pixels of all frames, ascending, and predicted seconds of a
-    step; memory does not suffice from `limit` pixels on. loaded: whether its weights are in memory. memory: predicted
-    bytes per rank. load_s: seconds that its last load took, None if there was none.
+    weights; min_psnr: its bound of the error. cache: which steps are computed, None for all. presets: the number of
+    steps of each. takes: by what a request starts from, as `ImageRequest.inputs`. loads: pixels of all frames,
+    ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on. loaded: whether its
+    weights are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None if there was
+    none.
     """
 
     name: str
@@ -164,6 +165,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     loaded: bool = True
     memory: int = 0
     load_s: float | None = None
+    min_psnr: float | None = None
 
     @property
     def edits(self) -> bool:

@@ -151,7 +151,7 @@ def test_several_images_and_a_size_of_ones_own(page: Page, front: Running) -> No
     assert [button.accessible_name for button in page.history] == [f"three, seed {seed}" for seed in (7, 6, 5)]
     page.until(lambda: page.pixels == pixels_of(7, 12, 8))
     page["terminal"].find_element("tag name", "summary").click()
-    assert page["command"].text.endswith("--size=12x8 --seed=7 --precision=fp8 --ranks=2")
+    assert page["command"].text.endswith("--size=12x8 --seed=7 --precision=fp8 --min-psnr=30 --ranks=2")
     page.history[1].click()
     page.until(lambda: page.pixels == pixels_of(6, 12, 8))
     page["reuse"].click()
@@ -264,10 +264,11 @@ def check_lines(page: Page, front: Running, folder: Path, expected: Args) -> Non
     ours, theirs = ({**order, **dict.fromkeys(UNLIKE)} for order in front.orders[-2:])
     assert theirs == ours
     assert (folder / expected.out).stat().st_size > 0
-    script, variables = f'seqpar() {{ printf "%s\\0" "$@"; }}; {command}', {**os.environ, "LORAS": "/folder"}
+    script = f'seqpar() {{ printf "%s\\0" "$@"; }}; {command}'
+    variables = {**os.environ, "LORAS": "/folder", "MODEL": expected.model}  # whose names the fake ranks alone know
     shell = subprocess.run(["bash", "-c", script], env=variables, check=True, capture_output=True, text=True)
     subcommand, *words = shell.stdout.split("\0")[:-1]
-    flags = replace(expected, precision="fp8", ranks=2)  # of the fake ranks
+    flags = replace(expected, precision="fp8", min_psnr=30.0, ranks=2)  # of the fake ranks
     assert (subcommand, parsed(Args, words, "sample")) == ("sample", flags)
 
 

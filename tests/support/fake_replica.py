@@ -54,6 +54,7 @@ COMMON: dict[str, Any] = {
     "layout": "one rank",
     "step_s": 0.5,
     "precision": "fp8",
+    "min_psnr": 30.0,
 }
 FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},

@@ -100,13 +100,13 @@ async def file(name: str, server: Server, key: Key) -> Response:
 async def models(server: Server, key: Key) -> dict[str, Any]:
     """List the models that requests may name, and tell the name of the client's key."""
     listed = [model for model in server.facts.models if model.loaded or server.args.swap]
-    data = [_model(model, server.started) for model in listed]
-    return {"object": "list", "data": data, "seqpar": {"key": key}}
+    data = [_model(model, server) for model in listed]
+    return {"object": "list", "data": data, "seqpar": {"key": key if server.args.keys else None}}
 
 
 async def model_of(model: str, server: Server) -> dict[str, Any]:
     """Describe a loaded model."""
-    return _model(found(server, model), server.started)
+    return _model(found(server, model), server)
 
 
 async def jobs(server: Server, key: Key) -> dict[str, Any]:
@@ -147,11 +147,12 @@ async def metrics(server: Server) -> Response:
     return Response(server.metrics.text(), media_type=TEXT)
 
 
-def _model(model: ServedModel, created: int) -> dict[str, Any]:
-    """A model as OpenAI's list has it, with our fields in `seqpar`."""
+def _model(model: ServedModel, server: ApiServer) -> dict[str, Any]:
+    """A model as OpenAI's list has it, with our fields in `seqpar`. alias: whether the ranks know another name."""
     height, width = model.size
     about: dict[str, Any] = {
         "kind": model.kind,
+        "alias": model.name not in server.args.models,
         "makes": "pictures" if model.video is None else "videos",
         "edits": model.edits,
         "needs_picture": model.needs_picture,
@@ -166,9 +167,10 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
         "schedulers": model.schedulers,
         "takes": msgspec.to_builtins(model.takes),
         "precision": model.precision,
+        "min_psnr": model.min_psnr,
         "cache": model.cache,
         "loaded": model.loaded,
     }
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)
-    return {"id": model.name, "object": "model", "created": created, "owned_by": "seqpar", "seqpar": about}
+    return {"id": model.name, "object": "model", "created": server.started, "owned_by": "seqpar", "seqpar": about}

@@ -144,7 +144,7 @@ async function begin() {
   }
   $("unlock").hidden = true;
   const place = `${ranks.ranks} ${ranks.ranks === 1 ? "rank" : "ranks"} on ${onGpus() ? ranks.device : "the CPU"}`;
-  say("server", owner === "" ? place : `${place} · key of ${owner}`);
+  say("server", owner === null ? place : `${place} · key of ${owner}`);
   $("model").replaceChildren(...models.map(({ id }) => option(id)));
   $("form").hidden = $("stage").hidden = false;
   write(JSON.parse(localStorage.getItem("form")) ?? {});
@@ -730,6 +730,7 @@ function describe({ record, url }) {
   say("command", command(record, about));
   say("curl", curl(record));
   const hints = [
+    ...(about.alias ? [`MODEL stands for the folder or name that the server has ${body.model} from.`] : []),
     ...(about.kind === "classes" ? ["The command writes a sheet with labels."] : []),
     ...(loras.length > 0 ? ["LORAS stands for the folder that the server has its LoRAs from."] : []),
     ...(files.length > 0 ? ["Both lines read the input from the folder that they run in:"] : []),
@@ -757,15 +758,17 @@ function quoted(text) {
 function command({ body, files, frames, blob }, about) {
   const [width, height] = body.size?.split("x") ?? []; // the command line has the height first
   const flags = {
-    model: body.model,
+    model: about.alias ? undefined : body.model,
     [about.kind === "classes" ? "classes" : "prompt"]: body.prompt,
     negative_prompt: body.negative_prompt,
     size: body.size && `${height}x${width}`,
     frames,
     ...Object.fromEntries(SAME.map((name) => [name, body[name]])),
     precision: about.precision,
+    min_psnr: about.min_psnr,
     cache: about.cache,
   };
+  const known = about.alias ? [`--model="$MODEL"`] : [];
   const words = Object.entries(flags)
     .filter(([, value]) => value !== undefined && value !== null)
     .map(([name, value]) => `--${name.replaceAll("_", "-")}=${quoted(`${value}`)}`);
@@ -776,7 +779,7 @@ function command({ body, files, frames, blob }, about) {
   });
   if (loras.length > 0) words.push("--lora", ...loras);
   if (isVideo(blob)) words.push("--out=seqpar.mp4");
-  return ["seqpar sample", ...words, `--${onGpus() ? "gpus" : "ranks"}=${ranks.ranks}`].join(" ");
+  return ["seqpar sample", ...known, ...words, `--${onGpus() ? "gpus" : "ranks"}=${ranks.ranks}`].join(" ");
 }
 
 function curl({ route, body, files }) {

@@ -168,6 +168,7 @@ class CheckedModel:
             {name: preset.steps for name, preset in source.presets.items() if not self.why_not({"preset": name})},
             self._takes(),
             *self._loads(size, unit),
+            min_psnr=self.example.request.min_psnr,
         )
 
     def why_not(self, fields: Mapping[str, Any], images: Sequence[Picture] = ()) -> str | None:

@@ -21,7 +21,7 @@ from seqpar.serve.api.gate import GENERATIONS
 from seqpar.types.flags import parsed
 from tests.serve.test_stream import enlarged
 from tests.support.browser import Page, browser, why_no_browser
-from tests.support.fake_replica import pixels_of
+from tests.support.fake_replica import FACTS, pixels_of
 from tests.support.front import LIMIT_S, PIXELS, ROOT, Running, file_of, keys_in, running, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
@@ -95,7 +95,7 @@ def test_the_answer_allows_nothing_but_its_own_script(front: Running) -> None:
 def test_it_offers_what_the_models_take(page: Page) -> None:
     """And no more: a mask is drawn nowhere, because no model takes one."""
     assert page.driver.switch_to.active_element == page["prompt"]
-    assert page.offers("model") == ["toy", "other", "editor", "changer", "movie", "clip", "strict", "breeds"]
+    assert page.offers("model") == list(FACTS)
     page["more"].find_element("tag name", "summary").click()
     guided = {"guidance", "true_guidance", "negative_prompt"}
     shown = {

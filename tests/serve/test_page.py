@@ -100,7 +100,7 @@ def test_it_offers_what_the_models_take(page: Page) -> None:
     guided = {"guidance", "true_guidance", "negative_prompt"}
     shown = {
         "toy": {"lora", "n", *guided},
-        "editor": {"image", "n", *guided},
+        "editor": {"lora", "image", "n", *guided},
         "changer": {"image", "n", "strength", *guided},
         "movie": {"lora", "seconds", "fps", *guided},
         "clip": {"image", "seconds", "fps", "strength", *guided},

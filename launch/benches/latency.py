@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import fmean, median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -66,6 +68,8 @@ class Latency:
     """Serve two random LoRAs of this rank on all linear layers of flux.1-dev's blocks, and switch between them."""
     parts: tuple[str, ...] = ()
     """Only these of alone, busy, full, cancelled, switched, killed and open."""
+    fake: bool = False
+    """Ranks that answer at once in place of a model's (tests/support/fake_replica.py): the API server alone."""
     seed: int = 0
     """Seed of what is drawn."""
     out: Path | None = None
@@ -101,13 +105,19 @@ class Bench:
     def picture(self, kept: HTTPConnection | None = None, **other: Any) -> Picture:
         start = time.monotonic()
         parts = asked(self.port, self.body(**other), kept)["seqpar"]["seconds"]
-        return Picture(time.monotonic() - start, parts.pop("file"), parts)
+        return Picture(time.monotonic() - start, parts.pop("file"), {} if self.args.fake else parts)
 
 
 Part = Callable[[Bench], dict[str, Any]]
 
 
 def main(args: Latency) -> None:
+    if args.fake:
+        from tests.support.front import running  # needs the extra `test`
+
+        with TemporaryDirectory() as temporary, running(Path(temporary)) as front:
+            _measure(args, front.port, front.process)
+        return
     folder = str(args.folder)
     words = ["--queue", str(args.waiting + 64)]
     if args.model == FLUX:
@@ -119,16 +129,21 @@ def main(args: Latency) -> None:
     model, begun = folder if args.model == FLUX else args.model, time.monotonic()
     with server((model,), args.ranks, words) as (process, port, _):
         until_ready(port)
-        bench = Bench(args, port, process.pid, random.Random(args.seed))
         _told(args, "start", {"seconds": time.monotonic() - begun})
-        for _ in range(FIRST):
-            bench.picture()
-        for part in (_alone, _busy, _full, _cancelled, _switched, _killed, _open):
-            name = part.__name__.strip("_")
-            if name in (args.parts or [name]) and (args.lora_rank or part is not _switched):
-                _told(args, name, part(bench))
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+        _measure(args, port, process)
+
+
+def _measure(args: Latency, port: int, process: subprocess.Popen[str]) -> None:
+    """Run the parts with a server that is ready, and end it."""
+    bench = Bench(args, port, process.pid, random.Random(args.seed))
+    for _ in range(FIRST):
+        bench.picture()
+    for part in (_alone, _busy, _full, _cancelled, _switched, _killed, _open):
+        name = part.__name__.strip("_")
+        if name in (args.parts or [name]) and (args.lora_rank or part is not _switched):
+            _told(args, name, part(bench))
+    process.send_signal(signal.SIGTERM)
+    process.wait()
 
 
 def _told(args: Latency, part: str, facts: dict[str, Any]) -> None:

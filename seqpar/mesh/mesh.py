@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -251,7 +252,7 @@ def gathered(axis: Axis, device: torch.device, local: torch.Tensor, what: str) -
 def _board_of(axis: Axis, device: torch.device) -> Board | None:
     """Return a new board of an axis; None for ranks of several machines or without shared memory. Collective."""
     named = collected(axis, device, (socket.gethostname(), os.getpid()), tuple[str, int])
-    if len({name for name, _ in named}) > 1:
+    if len({name for name, _ in named}) > 1 or sys.platform != "linux":  # only Linux has files in memory
         return None
     size, path, memory = nbytes_for(axis.size), "", None
     with ExitStack() as opened:
@@ -261,7 +262,7 @@ def _board_of(axis: Axis, device: torch.device) -> Board | None:
                 os.posix_fallocate(file.fileno(), 0, size)
                 path = f"{os.getpid()}/fd/{file.fileno()}"
         path = collected(axis, device, path, str)[0]
-        with suppress(OSError), open(path_of(path), "r+b") as shared:
+        with suppress(OSError, LostRankError), open(path_of(path), "r+b") as shared:  # or a container hides rank 0
             memory = memoryview(mmap.mmap(shared.fileno(), size))
         everywhere = all(collected(axis, device, memory is not None, bool))
     return Board(axis.rank, memory, [pid for _, pid in named]) if everywhere and memory is not None else None

@@ -129,7 +129,7 @@ class Takes(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A loaded model, and what it takes (`seqpar.serve.rules`).
+    """A loaded model and the requests that it accepts (`seqpar.serve.rules`).
 
     size: default (height, width). layout: for people. step_s: predicted seconds per step at `size`. loras: names of the
     LoRAs that fit it, NAME@TRANSFORMER if it has several transformers. video: None for image models. sizes: sizes it

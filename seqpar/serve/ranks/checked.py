@@ -137,7 +137,7 @@ class CheckedModel:
         return order if request.steps is None else replace(order, steps=request.steps)
 
     def facts(self, size: tuple[int, int], takes_size: Fits = lambda size: True) -> ServedModel:
-        """The model as the API describes it, with what it takes. size: of its images by default.
+        """The model and the requests that it accepts, as the API describes them. size: of its images by default.
 
         takes_size: whether the loaded pipeline takes a size. What it takes is found by its own check of requests.
         """

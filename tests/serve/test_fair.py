@@ -67,8 +67,10 @@ def queue_of(terms: Mapping[str, KeyTerms], places: int = 10**6) -> Queue:
     return Queue(places, 1e6, lambda job: None, lambda key: terms.get(key, KeyTerms()))
 
 
-def simulated(arrivals: Sequence[Arrival], weights: Mapping[str, float], shares: FairShares) -> list[Run]:
-    """All images of these jobs in the order in which a queue starts them."""
+def simulated(
+    arrivals: Sequence[Arrival], weights: Mapping[str, float], shares: FairShares, fails: bool = False
+) -> list[Run]:
+    """All images of these jobs in the order in which a queue starts them. fails: the last image of each."""
 
     async def simulate() -> list[Run]:
         queue = queue_of({key: KeyTerms(weight) for key, weight in weights.items()})
@@ -90,8 +92,11 @@ def simulated(arrivals: Sequence[Arrival], weights: Mapping[str, float], shares:
             runs.append(Run(arrival, now, now + arrival.seconds))
             now += arrival.seconds
             admit(now)  # while the image runs
+            if job.done_count + 1 == arrival.images and fails:
+                queue.end(job, "failed")
             queue.ran(job, arrival.seconds)
-            queue.image_done(job)
+            if job.ended is None:
+                queue.image_done(job)
             if job.done_count == arrival.images:
                 queue.end(job, "completed")
         return runs
@@ -150,7 +155,7 @@ def shares_are_wrong(draw: random.Random, shares: FairShares) -> bool:
     weights = {"a": 0.5, "b": 1.0, "c": 3.0, "back": 1.0}
     alone = [Arrival(0.0, "b", 2.0), Arrival(3.0, "a", 30.0), Arrival(41.0, "back", 0.5)]
     floods = [*flood(draw, "b", 30, 40.0, "low"), *flood(draw, "c", 60, 40.5), *flood(draw, "a", 20, 41.0)]
-    runs = simulated([*alone, *floods, *flood(draw, "back", 20, 90.0)], weights, shares)
+    runs = simulated([*alone, *floods, *flood(draw, "back", 20, 90.0)], weights, shares, draw.random() < 0.5)
     return unfairness(runs, ("a", "b", "c"), weights, 45) > 1 or unfairness(runs, tuple(weights), weights, 90) > 1
 
 

@@ -284,6 +284,8 @@ class Queue:
         """The ranks are free again, after so many seconds with an image of a job."""
         self.shares.end(job.key, seconds / self._terms(job.key).weight)
         self.current, self._turns = None, None
+        if not self._unfinished():
+            self.shares.rest()
 
     def image_done(self, job: ServerJob) -> None:
         job.done_count, job.attempts, job.step = job.done_count + 1, 0, 0
